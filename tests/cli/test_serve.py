@@ -311,7 +311,7 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
     with running(server.app) as url:
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
-    assert "The model folder is not the one that the server serves" in done.stderr
+    assert "The server serves another model than the folder's" in done.stderr
     assert "--unverified-model" not in done.stderr
 
 

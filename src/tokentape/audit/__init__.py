@@ -1,4 +1,4 @@
-"""Audits of tokenization: skew of backends, drift, locks, comparisons of ids, scores, probes, costs of languages."""
+"""Audits of tokenization: skew, drift, lockfiles, comparison of ids, scoring, probes, token costs of languages."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Compute how probable a model of tokens finds bytes, whatever tokens spell them, and what drift costs by that.
+"""Compute the probability of bytes under a token model, summed over all their tokenizations, and the price of drift.
 
-A text has many spellings in tokens, and a model gives each its own probability. The probability of the text is their
-sum. For bytes that a completion *begins* with, the spellings are the cover encodings of the Byte-Token Representation
-Lemma (arXiv 2410.09303): all but the last token are within the bytes, and the last reaches their end or beyond. For
-bytes that the completion *is*, they are the sequences that spell exactly them, followed by a stop token.
+A text can be spelled by many token sequences, and a model gives each its own probability. The probability of the text
+is their sum. If a completion only *begins* with the bytes, the spellings are the cover encodings of the Byte-Token
+Representation Lemma (arXiv 2410.09303): all tokens but the last lie within the bytes, and the last token reaches their
+end or beyond. If the completion *equals* the bytes, the spellings are the sequences of exactly these bytes, followed by
+a stop token.
 
-The number of spellings grows exponentially with the bytes. The search follows the most probable beginning first. The
-sum of what was found is a lower bound; with the probability of every beginning not yet followed it is an upper bound.
+The number of spellings grows exponentially with the bytes. The search extends the most probable prefix first. The sum
+over the spellings found is a lower bound. Adding the probabilities of all unextended prefixes gives an upper bound.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 
 _NEAR = 3.0
-"""Beginnings that are less probable than the best by no more than this, in nats, share a batch with it."""
+"""Prefixes share a batch with the best one if they are less probable by at most this, in nats."""
 _BATCH = 16
 _DONE = 1e-6
 
@@ -59,13 +60,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Natural-log probabilities of the same bytes in different ids."""
+    """Natural-log probabilities of the same bytes, spelled by different ids."""
 
     sampled: float
-    """Of the sampled ids."""
+    """The log-probability of the sampled ids."""
     canonical: float | None
-    """Of the ids that encoding the bytes gives; None if the bytes are no UTF-8, or do not come back the same."""
+    """The log-probability of the ids of the encoded text; None if there are none: not UTF-8, or encoding changes it."""
     text: Bounds
+    """Bounds of the log-probability of the bytes, summed over all spellings."""
 
     @property
     def drift(self) -> float | None:
@@ -74,7 +76,7 @@ class Price:
 
 
 class Spellings:
-    """An index of the ids that spell bytes. Ids that spell nothing are in no spelling."""
+    """An index of token ids by the bytes that they spell. Ids without bytes are left out."""
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
         self._by_bytes: dict[bytes, list[int]] = {}
@@ -86,7 +88,7 @@ class Spellings:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Spellings:
-        """Index a tokenizer's text tokens. Control tokens spell nothing, whatever their name."""
+        """Index a tokenizer's text tokens. Control tokens are left out, whatever their name."""
         pieces = {}
         for token_id in range(tokenizer.vocab_size):
             if tokenizer.control_by_id(token_id) is None:
@@ -97,7 +99,7 @@ class Spellings:
         return cls(pieces)
 
     def within(self, rest: bytes) -> Iterator[tuple[int, int]]:
-        """Yield (id, length) of each token that `rest` begins with."""
+        """Yield (id, length in bytes) of each token that is a prefix of `rest`."""
         for length in range(1, min(len(rest), self._longest) + 1):
             for token_id in self._by_bytes.get(rest[:length], ()):
                 yield token_id, length
@@ -110,10 +112,10 @@ class Spellings:
 
 
 def canonical_only(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Return a filter for `bytes_logprob` that keeps only ids that encoding their own text gives.
+    """Return a filter for `bytes_logprob` that accepts only ids that decoding and encoding leaves unchanged.
 
-    There are few such spellings, however long the bytes. Tokens at the end that break off within a character count as
-    canonical, since there is nothing to compare them with.
+    Few spellings pass it, however long the bytes. Tokens at the end that stop within a character are accepted, because
+    they can't be encoded alone.
     """
 
     def canonical(ids: Sequence[int]) -> bool:
@@ -143,20 +145,20 @@ def bytes_logprob(
     Args:
         model: see `TokenModel`.
         text: the bytes.
-        spellings: those of the model's tokenizer.
-        stop_ids: if given, the completion is `text` and then one of these; else it begins with `text`.
+        spellings: the index of the model's tokenizer.
+        stop_ids: if given, the completion is `text` followed by one of these ids; else it begins with `text`.
         allowed: a filter of sequences of ids, such as `canonical_only`.
         max_evaluations: the largest number of contexts to compute, one forward pass each.
         tolerance: the search ends when the bounds are this close, in nats.
 
     Raises:
-        InvalidRequest: there are no bytes.
+        InvalidRequest: `text` is empty.
 
     """
     if not text:
-        raise InvalidRequest("there are no bytes to find the probability of")
+        raise InvalidRequest("the text is empty; expected at least one byte")
     stops = np.array(sorted(stop_ids), np.int64)
-    # Beginnings: minus the log-probability, the number of bytes that they spell, the ids.
+    # Prefixes to extend: minus the log-probability, the number of bytes, the ids.
     open_: list[tuple[float, int, tuple[int, ...]]] = [(-0.0, 0, ())]
     found, lower, evaluations = 0, -math.inf, 0
 
@@ -164,7 +166,7 @@ def bytes_logprob(
         return float(np.logaddexp.reduce([lower, *(-cost for cost, _, _ in open_)]))
 
     while open_ and evaluations < max_evaluations:
-        # The sum of all beginnings is taken only if the best one alone would not prevent the end.
+        # Summing all prefixes is slow, so first check if the best prefix alone keeps the bounds apart.
         if np.logaddexp(lower, -open_[0][0]) - lower <= tolerance and upper() - lower <= tolerance:
             break
         furthest = open_[0][0] + _NEAR
@@ -199,17 +201,17 @@ def price(
     stop_ids: Iterable[int] = (),
     max_evaluations: int = 2048,
 ) -> Price:
-    """Compute the log-probability of a completion in its own ids, in canonical ids, and as bytes.
+    """Compute the log-probability of a completion as sampled ids, as canonical ids, and as bytes.
 
-    `sampled` may end with one of `stop_ids`: then all three are of the completion that ends there. Otherwise the text's
-    is that of all completions that begin with its bytes, and so is above the sampled one's.
+    If `sampled` ends with one of `stop_ids`, all three include the stop token. Otherwise the log-probability of the
+    bytes covers all completions that begin with them, so it is above that of the sampled ids.
 
-    Raises `InvalidRequest` if there is no text, or a control token in it, which has no bytes to compare.
+    Raises `InvalidRequest` if there is no text, or if a control token, which has no bytes, is among the ids.
     """
     body = list(sampled)
     end = [body.pop()] if body and body[-1] in frozenset(stop_ids) else []
     if any(tokenizer.control_by_id(token_id) is not None for token_id in body):
-        raise InvalidRequest("a control token stands within the ids: price the texts before and after it")
+        raise InvalidRequest("the ids contain a control token: price the texts before and after it one by one")
     spelled = b"".join(map(tokenizer.token_bytes, body))
     bounds = bytes_logprob(model, spelled, spellings, stop_ids=end, max_evaluations=max_evaluations, tolerance=_DONE)
     try:
@@ -233,7 +235,7 @@ class TransformersModel:
         import torch
 
         if not len(context_ids):
-            raise InvalidRequest("the context is empty; give at least the id that texts begin with")
+            raise InvalidRequest("the context is empty; pass at least the id that texts begin with, such as BOS")
         self._torch, self._model = torch, model
         begun = self._run([list(context_ids)], None)
         self._cache, self._first = begun.past_key_values, self._logprobs(begun.logits[0, -1])

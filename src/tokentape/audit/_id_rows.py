@@ -1,7 +1,7 @@
 """Read sequences of ids from a record, a file of trajectories, or other Parquet and JSON files.
 
-Spans say what was sampled: turns in our own formats; elsewhere a mask, a completion column with a prompt column, or the
-whole row. One row is in memory at a time, of Parquet a small batch.
+Spans mark the sampled tokens. Tokentape's formats have turns; in other files they come from a mask, from a completion
+column beside a prompt column, or cover the whole row. One row is in memory at a time, or a small batch of Parquet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokentape.store._location import EXPECTED, is_record, open_record
 from tokentape.types import Codes, Logprobs, Provenance, TokenIds, Trajectory
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
-"""The usual names, in order of preference."""
+"""Usual names of columns of ids, in order of preference."""
 LOGPROB_COLUMNS = ("logprobs", "trainer_logprobs", "old_logprobs", "rollout_log_probs")
 MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks", "mask")
 NAME_COLUMNS = ("session_id", "sample_id", "id", "uid")
@@ -35,13 +35,13 @@ _Row: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a file in another format. The default of each is its usual names."""
+    """The columns of a file in another format. A column that is None is looked for by its usual names."""
 
     ids: str | None = None
     mask: str | None = None
-    """1 where a token was sampled. With a prompt column it is as long as the ids, without the prompt."""
+    """1 where a token was sampled. With a prompt column, the mask may cover `ids` alone."""
     prompt: str | None = None
-    """Ids before `ids`, which were not sampled."""
+    """The column of prompt ids, which come before `ids` and were not sampled."""
     name: str | None = None
     by: tuple[str, ...] = ()
     """More columns to split the report by."""
@@ -54,7 +54,7 @@ class Span:
     start: int
     end: int
     labels: Mapping[str, str] = field(default_factory=dict)
-    """The dimensions that it is counted by: `turn`, `temperature`, `weights`, names of columns."""
+    """Values by dimension to group reports by: `turn`, `temperature`, `weights`, names of columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +65,23 @@ class IdRow:
     """The name of the row: `SESSION:LEAF`, or the value of a column, or its number from 1."""
     ids: TokenIds
     spans: tuple[Span, ...]
-    """What was sampled, in order. Each sampled token is in one row only."""
+    """The ranges of sampled tokens, in order. Each sampled token is in one row only."""
     provenance: Codes | None = None
     line: int = 1
-    """Its line in a file that has one row per line."""
+    """The row's line in a file with one row per line."""
     mask: npt.NDArray[np.bool_] | None = None
-    """Tokens that carry loss; None if the source doesn't say. Shape [tokens]."""
+    """True for tokens that carry loss; None if the source has no mask. Shape [tokens]."""
     logprobs: Logprobs | None = None
-    """NaN where there is none; None if the source has none, or not one per token. Shape [tokens]."""
+    """NaN for tokens without a logprob; None if the source has none, or a wrong number of them. Shape [tokens]."""
     session: str = ""
-    """Its session, which may have more rows, or the name of the row: rows of one session are not independent."""
+    """The row's session, else its name. Rows of the same session are not statistically independent."""
 
 
 def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[IdRow]:
     """Yield the sequences of a record, or of a file named `.parquet`, `.jsonl` or `.json`.
 
-    Raises `InvalidRequest` for another file, for one without a column of ids, and for damaged rows; for a record as
-    `open_record`.
+    Raises `InvalidRequest` for a file of another type, without a column of ids, or with damaged rows, and for a record
+    the errors of `open_record`.
     """
     if is_record(location):
         with open_record(location, read_only=True) as store:
@@ -108,14 +108,14 @@ def store_rows(store: Store) -> Iterator[IdRow]:
 
 
 def session_rows(stored: StoredSession) -> Iterator[IdRow]:
-    """Yield a row for each branch of a session. Turns that branches share are sampled in the first of them."""
+    """Yield a row for each branch of a session. A turn that branches share is in the spans of the first only."""
     return trajectory_rows(stored.trajectories(), {turn.seq: turn.sampling.get("temperature") for turn in stored.turns})
 
 
 def trajectory_rows(
     trajectories: Iterable[Trajectory], temperatures: Mapping[int, Any] | None = None
 ) -> Iterator[IdRow]:
-    """Yield a row for each trajectory of a session; `temperatures` are by turn, if known."""
+    """Yield a row for each trajectory of a session. `temperatures` maps turns to their sampling temperature."""
     for one in trajectories:
         spans = []
         turns = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
@@ -131,7 +131,7 @@ def trajectory_rows(
 
 
 def _turn_label(n: int) -> str:
-    """Return the class of a turn, numbered from 1. Classes grow."""
+    """Return the range of turn numbers, from 1, that turn `n`, from 0, is counted in: 1, 2, 3-4, 5-8 and so on."""
     for last in (1, 2, 4, 8, 16, 32, 64):
         if n < last:
             first = last // 2 + 1
@@ -156,7 +156,7 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
 
 
 def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) -> Iterator[_Row]:
-    """Yield rows with lists of numbers as arrays; those of all row groups if None are named."""
+    """Yield rows with lists of numbers as arrays, of all row groups if `row_groups` is None."""
     for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names, row_groups=row_groups):
         found = {name: batch.column(name) for name in batch.schema.names}
         for at in range(batch.num_rows):
@@ -239,7 +239,7 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
 
 
 def _logprobs(values: Any, tokens: int, prompt: int) -> Logprobs | None:
-    """Return the logprobs of a prompt and `tokens` ids, NaN for what has none; None if these are others."""
+    """Return logprobs for a prompt and `tokens` ids, NaN if missing. Return None if `values` don't fit their number."""
     try:
         found = np.asarray(values, np.float32)  # null in JSON is NaN here
     except (TypeError, ValueError):

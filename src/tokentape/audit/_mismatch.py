@@ -1,8 +1,8 @@
 """Compare recorded log-probabilities with an engine's scores of the same ids, and find the cause of differences.
 
-If one temperature, or one way of truncation, turns the model's own numbers into the recorded ones, that is the cause.
-Otherwise the numbers themselves differ. Those of other weights differ from the first sampled token of a sequence on. If
-a sequence agrees at first and then no more, the same weights saw other ids from there on.
+If applying one temperature, or one truncation, to the model's scores gives the recorded logprobs, that is the cause.
+Otherwise the model computed something else. With other weights, logprobs differ from the first sampled token of a
+sequence on. If a sequence agrees at first and differs later, the same weights saw other ids from there on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tokentape.engines._scoring import Scores
 from tokentape.types import Logprobs, Trajectory
 
 TOP = 4096
-"""Alternatives per position to ask for; servers give fewer."""
+"""The number of alternatives per position to ask for; servers return fewer."""
 
 LOOK_TOP = 512
-"""Alternatives per position to ask for when a sequence is scored again: hundreds of rules are tried on them."""
+"""The number of alternatives when a sequence is scored again. Fewer than `TOP`, because hundreds of rules are tried."""
 
 _LOOKED_AT = 4
-"""Sequences of each group to score again, with alternatives."""
+"""The number of sequences of each group to score again, with alternatives."""
 _TOKENS = 256
 _SEQUENCES = 256
-"""Sequences of each group of which all numbers are kept."""
+"""The number of sequences per group to keep all logprobs of."""
 
 _CERTAIN = 0.01
-"""Nats below 0 within which a token is certain to the model: neither temperature nor weights change it much."""
+"""A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
 _EXPLAINED = 0.9
 
 _CUTS: tuple[dict[str, Any], ...] = (
@@ -49,35 +49,36 @@ Sampling: TypeAlias = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The differences between the numbers of two healthy sides that compute in a precision."""
+    """The differences that rounding in a precision may cause between two correct computations."""
 
     delta: float
-    """Nats that rounding may move one token."""
+    """The difference of one token, in nats."""
     share: float
-    """Share of tokens that it may move further."""
+    """The share of tokens with a larger difference."""
     mean: float
+    """The mean absolute difference, in nats."""
 
 
 PRECISIONS = {
     "float32": Precision(delta=1e-3, share=0.0, mean=1e-4),
     "bfloat16": Precision(delta=0.3, share=0.03, mean=0.06),
 }
-"""By the lower precision of both sides. docs/how-to/score.md has the measurements."""
+"""Limits by the lower precision of both sides. docs/how-to/score.md has the measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The causes of too large differences in some turns."""
+    """The causes of differences beyond rounding, for turns of one version of the weights and one distribution."""
 
     causes: tuple[Cause, ...]
-    """Several if all of them hold, or if it is unknown which one does."""
+    """Several if all of them apply, or if it is unknown which of them does."""
     detail: str
     weight_version: str
     expected: str
-    """The distribution that the record names: `temperature 1`."""
+    """The distribution that the record names, such as `temperature 1`."""
     tokens: int
     apart: int
-    """Tokens with a larger difference than rounding explains."""
+    """The number of tokens with a larger difference than rounding explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +96,19 @@ class Doubt:
 class _Tokens:
     recorded: Values
     own: Values
-    """The model's log-probabilities."""
+    """The log-probabilities under the model's own distribution."""
     top: npt.NDArray[np.float32]
     """The largest log-probabilities of each position, shape [tokens, alternatives]."""
 
 
 @dataclass
 class _Group:
-    """The tokens of one distribution that one version of the weights sampled."""
+    """Tokens with the same distribution and the same version of the weights."""
 
     declared: Rule
     sampled: set[Rule] = field(default_factory=set)
     sequences: list[tuple[Values, Values]] = field(default_factory=list)
-    """Recorded and expected numbers of each sequence."""
+    """Recorded and expected logprobs of each sequence."""
     tokens: int = 0
     apart: int = 0
     total: float = 0.0
@@ -120,7 +121,7 @@ class _Group:
         return self.apart / many > limits.share or self.total / many > limits.mean
 
     def joined(self) -> _Tokens | None:
-        """Return all tokens that were scored again."""
+        """Return all tokens that were scored again, None if there are none."""
         if not self.scored:
             return None
         width = min(one.top.shape[1] for one in self.scored)
@@ -131,8 +132,8 @@ class _Group:
 class Mismatch:
     """Compares recorded log-probabilities with scores of the same ids by the model that sampled them.
 
-    Add scores with `add`; score each of `doubts` again and pass the scores to `look`; `causes` returns the causes.
-    Memory does not grow with what is added.
+    Call `add` with the scores of each trajectory, score each of `doubts` again and pass the scores to `look`, and then
+    call `causes`. Memory does not grow with the number of trajectories.
     """
 
     def __init__(self, precision: str, vocab_size: int) -> None:
@@ -144,7 +145,7 @@ class Mismatch:
         self._numbers = NumbersTally()
 
     def top_for(self, one: Trajectory, sampling: Sampling | None = None) -> int:
-        """Return the number of alternatives that comparing a trajectory takes."""
+        """Return the number of alternatives per position that comparing a trajectory needs."""
         return TOP if any(isinstance(rule, Rule) and rule != RAW for rule in recorded_rules(one, sampling)) else 0
 
     def add(
@@ -155,9 +156,9 @@ class Mismatch:
         scores: Scores,
         sampling: Sampling | None = None,
     ) -> Logprobs:
-        """Compare the tokens `wanted`, bool [tokens], with scores of the ids from `start` on.
+        """Compare the tokens in the mask `wanted`, bool [tokens], with `scores`, which begin at position `start`.
 
-        Returns the expected log-probability of each token of the trajectory, NaN where nothing is compared.
+        Return the expected log-probability of each token of the trajectory, NaN for tokens that are not compared.
         """
         expected = np.full(len(one.token_ids), np.nan, np.float32)
         for at, rule in enumerate(recorded_rules(one, sampling)):
@@ -173,7 +174,7 @@ class Mismatch:
             value, error = under(scores.logprobs[positions - start], top, rule, self._vocab)
             known = error <= self._limits.delta / 10
             if not known.all():
-                why = f"{rule}: this engine tells too few alternatives to normalize by"
+                why = f"{rule}: this engine returns too few alternatives to normalize by"
                 self.not_comparable[why] += int((~known).sum())
             positions, value = positions[known], value[known]
             expected[positions] = value
@@ -185,7 +186,7 @@ class Mismatch:
         return expected
 
     def numbers(self) -> Numbers:
-        """Return the differences between scores and records."""
+        """Return statistics of the differences between scores and records."""
         return self._numbers.numbers()
 
     def _count(self, group: _Group, one: Trajectory, positions: npt.NDArray[np.int64], value: Values) -> None:
@@ -206,7 +207,7 @@ class Mismatch:
             yield from group.doubts if group.too_far(self._limits) else ()
 
     def look(self, doubt: Doubt, scores: Scores) -> None:
-        """Add scores of a doubt's ids from its start on, with alternatives."""
+        """Add the scores of a doubt, with alternatives. They begin at `doubt.start`."""
         at = doubt.positions - doubt.start
         recorded = doubt.trajectory.logprobs[doubt.positions].astype(np.float64)
         tokens = _Tokens(recorded, scores.logprobs[at].astype(np.float64), scores.top[at])
@@ -232,20 +233,20 @@ class Mismatch:
                 causes.append("temperature")
             if rule.truncates or group.declared.truncates:
                 causes.append("truncation")
-            cut = "the likeliest tokens alone, cut in a way that was not found"
-            return tuple(causes), f"the recorded numbers are those under {cut if np.isnan(rule.top_p) else rule}"
+            cut = "a truncation to the likeliest tokens, with an unknown limit"
+            return tuple(causes), f"the recorded logprobs fit {cut if np.isnan(rule.top_p) else rule}"
         for tried in group.sampled if joined is not None else ():
             assert joined is not None
             error = under(joined.own, joined.top, tried, self._vocab)[1]
-            # Every rule gives about the same to a token that is nearly certain.
+            # Every rule gives nearly the same logprob to a token that is nearly certain.
             if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
-                few = f"this engine tells too few alternatives to try {tried}"
+                few = f"this engine returns too few alternatives to try {tried}"
                 return ("temperature", "truncation", "weights"), f"{few}; score with transformers to tell them apart"
         others = [one.too_far(self._limits) for key, one in self._groups.items() if key[0] != version]
         if others and not any(others) and group.apart > group.tokens / 4:
-            return ("weights",), "the numbers of other versions of the weights agree"
+            return ("weights",), "the logprobs of other versions of the weights agree"
         if self._limits.share == 0 and _like_rounding(group.sequences, self._limits):
-            small = "sequences differ from the start, by no more than rounding in bfloat16 explains"
+            small = "sequences differ from their first tokens on, by no more than rounding in bfloat16 explains"
             return ("kernels", "weights"), small
         return _ids_or_weights(group.sequences, self._limits, version != "unknown")
 
@@ -261,7 +262,7 @@ def _versions(one: Trajectory, positions: npt.NDArray[np.int64]) -> Iterator[tup
 
 
 def _sampled_with(one: Trajectory, at: int, sampling: Sampling | None) -> set[Rule]:
-    """Return the rules that a turn was sampled with, as far as known. They are tried first."""
+    """Return the rules that a turn may have been sampled with, by its recorded parameters. They are tried first."""
     of, params = one.sampled_from[at], (sampling or {}).get(one.turns[at])
     if of is None or not of.temperature:
         return set()
@@ -272,7 +273,7 @@ def _sampled_with(one: Trajectory, at: int, sampling: Sampling | None) -> set[Ru
 
 
 class _Explaining:
-    """Tries rules that turn the model's numbers into the recorded ones."""
+    """Finds a rule that turns the model's own logprobs into the recorded logprobs."""
 
     def __init__(self, tokens: _Tokens, group: _Group, limits: Precision, vocab: int) -> None:
         self._tokens, self._group, self._limits, self._vocab = tokens, group, limits, vocab
@@ -285,9 +286,9 @@ class _Explaining:
         return under(self._tokens.own, self._tokens.top, rule, self._vocab)
 
     def rule(self) -> Rule | None:
-        """Return the simplest rule that explains the numbers; None if there is none.
+        """Return the simplest rule that explains the recorded logprobs; None if there is none.
 
-        A `top_p` of NaN stands for a truncation that is none of those tried.
+        A `top_p` of NaN means a truncation with an unknown limit.
         """
         if self._telling.sum() < 8:
             return None
@@ -304,17 +305,17 @@ class _Explaining:
         return next((Rule(one, top_p=np.nan) for one in temperatures if self._never_lower(Rule(one))), None)
 
     def _never_lower(self, rule: Rule) -> bool:
-        """Return True if the recorded numbers are at least those under a rule, as after any truncation."""
+        """Return True if no recorded logprob is below that under a rule: any truncation raises what it keeps."""
         value, error = self._under(rule)
         above = (self._tokens.recorded - value)[(error <= self._limits.delta) & (value < -_CERTAIN)]
         if len(above) < 30 or (above > self._limits.delta).mean() < 0.25:
             return False
-        # A cut that keeps a tenth of the probability raises what it keeps by 2.3.
+        # A truncation that keeps a tenth of the probability raises logprobs by 2.3.
         within = (above >= -self._limits.delta) & (above < 3)
         return bool(within.mean() >= 1 - self._limits.share - 0.02)
 
     def _explained(self, rule: Rule) -> float:
-        """Return the share of the tokens that a rule explains, without making those worse that agree already."""
+        """Return the share of tokens that a rule explains, or of agreeing tokens that it keeps, if that is smaller."""
         value, error = self._under(rule)
         known = np.isfinite(error) & (error < 0.3)
         left = np.abs(self._tokens.recorded - value)
@@ -326,7 +327,7 @@ class _Explaining:
         return float(min(fits[counted].mean(), fits[others].mean() if others.any() else 1.0))
 
     def _fitted_temperature(self) -> float | None:
-        """Return the temperature with the nearest numbers, if there are enough alternatives to know."""
+        """Return the temperature that fits the recorded logprobs best; None if there are too few alternatives."""
 
         def distance(temperature: float) -> float:
             value, error = self._under(Rule(float(temperature)))
@@ -345,9 +346,9 @@ class _Explaining:
 
 
 def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision) -> bool:
-    """Return True if sequences differ from their first tokens on, but no more than those of a lower precision.
+    """Return True if sequences differ from their first tokens on, but no more than in bfloat16.
 
-    Before other ids, numbers agree. Weights that differ a little can't be distinguished from rounding.
+    This excludes other ids, before which logprobs agree. Slightly different weights look the same as rounding.
     """
     coarse = PRECISIONS["bfloat16"]
     apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]
@@ -360,9 +361,9 @@ def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision
 def _ids_or_weights(
     sequences: Iterable[tuple[Values, Values]], limits: Precision, known: bool
 ) -> tuple[tuple[Cause, ...], str]:
-    """Return which of the two is the cause, and what shows it, from the numbers of sequences in order.
+    """Return `ids`, `weights` or both as the cause, and the reason, from recorded and expected logprobs of sequences.
 
-    `known`: the record says that one version of the weights sampled them all.
+    `known` is True if the record names the version of the weights that sampled all of them.
     """
     clean = broken = within = 0
     for recorded, expected in sequences:
@@ -383,4 +384,4 @@ def _ids_or_weights(
         where = f"{clean} sequences agree, {broken} differ from their first sampled token on"
         return ("ids", "weights"), f"{where}; the record does not say which weights sampled them"
     first = "all sequences differ from their first sampled token on"
-    return ("weights",), f"{first}, or other ids stand before it in all"
+    return ("weights",), f"{first}; other ids before that token in all of them would look the same"

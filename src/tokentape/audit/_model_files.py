@@ -1,4 +1,4 @@
-"""Read the files beside tokenizer.json: what they say of ids, and the settings by which transformers loads it."""
+"""Read the configuration files of a model folder: token ids, embedding rows, and settings that transformers loads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ CONFIG = "tokenizer_config.json"
 _LEGACY = ("special_tokens_map.json", "added_tokens.json")
 _FILES = (CONFIG, *_LEGACY)
 _ELSEWHERE = ("chat_template", "model_max_length", "name_or_path", "is_local", "local_files_only")
-"""Keys that are compared elsewhere, or only say where."""
+"""Keys that are compared elsewhere, or that only name a location."""
 _OFF_BY_DEFAULT = ("split_special_tokens", "clean_up_tokenization_spaces")
 _SHOWN = 5
 TEMPLATES = "additional_chat_templates"
 PROCESSOR_TEMPLATE = "chat_template.json"
-"""A file of a template that processors of images and audio read, and no tokenizer does."""
+"""A template file that processors of images and audio read, but tokenizers do not."""
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 ROWS = "config.json vocab_size"
-"""The key of `model_configuration` for the rows of the embedding."""
+"""The key of `model_configuration` for the number of embedding rows."""
 MAX_LENGTH = f"{CONFIG} model_max_length"
 _NO_LIMIT = 10**20
-"""transformers takes a `model_max_length` above this for none, and writes 10^30."""
+"""transformers reads a larger `model_max_length` as no limit, and writes 10^30 for it."""
 SAMPLED = (
     "stop_strings",
     "suppress_tokens",
@@ -42,15 +42,15 @@ Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each key that differs, in order of the keys; None stands for a value that is not there."""
+    """Return (value in `one`, value in `other`) of each key that differs, sorted by key; None for a missing value."""
     pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def model_configuration(folder: Path) -> dict[str, Any] | None:
-    """Return ids, stop strings and embedding rows of both files, by file and key; None if the folder has neither file.
+    """Return ids, stop strings and embedding rows of `CONFIG_FILES`, by file and key; None if both files are missing.
 
-    Ids are sorted lists. Of a configuration with a part for text, that part counts where the outer one has no value.
+    Ids are sorted lists. A value that is missing at the top level is taken from `text_config`.
 
     Raises `TokenizerUnusable` if a file is not a JSON object.
     """
@@ -69,7 +69,7 @@ def model_configuration(folder: Path) -> dict[str, Any] | None:
 
 
 def max_length(folder: Path) -> int | float | None:
-    """Return the number of ids at which transformers truncates if it is asked to; None if there is no limit."""
+    """Return the number of ids to which transformers truncates on request; None if there is no limit."""
     length = read_json(folder / CONFIG).get("model_max_length")
     return length if isinstance(length, int | float) and length <= _NO_LIMIT else None
 
@@ -80,9 +80,9 @@ def _ids(value: Any) -> list[Any]:
 
 
 def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of a folder that may make another tokenizer of its tokenizer.json, the dictionary `spec`.
+    """Return a folder's settings, by file, with which transformers may change the tokenizer of tokenizer.json, `spec`.
 
-    Left out is what repeats tokenizer.json, since transformers then adds nothing, and files that it does not read.
+    Settings that repeat tokenizer.json have no effect and are left out, and so are files that transformers ignores.
     Raises `TokenizerUnusable` if a file is not a JSON object.
     """
     config = read_json(folder / CONFIG)
@@ -100,7 +100,7 @@ def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[st
 
 
 def _kept(file: str, key: str, value: Any, added: Mapping[str, Mapping[str, Any]], named: Mapping[str, str]) -> Any:
-    """Return a setting without what repeats tokenizer.json; None if nothing is left."""
+    """Return the part of a setting that does not repeat tokenizer.json; None if nothing is left."""
     if file == "added_tokens.json":
         return None if added.get(key, {}).get("id") == value else value
     text = named_special_tokens({key: value}).get(key)
@@ -121,9 +121,9 @@ def _repeats(number: str, token: Any, added: Mapping[str, Mapping[str, Any]]) ->
 
 
 def named_templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a folder by names other than `default` and `tool_use`.
+    """Return the named chat templates of a folder, without `default` and `tool_use`.
 
-    Raises `TokenizerUnusable` if one is not text.
+    Raises `TokenizerUnusable` if a template is not text.
     """
     files = sorted((folder / TEMPLATES).glob("*.jinja"))
     found = {file.stem: read_source(file) for file in files}
@@ -134,7 +134,7 @@ def named_templates(folder: Path) -> dict[str, str]:
 
 
 def require_known_files(settings: Settings) -> None:
-    """Raise `ValueError` if settings are of other files than those that are read, or a template's name is a path."""
+    """Raise `ValueError` if settings belong to an unknown file, or if a template's name is a path."""
     expected = (*_FILES, TEMPLATES)
     if unknown := [file for file in settings if file not in expected]:
         raise ValueError(f"it has settings of {', '.join(unknown)}, expected only {', '.join(expected)}")
@@ -143,7 +143,7 @@ def require_known_files(settings: Settings) -> None:
 
 
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
-    """Return in words the settings in which two folders differ."""
+    """Describe the settings that differ. `words` is the format of one: name, value in `ours`, value in `theirs`."""
     flat = ({f"{file} {key}": v for file, keys in each.items() for key, v in keys.items()} for each in (ours, theirs))
     said = [words.format(name, *map(_brief, pair)) for name, pair in unlike(*flat).items()]
     return "; ".join([*said[:_SHOWN], *([f"{len(said) - _SHOWN} more differ"] if len(said) > _SHOWN else [])])
@@ -155,13 +155,13 @@ def _brief(value: Any) -> str:
 
 
 def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder: Path, like: Path) -> None:
-    """Write `settings` and `special_tokens` into `folder`, and link the tokenizer.json and config.json of `like` there.
+    """Write settings and special tokens to files in `folder`, with links to tokenizer.json and config.json of `like`.
 
     Then `AutoTokenizer` loads `folder` as it would load `like` with these settings.
     """
     named = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
     for file, keys in {**settings, **named}.items():
-        if file in _FILES:  # a lock may come from others: never write to another path that it names
+        if file in _FILES:  # a lock from elsewhere may name any path: write only known files
             (folder / file).write_text(json.dumps(keys), encoding="utf-8")
     for name in ("tokenizer.json", "config.json"):
         if (like / name).is_file():

@@ -1,7 +1,8 @@
 """Count tokens per byte and per character of a corpus, by language and script, for several tokenizers.
 
-Where the texts of the languages are translations of each other, line by line, the *premium* of a language is its tokens
-over those of a baseline (Petrov et al. 2023, arXiv 2305.15425): how much more context, time and money it takes.
+If the languages' texts are translations of each other, line by line, the *premium* of a language is its number of
+tokens divided by that of a baseline language (Petrov et al. 2023, arXiv 2305.15425). It tells how much more context,
+time and money the language takes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NothingToMeasure
 
 COMMON = "Common"
-"""Digits, punctuation, white space, symbols, emoji: characters without a script."""
+"""The name for characters without a script: digits, punctuation, white space, symbols, emoji."""
 
 _BATCH_LINES = 512
 _SCRIPT_NAMES = dict.fromkeys(["CJK", "IDEOGRAPHIC", "HANGZHOU", "KANGXI"], "Han") | {"KATAKANA-HIRAGANA": "Katakana"}
@@ -46,14 +47,14 @@ class PremiumRow:
     name: str
     lines: int
     characters: int
-    """Code points."""
+    """The number of code points."""
     bytes: int
     tokens: float
-    """A fraction for scripts: a token over two scripts counts for each by its bytes."""
+    """Not whole for scripts: a token with letters of two scripts is split between them by bytes."""
     tokens_per_character: float
     tokens_per_byte: float
     premium: float | None = None
-    """Tokens over those of the baseline language; None without a baseline, and for scripts."""
+    """Tokens divided by those of the baseline language; None without a baseline, and for scripts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ _Counts = dict[tuple[str, str], "np.ndarray[Any, Any]"]
 
 
 def read_corpus(paths: Iterable[str | Path], most_lines: int | None = None) -> Iterator[Line]:
-    """Yield lines of text files, named for their language (`de.txt`), and of JSON lines.
+    """Yield the lines of text files, named by their language (`de.txt`), and of JSON lines files.
 
-    A JSON line has `text`, and may have `language` or `lang`; the default is the file's name. A folder stands for the
-    files in it. Empty lines are left out. At most `most_lines` lines of each file are read.
+    A JSON line has `text`, and may have `language` or `lang`; the default is the file's name. Of a folder, all files
+    are read. Empty lines are skipped. At most `most_lines` lines of each file are read.
 
     Raises `InvalidRequest` for a JSON line without `text`, and for a file that is not UTF-8.
     """
@@ -92,8 +93,8 @@ def measure_premium(
 ) -> Premium:
     """Count tokens of a corpus, by language and by script, for each tokenizer.
 
-    `baseline` is the language that the premium is over. It needs as many lines as each other language, since line n of
-    a language is the translation of line n of another.
+    The premium is relative to the language `baseline`. All languages need the same number of lines, because line n of
+    one must be the translation of line n of another.
 
     Raises `NothingToMeasure` if the corpus is empty, `InvalidRequest` if there is no such baseline, or if lines don't
     match.
@@ -120,8 +121,8 @@ def premium_layout(found: Premium) -> Report:
     blocks: list[Block] = [
         Paragraph(
             "Tokens of a text, per character (code point) and per UTF-8 byte. Fewer is cheaper. Tokens per character "
-            "compare tokenizers on one language. Across languages characters say different amounts, so only "
-            "translations compare."
+            "compare tokenizers on one language. Characters of different languages carry different amounts of "
+            "information, so compare languages by translations only."
         )
     ]
     names = list(dict.fromkeys(row.tokenizer for row in found.languages))
@@ -170,8 +171,8 @@ def _line(path: Path, text: str) -> Line:
 def script_of(char: str) -> str:
     """Return the script of a letter or a mark, by its English name; `COMMON` for anything else.
 
-    The first words of a character's name are its script for all letters in wide use. Unicode's own property would tell
-    apart a few rare marks that are `COMMON` here.
+    For all letters in wide use, the script is the first words of the character's name. Unicode's own property would
+    also assign scripts to a few rare marks that are `COMMON` here.
 
     >>> [script_of(char) for char in "aяあ漢한ア9"]
     ['Latin', 'Cyrillic', 'Hiragana', 'Han', 'Hangul', 'Katakana', 'Common']
@@ -186,7 +187,7 @@ def script_of(char: str) -> str:
 
 
 def scripts_of(text: str) -> list[str]:
-    """Return a script per character. Characters without one take that of the letter before, or else of the next."""
+    """Return a script per character. Characters without one get that of the letter before, or else of the next."""
     found = [script_of(char) for char in text]
     last = next((script for script in found if script != COMMON), COMMON)
     for at, script in enumerate(found):
@@ -205,7 +206,7 @@ def _by_script(text: str) -> dict[str, tuple[int, int]]:
 
 
 def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the tokens of each script: each token is split over the bytes that it spells."""
+    """Return the number of tokens of each script. A token is divided evenly over the bytes that it spells."""
     if len(scripts) == 1:
         return {scripts[0]: float(len(ids))}
     pieces = [tokenizer.token_bytes(token_id) for token_id in ids]
@@ -218,7 +219,7 @@ def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: To
         for _ in range(len(char.encode()))
     ]
     weights = np.repeat(1 / np.maximum(lengths, 1), lengths)
-    # U+FFFD, for bytes that are no character, is longer than they are.
+    # U+FFFD, which replaces invalid bytes, is longer than these bytes.
     least = min(len(of_bytes), len(weights))
     sums = np.bincount(of_bytes[:least], weights[:least], minlength=len(scripts))
     sums *= len(ids) / sums.sum()

@@ -1,7 +1,7 @@
 """Compute log-probabilities under temperature, top-k, top-p and min-p, with bounds of their error.
 
-Engines score with the model's own distribution and return only the likeliest alternatives of each position. What that
-leaves unknown is bounded, so that numbers are compared only where they are known.
+Engines score with the model's own distribution and return only the likeliest alternatives of each position. The error
+from missing alternatives is bounded, so that only logprobs that are known well enough are compared.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ROUNDING = 2e-6
 """The largest error of the sum of the probabilities that an engine returns."""
 
 _EDGE = 1e-5
-"""A probability this near to a limit may be on either side of it."""
+"""The distance from a limit within which a probability may be on either side of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Changes to the model's own distribution, in this order."""
+    """Changes to the model's own distribution, applied in the order of the fields."""
 
     temperature: float = 1.0
     min_p: float = 0.0
@@ -51,10 +51,11 @@ RAW = Rule()
 
 
 def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -> tuple[Values, Values]:
-    """Return log-probabilities under a rule, and the largest error of each; infinite where unknown.
+    """Return log-probabilities under a rule, and the largest error of each, infinite if it is unknown.
 
-    `own` are those of the model's own distribution, shape [tokens]; `top` the largest ones of each position, best
-    first, shape [tokens, alternatives]. A token that the rule excludes has minus infinity.
+    `own` has the tokens' log-probabilities under the model's own distribution, shape [tokens], `top` the largest
+    log-probabilities of each position, best first, shape [tokens, alternatives]. A token that the rule excludes gets
+    minus infinity.
     """
     own, top = np.asarray(own, np.float64), np.asarray(top, np.float64)
     if rule == RAW:
@@ -68,8 +69,8 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
     missing = vocab_size - top.shape[1]
     if missing > 0:
         rest = 1 - np.exp(top).sum(1)
-        # The two extremes of spreading the rest over tokens that are no likelier than the last one returned: over
-        # as few as possible, or evenly over all.
+        # Bound the sum over missing tokens, none of which is likelier than the last returned one, by two extremes: the
+        # remaining probability is on as few tokens as possible, or even on all of them.
         sizes = [np.maximum(rest - _ROUNDING, 0), np.maximum(rest, 0) + _ROUNDING]
         spread = [
             (size * np.exp(top[:, -1] * (power - 1)), size**power * float(missing) ** (1 - power)) for size in sizes
@@ -86,9 +87,9 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
 def _truncated(
     own: Values, scaled: Values, norm: Values, error: Values, rule: Rule, more: bool
 ) -> tuple[Values, Values]:
-    """Return the same after truncation of the scaled logits `own` and `scaled`; `norm` may be off by `error`.
+    """Return log-probabilities and errors after truncation of the scaled `own` and `scaled`; see `under`.
 
-    `more`: there are less likely tokens than the last.
+    `norm` may be off by `error`. `more` is True if `scaled` lacks less likely tokens.
     """
     likely = np.exp(scaled - norm[:, None])
     floor = rule.min_p * likely[:, :1]
@@ -99,7 +100,7 @@ def _truncated(
         kept[:, rule.top_k :] = False
     if rule.min_p or rule.top_k:
         total = np.where(kept, likely, 0).sum(1, keepdims=True)
-        # If more would be kept than was returned, the part of it that top-p keeps is unknown.
+        # If tokens beyond the returned ones would be kept, the total that top-p refers to is unknown.
         unsure = np.where(kept[:, -1:] & more, np.inf, _EDGE)
     if rule.top_p < 1:
         before = np.cumsum(likely, 1) - likely
@@ -113,9 +114,9 @@ def _truncated(
 
 
 def recorded_rules(one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None) -> list[Rule | str]:
-    """Return per turn the rule of its log-probabilities, or why scores can't be compared with them.
+    """Return, per turn, the rule of its recorded log-probabilities, or the reason why scores can't be compared.
 
-    `sampling` are the sampling parameters of turns by their `seq`, which say how a truncated distribution was cut.
+    `sampling` maps turns, by their `seq`, to their sampling parameters, which define a truncation.
     """
     turns = zip(one.turns, one.logprobs_of, strict=True)
     return [_rule(of, (sampling or {}).get(turn)) for turn, of in turns]
@@ -127,11 +128,11 @@ def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> R
     for what, applied in (("penalties", of.penalties), ("a grammar", of.grammar)):
         if applied is not False:
             known = "are" if applied else "may be"
-            return f"recorded log-probabilities {known} those after {what}, scores are those before"
+            return f"recorded log-probabilities {known} those after {what}, and scores are from before it"
     if of.truncation is False:
         return Rule(of.temperature)
     if of.truncation is None or sampling is None:
-        return "recorded log-probabilities are those after truncation, scores are those before"
+        return "recorded log-probabilities are those after truncation, and scores are from before it"
     cuts: Sequence[tuple[str, float]] = (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0))
     min_p, top_k, top_p = (sampling.get(name, default) for name, default in cuts)
     return Rule(of.temperature, float(min_p), int(top_k), float(top_p))

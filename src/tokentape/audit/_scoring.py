@@ -1,4 +1,4 @@
-"""Score the recorded ids of sessions with an engine, as a column per token. A run that was cut off goes on."""
+"""Score the recorded ids of sessions with an engine, as a column of the record. An interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokentape.store._base import Store
 from tokentape.types import TokenDistribution, Trajectory, TurnColumn
 
 SCORED = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
-"""The distribution of scores: the model's own. No engine offers another one."""
+"""The distribution of scores: the model's own. No engine offers another distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Recorded:
     session_id: str
     trajectories: Sequence[Trajectory]
     done: Collection[int]
-    """The `seq` of turns that have the column."""
+    """The `seq` of turns that already have the column."""
     sampling: Mapping[int, Mapping[str, Any]]
 
 
 @dataclass
 class ScoreReport:
-    """The result of scoring, and how far the record is from the scores."""
+    """The result of scoring, and of comparing recorded logprobs with the scores."""
 
     engine: str
     model: str
@@ -56,7 +56,7 @@ class ScoreReport:
     not_comparable: Mapping[str, int] = field(default_factory=dict)
     """Tokens that were not compared with the record, by reason."""
     causes: tuple[Attribution, ...] = ()
-    """Causes of larger differences than rounding explains; empty without such, or if nothing was compared."""
+    """Causes of differences beyond rounding; empty if there are none, or if nothing was compared."""
 
 
 Write = Callable[[Sequence[TurnColumn]], Awaitable[None]]
@@ -71,13 +71,13 @@ async def score_sessions(
     precision: str | None,
     concurrency: int = 4,
 ) -> ScoreReport:
-    """Score every sampled token of `sessions` and hand the columns to `write`, a session at a time.
+    """Score every sampled token of `sessions` and pass the columns to `write`, one call per session.
 
-    A turn that several branches share is scored once, and one that has the column not again. No more than `concurrency`
-    sessions are held and scored at a time. With a `precision` of `PRECISIONS` what was recorded is compared, which is
-    right where the engine has the weights that sampled.
+    A turn that several branches share is scored once. Turns that already have the column are skipped. At most
+    `concurrency` sessions are in memory at a time. With `precision`, a key of `PRECISIONS`, recorded logprobs are
+    compared with the scores, which makes sense if the engine has the weights that sampled.
 
-    Raises `EngineError` as `Scorer.score`; what was written before is kept.
+    Raises `EngineError` as `Scorer.score` does. Columns written before stay.
     """
     report = ScoreReport(str(scorer.info), scorer.info.model, column)
     compared = None if precision is None else Mismatch(precision, scorer.info.vocab_size)
@@ -116,15 +116,15 @@ async def _score(
     for one in session.trajectories:
         spans = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
         due = [(turn, start, end) for turn, start, end in spans if turn not in done and end > start]
-        # A text model can't score what follows an image.
+        # A text model can't score tokens that follow an image.
         before_images = min((span.start for span in one.media), default=len(one.token_ids))
         scorable = [(turn, start, end) for turn, start, end in due if end <= before_images]
         done.update(turn for turn, _, _ in due)
         if len(scorable) < len(due):
-            report.not_scored["an image is before it"] += len(due) - len(scorable)
+            report.not_scored["an image comes before the turn"] += len(due) - len(scorable)
         if not scorable:
             continue
-        # The first token of all has no context.
+        # The first token of a sequence has no context.
         start, end = max(scorable[0][1], 1), scorable[-1][2]
         top = 0 if compared is None else compared.top_for(one, session.sampling)
         try:
@@ -136,7 +136,7 @@ async def _score(
         for turn, first, last in scorable:
             values = np.zeros(last - first, np.float32)
             values[max(start - first, 0) :] = scores.logprobs[max(first, start) - start : last - start]
-            # A column holds finite numbers; no float32 log-probability of a sampled token comes near this.
+            # A column has finite numbers. Logprobs of sampled tokens do not come near this bound.
             columns.append(TurnColumn(session.session_id, turn, report.column, np.maximum(values, -1e4), time.time()))
             wanted[first:last] = True
         report.turns += len(scorable)
@@ -149,7 +149,7 @@ async def _score(
 
 
 def recorded_sessions(store: Store, column: str, *, again: bool = False) -> Iterable[Recorded]:
-    """Yield the sessions of a store, one at a time; with `again` as if no turn had the column."""
+    """Yield the sessions of a store, one at a time. With `again`, turns that have the column are scored again."""
     for stored in store.iter_sessions():
         session_id = stored.info.session_id
         done = frozenset() if again else store.turns_with_column(session_id, column)
@@ -168,13 +168,13 @@ async def open_and_score(
     options: Mapping[str, Any] | None = None,
     **asked: Any,
 ) -> ScoreReport:
-    """Open an engine and let it score; `asked` as `score_sessions`, which see.
+    """Open an engine and call `score_sessions` with it. `asked` has the further arguments of `score_sessions`.
 
-    `kind` is `transformers` with the weights in the folder `model`, or `vllm` or `sglang` at `url`. `model` has the
-    tokenizer that the recorded ids are of; a server that has another one is refused. `engine_model` names the server's
-    model, where it serves several; `options` are those of `TransformersEngine.open` and `open_engine`.
+    `kind` is `transformers`, with the weights in the folder `model`, or `vllm` or `sglang` at `url`. The recorded ids
+    must be ids of the tokenizer in `model`; a server with another tokenizer is refused. `engine_model` is the name of
+    the model if the server serves several. `options` go to `TransformersEngine.open` or `open_engine`.
 
-    Raises `InvalidRequest` and `EngineError`, as the engines do when they are opened and when they score.
+    Raises `InvalidRequest` and `EngineError`, as opening and scoring do.
     """
     scorer: Any
     if kind == "transformers":
@@ -182,7 +182,7 @@ async def open_and_score(
 
         scorer = TransformersEngine.open(model, prefix_cache_bytes=0, **(options or {}))
     elif url is None:
-        raise InvalidRequest(f"an engine of kind {kind} is a server: give its URL", "url")
+        raise InvalidRequest(f"an engine of kind {kind} is a server: pass its URL", "url")
     else:
         from tokentape.engines._opening import open_engine
 

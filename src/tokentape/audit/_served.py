@@ -1,7 +1,7 @@
-"""Check that a server serves the model of a folder: its ids of texts, the likelihood of a text, its names.
+"""Check that a server serves the model of a folder, by its ids of texts, its likelihood of a text, and its names.
 
-`tokentape doctor` prints the results, and a gateway samples from no server that fails. What a server does not tell is a
-warning, never ok.
+`tokentape doctor` prints the results, and a gateway refuses servers that fail. If a server does not offer what a check
+needs, the result is a warning, never ok.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from tokentape.errors import (
 from tokentape.types import Message, TokenIds, Tool
 
 MARGIN = 4.0
-"""Nats per token by which the scored text must be likelier than other ids of the same rank. docs/engines.md has the
-measurement: models of each of ten tokenizers, true pairs and crossed ones."""
+"""The least margin, in nats per token, of the scored text over random ids of similar rank. docs/engines.md has the
+measurement, on true and crossed pairs of folder and server with ten tokenizers."""
 
 SCORED_TOKENS = 64
 
 _MORE_IDS = 16
 _SAMPLES = 4
-"""Sets of other ids to compare the text with; their mean counts."""
+"""The number of sequences of random ids to compare the text with. The mean of their scores is used."""
 
-_OTHER_FOLDER = "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
-_OLDER_FOLDER = "The model folder is that of another model or of an older revision."
+_OTHER_FOLDER = "The server serves another model than the folder's, or loads the tokenizer wrongly."
+_OLDER_FOLDER = "The model folder belongs to another model or to an older revision."
 _UNTRAINED = (
-    "The served model is another one, is not trained, or knows nothing but a narrow task; --engine-model does not "
-    "override this check."
+    "The server serves another model, or its model is untrained or trained on a narrow task only; --engine-model does "
+    "not override this check."
 )
 _ANYWAY = "If it is the right model: --unverified-model serves it, and every verdict then says `model unverified`."
 
@@ -86,7 +86,7 @@ class FolderModel:
     """The names and the configuration of a model folder."""
 
     names: frozenset[str]
-    """Its absolute path, and its name on the Hub if it was given by that."""
+    """Its absolute path, and its name on the Hub if known."""
     config: Mapping[str, Any]
 
     @classmethod
@@ -103,13 +103,13 @@ class FolderModel:
 async def serves_model(
     kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
 ) -> list[CheckResult]:
-    """Compare the server with the folder in every way that it answers. `expected` is a name that it must serve.
+    """Run all checks of a server against a model folder. The server must serve the name `expected`, if given.
 
     Raises `EngineUnavailable` and `EngineTimeout`.
     """
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     findings = [tokenizer, same_name(await served_as(kind, http), folder, expected)]
-    # Some servers crash on an id outside of their vocabulary, so the ids are sent only if the tokenizer is the same.
+    # Some servers crash on an id outside of their vocabulary, so ids are sent only if the tokenizer is the same.
     if tokenizer.status == "fail":
         return findings
     findings.append(await likely_text(http, info, renderer))
@@ -126,9 +126,9 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
         answers = await asyncio.gather(*asked)
         more = None if None in answers else await _more_text(kind, http, model, renderer.tokenizer.vocab_size)
     except TokentapeError as error:
-        return CheckResult(name, "warn", f"the server could not be asked how it tokenizes: {error}")
+        return CheckResult(name, "warn", f"not compared: asking the server to tokenize failed: {error}")
     if None in answers:
-        return CheckResult(name, "warn", "not compared: this server does not tell how it tokenizes")
+        return CheckResult(name, "warn", "not compared: this server has no endpoint that tokenizes")
     for text, theirs in zip(texts, answers, strict=True):
         ours = renderer.tokenizer.encode_plain(text)
         if theirs is not None and theirs != ours:
@@ -141,7 +141,7 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
 
 
 async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
-    """Return the text of the ids after our last one: a tokenizer with the same first ids may have more tokens."""
+    """Return the server's text of the ids after the folder's last id. If there is any, the server has more tokens."""
     if kind not in ("vllm", "sglang"):
         return None
     try:
@@ -153,10 +153,11 @@ async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -
 
 
 async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) -> CheckResult:
-    """Check that a plain text, rendered by the folder's template, is likely to the served model.
+    """Check that the served model finds a plain text, rendered by the folder's template, likely.
 
-    It is compared with other ids of about the same rank that repeat in the same places. To a model of other ids both
-    are noise, even if it copies well and prefers frequent ids. Raises `EngineUnavailable` and `EngineTimeout`.
+    The score is compared with that of random ids of similar rank that repeat in the same places. To a model with
+    another vocabulary both are noise, even if it copies well and prefers frequent ids. Raises `EngineUnavailable` and
+    `EngineTimeout`.
     """
     name = "text"
     try:
@@ -173,7 +174,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
         return CheckResult(name, "warn", f"not scored: {error}")
     means = [float(one.logprobs.mean()) for one in scored if one is not None]
     if len(means) != len(scored):
-        return CheckResult(name, "warn", "not scored: this server does not tell the likelihood of a prompt")
+        return CheckResult(name, "warn", "not scored: this server returns no logprobs of a prompt")
     margin = means[0] - float(np.mean(means[1:]))
     found = f"{margin:.1f} nats per token likelier than random ids (at least {MARGIN} expected)"
     if not margin >= MARGIN:
@@ -183,7 +184,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
 
 
 def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
-    """Return other ids of about the same rank in the last `SCORED_TOKENS` places, equal where the ids are equal."""
+    """Return ids with the last `SCORED_TOKENS` replaced by random ids of similar rank, equal ids by equal ids."""
     random = np.random.default_rng(seed)
     tail = ids[-SCORED_TOKENS:].astype(np.int64)
     own, places = np.unique(tail, return_inverse=True)
@@ -192,7 +193,7 @@ def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
 
 
 def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> CheckResult:
-    """Compare the server's names and facts of its model with the folder."""
+    """Compare the names, type and size of the server's model with the folder."""
     name, config = "name", folder.config
     says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
     advice = "Name the server's own model folder; or say with --engine-model NAME that NAME is the folder's model."
@@ -212,7 +213,7 @@ def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None
     room = config.get("max_position_embeddings")
     if isinstance(room, int) and served.max_model_len is not None and served.max_model_len > room:
         return CheckResult(name, "fail", f"{found}; its context of {served.max_model_len} exceeds {room}", advice)
-    return CheckResult(name, "warn", f"{found}: the names do not tell whether that is the same", advice)
+    return CheckResult(name, "warn", f"{found}: the names do not show if that is the same model", advice)
 
 
 def _hub_name(name: str) -> str:
@@ -227,7 +228,7 @@ def _short(name: str) -> str:
 
 
 def _telling(name: str) -> bool:
-    """Return True for a name that identifies a model: a Hub name, or one with a number of parameters in it."""
+    """Return True for a name that identifies a model: a Hub name, or a name with a number of parameters."""
     return bool(
         re.fullmatch(r"[\w.-]+/[\w.-]+", _hub_name(name))
         or re.search(r"(?<![a-z\d])\d+(\.\d+)?b(?![a-z\d])", _short(name))
@@ -235,7 +236,7 @@ def _telling(name: str) -> bool:
 
 
 async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
-    """Compare the server's ids of conversations with ours. They matter only if the server renders."""
+    """Compare the server's ids of conversations with ours. A difference matters only if the server renders prompts."""
     name, advice = "template", "Nothing is sampled from its rendering unless you capture; see `chat_template`."
     compared = 0
     for what, (messages, tools) in _CONVERSATIONS.items():
@@ -245,19 +246,19 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
         except TemplateRefused:
             continue
         except TokentapeError as error:
-            return CheckResult(name, "warn", f"the server could not be asked how it renders: {error}")
+            return CheckResult(name, "warn", f"not compared: asking the server to render failed: {error}")
         if theirs is None:
             continue
         compared += 1
         if theirs != ours:
             return CheckResult(name, "warn", f"{what}: rendered, it has the ids {_around(ours, theirs)}", advice)
     if not compared:
-        return CheckResult(name, "warn", "not compared: this server does not tell how it renders")
+        return CheckResult(name, "warn", "not compared: this server renders none of the conversations")
     return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")
 
 
 def _around(ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Return in words where two sequences begin to differ."""
+    """Describe the first difference of two sequences."""
     at = first_difference(ours, theirs)
     return (
         f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "

@@ -1,13 +1,13 @@
-"""Shares with their 95 % confidence intervals, and differences of log-probabilities, without keeping what is counted.
+"""Compute shares with 95 % confidence intervals, and statistics of logprob differences, in constant memory.
 
 Shares are counted over clusters: sessions, or sentences of a probe.
 
-What happens within a session happens together, so its turns and tokens are not independent. The variance is that of a
-ratio over sessions, each left out once (a jackknife). It gives the number of independent trials that say as much; the
-interval is Wilson's for that number, with a quantile of Student's t. It replaces a bootstrap over sessions, which
-covered the true share in 77 to 94 % of simulations with 50 sessions of very different lengths; this covers 93 to 97 %
-(tests/audit/test_intervals.py). Where long sessions change more than short ones, and few of them hold most of the
-turns, no method here reaches 90 %.
+Turns and tokens of the same session are not independent. So the variance of a share is a jackknife estimate over
+sessions, each left out once. It gives an effective number of independent trials; the interval is Wilson's for that
+number, with a quantile of Student's t. It replaces a bootstrap over sessions, which covered the true share in 77 to
+94 % of simulations with 50 sessions of very different lengths; this method covers it in 93 to 97 %
+(tests/audit/test_intervals.py). If long sessions change more than short ones, and few of them hold most of the turns,
+no method tried reaches 90 %.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 ENOUGH = 50
-"""Clusters from which on there is an interval."""
+"""The least number of clusters for an interval."""
 
 _FEW = 5
-"""Where fewer clusters than this have changed, or are unchanged, nothing shows how clustered changes are. Then each
-cluster counts as one trial, which is too wide rather than too narrow."""
+"""If fewer clusters than this have changes, or have none, the correlation within clusters is unknown. Then each cluster
+counts as one trial, which makes the interval too wide rather than too narrow."""
 
 _GROUPS = 4096
-"""Clusters that are kept apart. Each later one joins one of them, so that memory does not grow."""
+"""The number of clusters that are counted separately. Further clusters are merged into these, to bound memory."""
 
 _Z = 1.959963984540054
 
 Key: TypeAlias = tuple[str, ...]
-"""What is counted: a dimension and its value."""
+"""The name of a count: a dimension and its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Rate:
     """Lower end of the 95 % confidence interval of the share; None with fewer than `ENOUGH` clusters."""
     high: float | None
     clusters: int
-    """Sessions, or sentences of a probe, that it was counted in."""
+    """The number of sessions, or of sentences of a probe."""
 
     @property
     def share(self) -> float:
@@ -56,21 +56,21 @@ class Rate:
 
     @property
     def interval(self) -> str:
-        """The interval in percent, or why there is none."""
+        """The interval in percent, or the reason why there is none."""
         if self.low is None or self.high is None:
             return f"(no interval: counted in {self.clusters} independent groups, and one needs {ENOUGH})"
         return f"[{self.low:.3%}, {self.high:.3%}]"
 
 
 class Shares:
-    """Counts of changed and of all by key, in each cluster."""
+    """Counts the changed and all items by key and cluster."""
 
     def __init__(self) -> None:
         self._clusters: dict[str, int] = {}
         self._counts: dict[Key, npt.NDArray[np.int64]] = {}
 
     def add(self, cluster: str, counts: Iterable[tuple[Key, int, int]]) -> None:
-        """Add key, changed and all of each part of a cluster. Parts may come in any order."""
+        """Add (key, changed, total) counts of a cluster. Calls for the same cluster add up."""
         at = self._clusters.get(cluster)
         if at is None:
             many = len(self._clusters)
@@ -91,14 +91,14 @@ class Shares:
 
 
 def rate_of(counts: npt.NDArray[np.int64]) -> Rate:
-    """Return the share of (changed, all), one row per cluster, none of them empty."""
+    """Return the share of `counts`, rows of (changed, total) per cluster, in which no total is 0."""
     changed, total = counts.sum(0).tolist()
     if len(counts) < ENOUGH:
         return Rate(changed, total, None, None, len(counts))
     share = changed / total
     own, size = counts.T.astype(np.float64)
     few = min(int((own > 0).sum()), int((own < size).sum())) < _FEW
-    # How much more the sum varies than one of independent trials, and by which correlation within clusters.
+    # `spread`: the variance relative to that of independent trials. `within`: the correlation within clusters.
     one = share * (1 - share)
     spread = float((((own - share * size) / (1 - size / total)) ** 2).sum()) / one / total if one else 1.0
     pairs = float((size * (size - 1)).sum())
@@ -111,7 +111,7 @@ def rate_of(counts: npt.NDArray[np.int64]) -> Rate:
 
 
 def _wilson(share: float, total: float, quantile: float) -> tuple[float, float]:
-    """Return Wilson's interval."""
+    """Return Wilson's interval of a share of `total` trials."""
     part = quantile**2 / total
     middle = (share + part / 2) / (1 + part)
     reach = quantile / (1 + part) * math.sqrt(share * (1 - share) / total + part / (4 * total))
@@ -120,7 +120,7 @@ def _wilson(share: float, total: float, quantile: float) -> tuple[float, float]:
 
 
 def _quantile(freedom: float) -> float:
-    """Return Student's 97.5 % quantile, by its expansion around the normal one, which is right from 6 degrees on."""
+    """Return Student's 97.5 % quantile by its expansion around the normal quantile, accurate from 6 degrees on."""
     z, n = _Z, max(freedom, 6.0)
     second = 5 * z**5 + 16 * z**3 + 3 * z
     third = 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
@@ -128,7 +128,7 @@ def _quantile(freedom: float) -> float:
 
 
 K3_CLAMP = 10.0
-"""The largest share of one token in k3, so that a few outliers don't dominate it."""
+"""The largest contribution of one token to k3, so that a few outliers don't dominate it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Numbers:
 
     tokens: int = 0
     not_finite: int = 0
-    """Tokens with NaN or minus infinity in the trainer. They are in no other number."""
+    """The number of tokens with NaN or minus infinity in the trainer. The other fields leave them out."""
     mean: float = 0.0
     """Mean of the absolute difference."""
     max: float = 0.0
@@ -147,11 +147,11 @@ class Numbers:
     ess_tokens: float = 1.0
     """Effective sample size of the importance weights exp(d), one per token, as a share of the tokens."""
     ess_sequences: float = 1.0
-    """The same with one weight per sequence, the product of its tokens'."""
+    """The same with one weight per sequence, the product of its tokens' weights."""
 
 
 class NumbersTally:
-    """Counts `Numbers`, a sequence at a time."""
+    """Computes `Numbers`, one sequence at a time."""
 
     def __init__(self) -> None:
         self._tokens = self._not_finite = self._sequences = 0
@@ -166,7 +166,7 @@ class NumbersTally:
         if not len(finite):
             return
         size = np.abs(finite)
-        # So that exp does not overflow: from 50 on the clamp holds anyway.
+        # Avoid overflow of exp: from 50 on the clamp applies anyway.
         bounded = np.minimum(finite, 50)
         self._tokens += len(finite)
         self._sequences += 1
@@ -178,7 +178,7 @@ class NumbersTally:
         self._logs = np.logaddexp(self._logs, logs)
 
     def merge(self, other: NumbersTally) -> None:
-        """Add what another one counted."""
+        """Add the counts of another tally."""
         self._tokens += other._tokens
         self._not_finite += other._not_finite
         self._sequences += other._sequences
@@ -192,7 +192,7 @@ class NumbersTally:
         return float(np.exp(self._logs[0])) / self._tokens
 
     def numbers(self) -> Numbers:
-        """Return what was counted."""
+        """Return the statistics of all sequences added so far."""
         if not self._tokens:
             return Numbers(not_finite=self._not_finite)
         # (sum of weights)^2 / (sum of squares)
@@ -209,7 +209,7 @@ class NumbersTally:
 
 
 def logprob_numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
-    """Return `Numbers` of differences, an array for each sequence."""
+    """Return the statistics of differences, trainer - recorded, given as one array per sequence."""
     tally = NumbersTally()
     for one in sequences:
         tally.add(one)

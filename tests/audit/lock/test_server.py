@@ -56,7 +56,7 @@ def test_a_server_with_the_same_tokenizer_is_as_locked(server: FakeServer, rende
     report = compare(lock, observed, {})
     assert report.ok
     assert report.inputs == len(lock.goldens)
-    assert report.not_compared == ("parts, template and certificate: a server shows its ids only",)
+    assert report.not_compared == ("parts, template and certificate: a server returns only ids",)
 
 
 def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
@@ -69,7 +69,7 @@ def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, rend
 
 def test_a_server_that_tells_nothing_is_not_taken_for_unchanged(server: FakeServer, lock: Lock) -> None:
     server.reset({"/v1/models": models("vllm")})
-    with pytest.raises(InvalidRequest, match="no golden input was compared"):
+    with pytest.raises(InvalidRequest, match="nothing was compared"):
         asyncio.run(observe_server(lock, server.url))
 
 

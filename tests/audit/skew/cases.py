@@ -317,7 +317,14 @@ CASES = (
         says="rstrip=False against True",
         example=r"<\|im_\w+\|>\s",
     ),
-    Case(18, "text that becomes control", TINY, "control text", running(KeepsText), says="A makes control tokens"),
+    Case(
+        18,
+        "text that becomes control",
+        TINY,
+        "control text",
+        running(KeepsText),
+        says="A turns text of messages into control tokens",
+    ),
     Case(
         20, "a space behind [INST]", "mistral_v3_spm", "template", edited(("'[INST] '", "'[INST]'")), template=MISTRAL
     ),
@@ -380,9 +387,9 @@ CASES = (
             )
         ),
         template=TRAINING,
-        says="mark other tokens|text of other roles",
+        says="mark different tokens|text of other roles",
     ),
-    Case(34, "clean-up when decoding", TINY, "decode clean-up", running(CleansUp), says="B takes out spaces"),
+    Case(34, "clean-up when decoding", TINY, "decode clean-up", running(CleansUp), says="B removes spaces"),
     Case(
         35,
         "a leading space lost",

@@ -43,7 +43,7 @@ class Stutters(SpecBackend):
 def test_another_result_of_the_same_files_is_the_librarys() -> None:
     kinds = found(base(TINY).side(kind=Stutters))
     assert set(kinds) == {"library"}
-    assert "says the same on both sides" in kinds["library"].cause
+    assert "is equal on both sides" in kinds["library"].cause
     assert kinds["library"].example in tuple("0123456789")
 
 

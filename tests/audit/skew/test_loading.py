@@ -133,7 +133,7 @@ def test_templates_by_other_names_are_compared(sides: tuple[Path, Path]) -> None
     for number, folder in enumerate(sides):
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "rag.jinja").write_text(f"{{{{ messages }}}}{number}", encoding="utf-8")
-    assert "named rag is another text" in audit(*sides).findings[0].cause
+    assert "named rag differs between A and B" in audit(*sides).findings[0].cause
 
 
 @pytest.mark.parametrize("key", ["stop_strings", "suppress_tokens", "sequence_bias", "forced_eos_token_id"])

@@ -156,7 +156,7 @@ def test_a_template_that_shows_the_day_is_a_caution() -> None:
     template = "{{ strftime_now('%Y-%m-%d') }}" + (base(TINY).template or "")
     report = audit(base(TINY).side("A", template=template), base(TINY).side(template=template))
     assert not report.skewed
-    assert "the template of A and B shows the date" in {one.kind: one.cause for one in report.findings}["date"]
+    assert "the template of A and B shows today's date" in {one.kind: one.cause for one in report.findings}["date"]
 
 
 def test_a_prompt_that_its_answer_does_not_go_on_from_is_a_caution() -> None:
@@ -165,8 +165,7 @@ def test_a_prompt_that_its_answer_does_not_go_on_from_is_a_caution() -> None:
     report = audit(base(TINY).side("A", template=template), base(TINY).side(template=template))
     assert not report.skewed
     assert (
-        "in A and B, a prompt is not the beginning"
-        in {one.kind: one.cause for one in report.findings}["generation prompt"]
+        "in A and B, a prompt is not a prefix" in {one.kind: one.cause for one in report.findings}["generation prompt"]
     )
 
 

@@ -1,11 +1,11 @@
 """Measure how often encoding the text of sampled ids gives other ids, where, and what that would cost.
 
-Reports P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals: which stretches drift
-(`tokendiff.ARTIFACTS`), how long they are, and how that depends on region, script, turn, temperature and weights. Reads
-rows one at a time and keeps sums, so memory does not grow with the data.
+The report has P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals, the kinds of
+changed stretches (`tokendiff.ARTIFACTS`), their lengths, and rates by region, script, turn, temperature and weights.
+Rows are read in batches and summed, so memory does not grow with the data.
 
-Delimiters in wide use mark regions, not a model's template, so that files without a template can be read too. Text
-without delimiters is prose. The script of a token is that of its first letter.
+Regions are found by delimiters in wide use and not by a model's template, so that files without a template can be
+measured too. Text without delimiters is prose. The script of a token is that of its first letter.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.types import Logprobs, TokenIds
 
 Forward: TypeAlias = Callable[[TokenIds], Logprobs]
-"""Returns the logprob of each id given those before it, NaN for the first. Shape [tokens]."""
+"""Returns the logprob of each id given the ids before it, NaN for the first. Shape [tokens]."""
 
 BATCH_TOKENS = 2**17
-"""Sampled tokens that are encoded in one call."""
+"""The number of sampled tokens to encode in one call."""
 
 EXAMPLES = 3
 
 VALUES = 40
-"""Values of each dimension; later ones are counted under `other`."""
+"""The largest number of values per dimension. Further values are counted as `other`."""
 
 _SEAM = 16
-"""Tokens on each side of a seam that are encoded to see if it holds."""
+"""The number of tokens to encode on each side of a seam, the boundary between context and completion."""
 
 _LONGEST = 64
 
@@ -62,11 +62,13 @@ _SEAMS = ("seams",)
 
 @dataclass(slots=True)
 class RowDrift:
+    """The counts of one row."""
+
     session: str
     tokens: int
-    """All ids of the row."""
+    """The number of ids, context included."""
     completions: list[tuple[list[Key], bool]] = field(default_factory=list)
-    """Keys of each completion, and True if it drifted."""
+    """The keys of each completion, and True if the completion drifted."""
     counts: Counter[Key] = field(default_factory=Counter)
     """Sampled tokens by key."""
     changed: Counter[Key] = field(default_factory=Counter)
@@ -74,15 +76,15 @@ class RowDrift:
     other_text: int = 0
     seams: list[bool] = field(default_factory=list)
     stretches: list[tuple[str, int, int, int, Example | None]] = field(default_factory=list)
-    """Artifact, sampled tokens, retokenized tokens, bytes and, for the first few, an example."""
+    """Per stretch: artifact, numbers of sampled tokens, retokenized tokens and bytes, and an example or None."""
     forks: list[int] = field(default_factory=list)
-    """Ends of the drifted completions before the last one."""
+    """End positions of drifted completions, without the row's last completion."""
     logprobs: list[tuple[float, int]] = field(default_factory=list)
-    """Per drifted completion: sampled - retokenized in nats, and the number of changed tokens."""
+    """Per drifted completion: logprob sampled - retokenized in nats, and the number of changed tokens."""
 
 
 class RowMeter:
-    """Measures rows one by one. With `forward` the first `forward_limit` drifted completions go through a model."""
+    """Measures rows. With `forward`, also computes the logprobs of the first `forward_limit` drifted completions."""
 
     def __init__(self, tokenizer: Tokenizer, *, forward: Forward | None = None, forward_limit: int = 100) -> None:
         self.tokenizer = tokenizer
@@ -91,7 +93,7 @@ class RowMeter:
         self._forward, self._forwards_left = forward, forward_limit
 
     def measure(self, rows: Iterable[IdRow]) -> Iterator[RowDrift]:
-        """Yield the measurement of each row. Raises `InvalidRequest` for ids that are not of this tokenizer."""
+        """Yield the counts of each row. Raises `InvalidRequest` for ids outside of the tokenizer's vocabulary."""
         waiting: list[IdRow] = []
         size = 0
         for row in rows:
@@ -124,7 +126,7 @@ class RowMeter:
             yield found
 
     def _count(self, found: RowDrift, span: Span, trip: RoundTrip, changes: Comparison | None) -> None:
-        """Count a completion's tokens, and those that changed."""
+        """Count a completion's tokens and changed tokens by key, region and script."""
         found.unknown += trip.head + trip.tail
         labels: list[Key] = [ALL, *span.labels.items()]
         found.completions.append((labels, changes is not None))
@@ -174,7 +176,10 @@ class RowMeter:
             found.logprobs.append((sums[0] - sums[1], int(changes.changed().sum())))
 
     def _seams_held(self, completions: list[tuple[IdRow, Span]]) -> list[bool | None]:
-        """Return True if the text around the start of a completion has a token boundary there; None where it must."""
+        """Return, per completion, True if encoding the text around its start keeps a token boundary there.
+
+        None if a control token is next to the start, which forces a boundary, or if the start can't be encoded again.
+        """
         windows: dict[int, tuple[TokenIds, int]] = {}
         for n, (row, span) in enumerate(completions):
             context = row.ids[max(span.start - _SEAM, 0) : span.start]
@@ -193,7 +198,7 @@ class RowMeter:
 
 
 class DriftTally:
-    """Sums over measured rows."""
+    """Sums the counts of rows for a report."""
 
     def __init__(self) -> None:
         self._shares = Shares()
@@ -226,7 +231,7 @@ class DriftTally:
         self._logprobs += row.logprobs
 
     def report(self, tokenizer_sha256: str) -> DriftReport:
-        """Return all sums as a report."""
+        """Return the report of all rows added so far."""
         counts, tokens = self._counts, self._shares.rate(ALL)
         rows, ids = counts["rows"], counts["tokens"]
         return DriftReport(
@@ -279,9 +284,10 @@ class DriftTally:
 def measure_drift(
     rows: Iterable[IdRow], tokenizer: Tokenizer, *, forward: Forward | None = None, forward_limit: int = 100
 ) -> DriftReport:
-    """Measure the drift of all `rows`. With `forward` some drifted completions go through a model in both spellings.
+    """Measure the drift of all `rows`.
 
-    Raises `InvalidRequest` for ids that are not of this tokenizer.
+    With `forward`, also compute the logprobs of up to `forward_limit` drifted completions, sampled and retokenized.
+    Raises `InvalidRequest` for ids outside of the tokenizer's vocabulary.
 
     >>> measure_drift(iter_rows("runs/serve"), Tokenizer.load("path/to/model")).tokens.share      # doctest: +SKIP
     0.0031
@@ -310,7 +316,7 @@ def _lengths(counts: Mapping[int, int]) -> Lengths:
 
 
 def _by_value(key: Key) -> tuple[float, str]:
-    """Sort numbers by size, and before names."""
+    """Return a sort key that puts numbers first, by size."""
     number = key[1].split("-")[0].removesuffix(" on")
     return (float(number) if number.replace(".", "", 1).isdecimal() else float("inf")), key[1]
 
@@ -330,7 +336,7 @@ SCRIPTS: tuple[str, ...] = (
     "devanagari",
 )
 SCRIPTS += ("thai", "cjk", "hiragana", "katakana", "hangul", "other letter", "control")
-"""`bytes` are parts of characters. `punctuation` is everything but letters, digits and spaces, emoji too."""
+"""`bytes`: parts of characters. `punctuation`: all characters but letters, digits and spaces, so also emoji."""
 
 _PROSE, _REASONING, _CALL, _CODE = range(4)
 
@@ -348,13 +354,13 @@ _FIRST = re.compile(rb"[<`\[]")
 
 
 def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """Return an index into `REGIONS` per token; None if all of it is prose.
+    """Return an index into `REGIONS` per token; None if all tokens are prose.
 
-    If the first delimiter closes reasoning, the completion began within it: the prompt had opened it.
+    If the first delimiter closes reasoning, the prompt opened it, and the completion began within reasoning.
     """
     edges, kinds = [0], [_CALL if content.startswith((b'{"name"', b'[{"name"')) else _PROSE]
     for first in _FIRST.finditer(content):
-        # Searching the whole text with the long expression would take longer than the encoder.
+        # Searching the whole text with `_DELIMITER` would take longer than encoding it.
         match = _DELIMITER.match(content, first.start())
         if match is None:
             continue
@@ -384,7 +390,7 @@ def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uin
 
 
 class TokenScripts:
-    """The script of each token of a vocabulary, found when it is first needed."""
+    """Finds the script of tokens, each when it is first needed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

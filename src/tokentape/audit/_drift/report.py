@@ -1,4 +1,4 @@
-"""The result of the drift meter, and its layout for a terminal and as a page."""
+"""The report of the drift meter, and its layout for a terminal or a page."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tokentape.audit._statistics import Rate
 
 @dataclass(frozen=True, slots=True)
 class Stratum:
-    """The tokens with one value of a dimension."""
+    """Drift of the tokens, and completions, with one value of a dimension."""
 
     dimension: str
     """`region`, `script`, `turn`, `temperature`, `weights`, or the name of a column."""
     value: str
     tokens: Rate
     completions: Rate | None
-    """None for regions and scripts, which are of tokens."""
+    """None for regions and scripts, which vary within a completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactCount:
-    """Changed stretches of one artifact."""
+    """The number of changed stretches of one artifact, and of the sampled tokens in them."""
 
     name: str
     meaning: str
@@ -35,12 +35,12 @@ class ArtifactCount:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A changed stretch."""
+    """A changed stretch of a row."""
 
     artifact: str
     row: str
     position: int
-    """Of its first token, in the row."""
+    """The index of its first token in the row."""
     sampled: tuple[int, ...]
     retokenized: tuple[int, ...]
     sampled_pieces: tuple[str, ...]
@@ -58,22 +58,22 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the rows would be with a trainer that keeps text and tokenizes again."""
+    """What a trainer that keeps text and tokenizes again would pay, by two strategies: forking and realigning."""
 
     rows: int
-    """With exact ids: one per sequence."""
+    """The number of rows with exact ids: one per sequence."""
     rows_if_forked: int
-    """With a new row wherever a later turn's context is not what was sampled."""
+    """The number of rows if each drifted completion with a later turn starts a new row."""
     tokens: int
     tokens_if_forked: int
-    """All tokens of these rows, with context."""
+    """The number of tokens of the forked rows, context included."""
     masked_if_realigned: int
-    """Sampled tokens to mask if it keeps one row and puts its own ids in."""
+    """The number of sampled tokens to mask if the trainer keeps one row, with its own ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobChange:
-    """The difference of log-probabilities of the same bytes, sampled - retokenized, in nats per completion."""
+    """The log-probability of the sampled ids minus that of the retokenized ids, in nats per completion."""
 
     completions: int
     mean: float
@@ -92,13 +92,13 @@ class DriftReport:
     completions: Rate
     """P(encode(decode(ids)) != ids), over completions."""
     tokens: Rate
-    """Sampled tokens that do not come back as the same id over the same bytes."""
+    """Sampled tokens that encoding does not return as the same id for the same bytes."""
     seams: Rate
-    """Completions with a first token that would join the context if both were one text. Not in `tokens`."""
+    """Completions with a first token that would merge with the context if both were one text. Not in `tokens`."""
     unknown_tokens: int
-    """Parts of characters at the ends of completions that were cut off there. Not in `tokens`."""
+    """Tokens with parts of characters at the cut ends of completions. Not in `tokens`."""
     other_text: int
-    """Completions with other text: bytes that are no UTF-8, another normal form."""
+    """Completions that come back as other text: bytes that are not UTF-8, another normal form."""
     artifacts: tuple[ArtifactCount, ...]
     """Most frequent first."""
     same_count: int
@@ -106,7 +106,7 @@ class DriftReport:
     fewer_tokens: int
     span_tokens: Lengths
     resync_bytes: Lengths
-    """Bytes of changed stretches, until both sides have a token boundary again."""
+    """Lengths in bytes: the distance until both sides have a token boundary again."""
     strata: tuple[Stratum, ...]
     cost: Cost
     examples: tuple[Example, ...]
@@ -115,7 +115,7 @@ class DriftReport:
 
 
 def drift_layout(report: DriftReport, source: str) -> Report:
-    """Return the report as blocks. `source` names what was measured."""
+    """Return the report as blocks. `source` is the name of the measured data."""
     return Report(f"Drift of {source}", list(_blocks(report)))
 
 

@@ -1,8 +1,8 @@
 """Render recorded conversations again from their messages, as stateless servers and trainers do.
 
-`RerenderMeter` compares the context of each turn but the first of a branch with the template's rendering of the
-messages that the client sent and received. Differences are, for example, reasoning that the template drops, or tool
-arguments that it writes in another way.
+For each turn of a branch after the first, `RerenderMeter` renders the messages that the client sent and received, and
+compares the ids with the recorded context. Examples of differences are reasoning that the template drops, and tool
+arguments that it writes differently.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tokentape.types import Message, Provenance, Setup, TokenIds, Trajectory, Tu
 
 @dataclass(frozen=True, slots=True)
 class Rerendered:
-    """Contexts of later turns, rendered again."""
+    """The result of rendering the contexts of later turns again."""
 
     turns: Rate
-    """Turns with a rendered context that is not the recorded one."""
+    """Turns with a rendered context that differs from the recorded context."""
     refused: int
     """Turns with messages that the template refuses. No other number includes them."""
     kinds: Mapping[str, int]
-    """Turns that have a difference of the kind, by `tokendiff.KINDS`. A turn may have several."""
+    """The number of turns with a difference of each kind, of `tokendiff.KINDS`. A turn may have several kinds."""
     first_kinds: Mapping[str, int]
-    """The same for the first difference, which is where a cached prefix or a row ends."""
+    """The number of turns by the kind of their first difference, where a cached prefix or a row would end."""
     sampled_tokens: int
     """Sampled tokens in the contexts. A turn's tokens count in each later context."""
     changed_sampled_tokens: int
     unlike_roots: int
-    """Branches with a first context that renders differently already, because the renderer is not the one that made the
-    record. Those differences count nowhere else here."""
+    """First turns with a context that already renders differently, because another renderer made the record. Their
+    differences are not counted again for later turns."""
 
 
 class RerenderMeter:
-    """Renders up to `most` turns of the sessions that are added, and keeps sums."""
+    """Renders up to `most` later turns of the added sessions, and keeps counts."""
 
     def __init__(self, renderer: Renderer, most: int = 1000) -> None:
         self._renderer = renderer
@@ -55,7 +55,7 @@ class RerenderMeter:
         self._first: Counter[str] = Counter()
 
     def add(self, stored: StoredSession) -> None:
-        """Render the later turns of a session. A turn that branches share is rendered once."""
+        """Render and count the turns of a session. A turn that several branches share is rendered once."""
         session = stored.tree()
         roots: dict[int, set[tuple[object, ...]]] = {}
         seen: set[int] = set()
@@ -75,7 +75,7 @@ class RerenderMeter:
                 messages.append(turn.reply)
 
     def report(self) -> Rerendered | None:
-        """Return the sums so far; None if no turn was rendered."""
+        """Return the counts so far; None if no later turn was rendered or refused."""
         counts = self._counts
         turns = self._turns.rate(())
         if not turns.total + counts["refused"]:
@@ -93,7 +93,7 @@ class RerenderMeter:
     def _compared(
         self, one: Trajectory, n: int, messages: Sequence[Message], setup: Setup
     ) -> Sequence[Difference] | None:
-        """Compare the context of turn n with its messages rendered; None if the template refuses them."""
+        """Render `messages` and compare the context of turn `n` with them; None if the template refuses them."""
         try:
             ids = self._renderer.render([with_objects(message) for message in messages], setup).ids
         except TokentapeError:
@@ -122,7 +122,7 @@ def _place(difference: Difference) -> tuple[object, ...]:
 
 
 def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds:
-    """Return a branch as a stateless server would see it: last prompt from messages, last completion from text.
+    """Return a branch's ids as a stateless server has them: rendered messages, then the last completion from its text.
 
     Raises `TemplateRefused`.
     """
@@ -132,7 +132,7 @@ def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> 
 
 
 def whole_conversation(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds | None:
-    """Return a branch as a trainer would render its messages and replies; None if the template refuses them."""
+    """Return the ids of a branch's messages and replies, rendered as trainers do; None if the template refuses them."""
     try:
         text, _ = renderer.render_text_with_provenance(_said(path), setup, generate=False)
     except TokentapeError:
@@ -145,7 +145,7 @@ def _said(turns: Sequence[Turn]) -> list[Message]:
 
 
 def with_objects(message: Message) -> Message:
-    """Return the message with tool arguments as objects, as chat servers give them to a template."""
+    """Return the message with tool arguments parsed to objects, as chat servers pass them to a template."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": list(map(_with_object, calls))} if calls else message
 
@@ -153,7 +153,7 @@ def with_objects(message: Message) -> Message:
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call["function"]
     if not isinstance(function["arguments"], str):
-        return call  # calls that a client sent are recorded with objects
+        return call  # the record already has objects for calls that a client sent
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except ValueError:

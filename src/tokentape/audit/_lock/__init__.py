@@ -1,7 +1,7 @@
-"""Locks: a model's tokenization frozen in a file, and checked wherever the model is used.
+"""Locks: record a model's tokenization in a lockfile, and check it wherever the model is used.
 
-`tokentape lock MODEL -o tokentape.lock` writes one, to be committed; `tokentape check tokentape.lock MODEL` compares in
-CI, and `tokentape.check("tokentape.lock", tokenizer)` is the first line of a training script.
+`tokentape lock MODEL -o tokentape.lock` writes a lockfile to commit. `tokentape check tokentape.lock MODEL` checks it
+in CI, and `tokentape.check("tokentape.lock", tokenizer)` at the start of a training script.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ def check(
     chat_template: str | Path | None = None,
     strict: bool = False,
 ) -> None:
-    """Return if a tokenizer does what its lockfile says; else raise and say what changed.
+    """Raise `TokenizationChanged` if a tokenizer or a server no longer does what a lockfile recorded.
 
         tokentape.check("tokentape.lock", tokenizer)              # a transformers tokenizer or a processor
         tokentape.check("tokentape.lock", "path/to/model")
         tokentape.check("tokentape.lock", engine="http://127.0.0.1:8000")
 
     Args:
-        lockfile: what `tokentape lock` wrote.
-        tokenizer: a model folder, or a live tokenizer or processing class as a trainer takes it.
-        engine: address of a vLLM, SGLang or llama.cpp server, or of a gateway, to compare its ids too.
-        template_kwargs: what conversations will be rendered with; the lock's if not given.
-        chat_template: a template file in place of the folder's.
-        strict: True to count another version of a library, with the same ids, as a change.
+        lockfile: a file written by `tokentape lock`.
+        tokenizer: a model folder, or a tokenizer or processor object, as trainers take it.
+        engine: the address of a vLLM, SGLang or llama.cpp server, or of a gateway, to compare its ids too.
+        template_kwargs: the template kwargs of the run; by default those of the lock.
+        chat_template: a template file to use instead of the folder's.
+        strict: True to fail also if only the version of a library, or the bytes of a file, changed.
 
     Raises:
-        TokenizationChanged: something changed; its text names the part, the first input with other ids, the ids
-            expected and found, and a likely cause. `report` has the same as fields.
-        InvalidRequest: the lockfile can't be read, or there is nothing to compare with it.
-        TokenizerUnusable, EngineError: a tokenizer or server to compare can't be loaded or asked.
+        TokenizationChanged: something changed. The message names the part, the first input with other ids, the ids
+            expected and found, and a likely cause. The attribute `report` has them as fields.
+        InvalidRequest: the lockfile can't be read, or neither `tokenizer` nor `engine` is given.
+        TokenizerUnusable, EngineError: the tokenizer can't be loaded, or the server does not answer.
 
     """
     if tokenizer is None and engine is None:
         raise InvalidRequest(
-            "there is nothing to compare: give a model folder, a tokenizer or the address of an engine"
+            "there is nothing to compare: pass a model folder, a tokenizer or the address of an engine"
         )
     lock = read_lock(lockfile)
     if tokenizer is not None:
@@ -70,7 +70,7 @@ def examine(
     *,
     strict: bool = False,
 ) -> LockReport:
-    """Report what changed in a model folder or a live tokenizer. Raises as `check`, but not for changes."""
+    """Compare a model folder or a tokenizer object with a lock. Raises like `check`, except `TokenizationChanged`."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
     if isinstance(tokenizer, str | Path):
         observed = observe_folder(lock, tokenizer, chat_template, kwargs)

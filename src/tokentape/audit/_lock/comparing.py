@@ -1,4 +1,4 @@
-"""Compare observations with a lock: which part changed, which input shows it, the ids expected and found, the cause."""
+"""Compare observations with a lock, and report each change with its cause and the first input with other ids."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ _CAUSES = {
     "pre_tokenizer": "another loader class built the pre-tokenizer anew instead of reading tokenizer.json, as "
     "transformers 5 does for some classes, or another revision corrected its pattern",
     "post_processor": "add_bos_token or add_eos_token differs, or another loader class set the special tokens",
-    "decoder": "another loader class or conversion; text made from ids differs, and so does what is parsed from it",
+    "decoder": "another loader class or conversion; decoded text differs, and so do replies parsed from it",
     "model": "settings of the model differ: ignore_merges, byte_fallback, dropout, the unknown token",
     "vocabulary": "another model's tokenizer, or pieces were replaced in place",
     "merges": "another model's tokenizer, or a conversion that reordered merges",
     "added tokens": "training code added tokens or set their flags (add_tokens, add_special_tokens), or it is another "
     "revision of the tokenizer",
     "special tokens": "the configuration names other tokens, or training code set pad_token or eos_token",
-    "end-of-sequence ids": "generation_config.json or eos_token differs: turns end elsewhere",
-    "configuration": "config.json or generation_config.json is of other weights, or training code wrote it anew; or "
+    "end-of-sequence ids": "generation_config.json or eos_token differs: turns end at different tokens",
+    "configuration": "config.json or generation_config.json is from other weights, or training code rewrote it; or "
     "code saved a tokenizer with truncation or padding switched on, or with another model_max_length",
-    "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is of another revision, or was "
-    "edited: code that loads the folder by transformers gets another tokenizer",
+    "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is from another revision, or was "
+    "edited: code that loads the folder with transformers gets another tokenizer",
     "template": "the template was edited, replaced by a training template, or is another revision",
-    "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
+    "template kwargs": "conversations are rendered with other kwargs than the lock's",
 }
 
 RULES = {
     **{part: f"the {part} changed" for part in _CAUSES},
-    "certificate": "what is certified changed",
+    "certificate": "a finding of the certificate changed",
     "golden ids": "an input has other ids",
     "versions and files": "another version, or other bytes of a file",
 }
@@ -67,18 +67,20 @@ RULES = {
 
 @dataclass(frozen=True, slots=True)
 class LockChange:
+    """A change of a part, or of the ids of golden inputs. `what` is a key of `RULES`."""
+
     what: str
     found: str
     cause: str = ""
     golden: LockGolden | None = None
-    """The first input of its kind with other ids."""
+    """The first golden input of its kind that has other ids now."""
     ids: tuple[int, ...] | None = None
-    """Its ids now; None if the template refuses it."""
+    """The ids of `golden` now; None if the template refuses it."""
     at: int = 0
     """Position of the first id that differs."""
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the input that shows the change, the ids expected and found, and the cause, each with its name."""
+        """Yield pairs of label and text: the input that shows the change, the ids expected and found, the cause."""
         if self.golden is not None:
             if not self.golden.messages:
                 yield "text", _short(self.golden.text)
@@ -101,7 +103,7 @@ class LockReport:
     changes: tuple[LockChange, ...]
     notes: tuple[str, ...]
     not_compared: tuple[str, ...] = ()
-    """What the check says nothing of, and why."""
+    """Descriptions of what the check could not compare, each with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -110,7 +112,7 @@ class LockReport:
 
     @property
     def all_notes(self) -> list[str]:
-        """What was not compared, then the other notes, in words."""
+        """All notes: first what was not compared."""
         return [*(f"not compared: {what}" for what in self.not_compared), *self.notes]
 
     def __str__(self) -> str:
@@ -138,14 +140,14 @@ def _blocks(report: LockReport) -> Iterator[Block]:
 
 
 def lock_cases(report: LockReport) -> list[CiCase]:
-    """Return what was compared, and what was not, for CI systems."""
+    """Return a case with the changes, and a skipped case for each thing that was not compared, for CI systems."""
     found = [CiFinding(one.what, "error", one.what, "\n".join(one.lines())) for one in report.changes]
     skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in report.not_compared]
     return [CiCase(report.compared, found, str(report).splitlines()[0]), *skipped]
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
-    """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
+    """Compare observations with a lock. With `strict`, changed library versions and files are changes, else notes."""
     old, new = lock.components, observed.components
     changes = [_change(what, found) for what, found in _changed_parts(lock, observed, template_kwargs)]
     notes: list[str] = []
@@ -174,17 +176,17 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
 
 
 def _unlocked(old: Components) -> Iterator[str]:
-    """Yield what locks of older versions do not hold."""
+    """Yield descriptions of the parts that a lock of an older version lacks."""
     if old.configuration is None:
         yield "config.json, truncation and padding, which this older lock does not hold"
     elif MAX_LENGTH not in old.configuration:
         yield "model_max_length, which this older lock does not hold"
     if old.loading is None:
-        yield "files that transformers reads beside tokenizer.json, which this older lock lacks"
+        yield "other files than tokenizer.json that transformers reads, which this older lock does not hold"
 
 
 def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each part that changed, and how."""
+    """Yield the name of each part that changed, with a description of the change."""
     if dict(template_kwargs) != dict(lock.template_kwargs):
         was, now = (json.dumps(kwargs, ensure_ascii=False) for kwargs in (lock.template_kwargs, dict(template_kwargs)))
         yield "template kwargs", f"were {was}, are {now}"
@@ -209,7 +211,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
     if old.configuration is not None and new.configuration is not None:
         for key, pair in unlike(old.configuration, new.configuration).items():
-            # Older locks lack some keys, which are not unset.
+            # Older locks lack some keys. That does not mean that the keys were unset.
             lacked = key == MAX_LENGTH and key not in old.configuration
             if not lacked and (old.loading is not None or not key.endswith(SAMPLED)):
                 yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
@@ -218,7 +220,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
 
 
 def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
-    """Return changes of the files beside tokenizer.json, or notes if transformers makes the same tokenizer of them."""
+    """Return changes from files other than tokenizer.json, or a note if transformers loads the same tokenizer."""
     was, now = dict(old.loading or {}), dict(new.loading or {})
     templates = unlike(was.pop(TEMPLATES, {}), now.pop(TEMPLATES, {}))
     changes = [_change("template", f"the one named {name} {_came(*pair)}") for name, pair in templates.items()]
@@ -283,7 +285,7 @@ def _block_change(what: str, was: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _merges_apart(old: Components, observed: Observed) -> str:
-    """Return which merges changed; empty if that can't be known."""
+    """Describe which merges changed. Return an empty string if that is unknown."""
     new = observed.components
     if not (old.merge_list and new and new.merge_list and observed.source and old.vocabulary == new.vocabulary):
         return ""
@@ -295,7 +297,7 @@ def _merges_apart(old: Components, observed: Observed) -> str:
 
 
 def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
-    """Return in words which merges are gone, are new, and have moved, as few as possible of them."""
+    """Describe which merges are gone, new and moved. As few as possible count as moved."""
     kept = {was[at] for at, _ in anchors(was, now)}
     before, after = set(was), set(now)
     found = {
@@ -312,7 +314,7 @@ def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
 
 
 def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | None) -> str:
-    """Return how a token changed; empty if it did not."""
+    """Describe how a token changed. Return an empty string if it did not."""
     if was is None or now is None:
         token = was or now
         return f"{token_id} {token.content!r} {_came(was, now)}" if token else ""
@@ -331,11 +333,11 @@ def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
         return f"line {at + 1} was {_short(one[0])}, is {_short(other[0])}"
     if one or other:
         return f"line {at + 1} is {'new' if other else 'gone'}: {_short((one or other)[0])}"
-    return "its variant for tools, or an ending new line, is another"
+    return "its variant for tools, or the new line at its end, differs"
 
 
 def _certificate(lock: Lock, observed: Observed) -> str:
-    """Return what is certified otherwise; empty if nothing is, or if it was not observed."""
+    """Describe how the certificate changed. Return an empty string if it did not, or was not observed."""
     if observed.certificate is None:
         return ""
     now = {key: observed.certificate.get(key) for key in lock.certificate}
@@ -344,7 +346,7 @@ def _certificate(lock: Lock, observed: Observed) -> str:
 
 
 def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:
-    """Yield the first text and the first conversation with other ids, and how many more there are."""
+    """Yield a change for the first text and for the first conversation with other ids, with the number of others."""
     for chat, kind in ((False, "texts"), (True, "conversations")):
         asked = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
         differ = [golden for golden in asked if observed.ids[golden.name] != golden.ids]
@@ -362,7 +364,7 @@ def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequ
 def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]) -> str:
     expected = golden.ids
     if expected is None:
-        return "the template took it over: it refused this conversation before"
+        return "the template accepts this conversation now, and refused it before"
     if ids is None:
         return "the template refuses this conversation now"
     if ids == (*expected[:1], *expected):
@@ -374,12 +376,12 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
         return f"the changes above: {', '.join(dict.fromkeys(parts))}"
     if moved:
         return f"no part changed, so the library does: {'; '.join(moved)}"
-    return "no part that was looked at changed: what loads or serves the tokenizer treats it differently"
+    return "no compared part changed: the code that loads or serves the tokenizer treats it differently"
 
 
 def _files(old: Components, new: Components) -> Iterator[str]:
     for name, pair in unlike(old.files, new.files).items() if new.files else ():
-        looked = "but nothing in it that was looked at changed"
+        looked = "but nothing that was compared in it changed"
         if name == PROCESSOR_TEMPLATE:
             looked = "which processors of transformers read: it was not compared"
         yield f"{name} {_came(*pair, 'has other bytes')}, {looked}"

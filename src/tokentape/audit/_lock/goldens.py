@@ -1,6 +1,6 @@
-"""The inputs with ids that a lockfile keeps: texts on which loaders of one tokenizer have differed, and conversations.
+"""The golden inputs of a lockfile: texts on which loaders of the same tokenizer have differed, and conversations.
 
-The texts have boundaries within words of mixed case, digits, white space, normal forms, scripts and bytes.
+The texts test mixed case within words, digits, white space, normal forms, scripts and bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class LockGolden:
     name: str
     text: str = ""
     special: bool = False
-    """True to let the tokenizer put its special tokens around the text, such as BOS."""
+    """True if the tokenizer adds special tokens to the text, such as BOS."""
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     ids: tuple[int, ...] | None = None
     """None for a conversation that the template refuses."""
 
     def written(self) -> dict[str, Any]:
-        """Return the fields that a lockfile keeps."""
+        """Return the input as a lockfile stores it."""
         ids = None if self.ids is None else list(self.ids)
         if self.messages:
             tools = {"tools": list(self.tools)} if self.tools else {}
@@ -48,7 +48,7 @@ class LockGolden:
 
 
 def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
-    """Return every input with its ids under this tokenizer and template."""
+    """Return all golden inputs with their ids under a tokenizer and template."""
     frozen = []
     for golden in (*_texts(renderer.tokenizer), *_conversations()):
         # Some templates take the arguments of calls only as text.
@@ -62,7 +62,7 @@ def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[
 
 
 def golden_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> tuple[int, ...] | None:
-    """Return the ids of an input, a conversation with the generation prompt; None if the template refuses it."""
+    """Return the ids of a text, or of a conversation with its generation prompt; None if the template refuses it."""
     if not golden.messages:
         return tuple(renderer.tokenizer.encode_plain(golden.text, add_special_tokens=golden.special))
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=golden.tools, date=grammar.DATE)

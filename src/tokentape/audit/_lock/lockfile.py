@@ -1,8 +1,8 @@
-"""Make, read and write lockfiles: the tokenization of a model at a time when it was right, as JSON to review.
+"""Make, read and write lockfiles, which record the tokenization of a model as JSON.
 
-Each part has a line of its own, so that `git diff` shows which parts a new lock changes. Small parts are kept as they
-are, large ones as digests of blocks, which show where they changed. Settings without effect on ids or text are left
-out, such as offsets.
+Each part has its own line, so that `git diff` shows which parts a new lock changes. Small parts are stored whole, large
+parts as digests of blocks, which show where they changed. Settings that change neither ids nor text are left out, such
+as offsets.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from tokentape.errors import InvalidRequest
 FORMAT = 1
 
 LIBRARIES = ("tokentape", "tokenizers", "jinja2", "transformers")
-"""Libraries with versions that are kept, for information."""
+"""Libraries with versions in the lock."""
 
 BLOCK = 4096
-"""Vocabulary entries, or merges, to a digest."""
+"""Vocabulary entries, or merges, per digest."""
 
 _FILES = (
     "tokenizer.json",
@@ -66,7 +66,7 @@ _LONG = 1024
 _MOST_UNPACKED = 2**26
 
 _OPEN = 2
-"""Levels of the JSON that are written on several lines."""
+"""The number of outer levels of the JSON that are written on several lines."""
 
 _OPENED = ("files", "steps", "added_tokens", "special_tokens", "template", "configuration", "loading")
 
@@ -80,47 +80,47 @@ class LockedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts of a tokenizer and a template. Those that may be None are so if not known, as in older locks."""
+    """The parts of a tokenizer and a template. A part is None if unknown, as in older locks."""
 
     files: Mapping[str, str]
     """Hex SHA-256 of each file; empty for a tokenizer in memory."""
     steps: Mapping[str, Any]
     """Normalizer, pre-tokenizer, post-processor and decoder, as in `tokenizer.json`, and the model's settings."""
     vocabulary: tuple[str, ...]
-    """Digest of each `BLOCK` of ids with their pieces."""
+    """A digest of the pieces of each block of `BLOCK` ids."""
     merges: tuple[str, ...]
     added_tokens: tuple[LockedToken, ...]
     special_tokens: Mapping[str, str]
-    """The tokens that the configuration names: eos_token and others."""
+    """Tokens by their name in the configuration, such as eos_token."""
     eos_ids: tuple[int, ...]
     template: tuple[str, ...]
     template_sha256: str
-    """Of the template and its variant for tools."""
+    """Hex SHA-256 of the template and its variant for tools."""
     configuration: Mapping[str, Any] | None = None
-    """What `model_configuration` reads, truncation and padding."""
+    """The result of `model_configuration`, `max_length`, truncation and padding."""
     merge_list: str | None = None
     """The merges, see `packed_merges`."""
     loading: Settings | None = None
-    """What transformers reads beside tokenizer.json, see `loading_settings`, and digests of other templates."""
+    """Settings in other files that transformers reads, see `loading_settings`, and digests of named templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A frozen tokenization."""
+    """The content of a lockfile: the tokenization of a model."""
 
     model: str
     versions: Mapping[str, str]
     template_kwargs: Mapping[str, Any]
     components: Components
     certificate: Mapping[str, Any]
-    """The findings of its certificate, see `certified`."""
+    """The findings of the model's certificate, see `certified`."""
     goldens: tuple[LockGolden, ...]
     date: str = grammar.DATE
     certifier: str | None = None
     """Hex SHA-256 of the source that made the certificate; None in older locks."""
 
     def to_text(self) -> str:
-        """Return the lockfile, the same bytes for the same lock."""
+        """Return the text of the lockfile. Equal locks give equal texts."""
         fields = {"format": FORMAT, **asdict(self), "goldens": [golden.written() for golden in self.goldens]}
         for name in ("configuration", "merge_list", "loading"):
             if fields["components"][name] is None:  # as older versions wrote it
@@ -133,7 +133,7 @@ class Lock:
 def make_lock(
     folder: str | Path, *, chat_template: str | Path | None = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> Lock:
-    """Freeze a model folder's tokenization: its parts, its certificate and the golden ids.
+    """Make the lock of a model folder: its parts, the findings of its certificate and the golden ids.
 
     Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load` and `certify`.
     """
@@ -182,7 +182,7 @@ def versions() -> dict[str, str]:
 
 
 def read_lock(path: str | Path) -> Lock:
-    """Read a lockfile. Raises `InvalidRequest` if it is none, or of another format, and `OSError`."""
+    """Read a lockfile. Raises `InvalidRequest` if it is not one or has another format, and `OSError`."""
     path = Path(path)
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
@@ -192,31 +192,31 @@ def read_lock(path: str | Path) -> Lock:
     if found != FORMAT:
         raise InvalidRequest(
             f"{path} is a lockfile of format {found}, and this version of tokentape reads format {FORMAT}. Check it "
-            "with the version that wrote it, or write it anew with `tokentape lock`: a new lock vouches for nothing "
-            "that was before it"
+            "with the version that wrote it, or write a new one with `tokentape lock`, which only shows changes from "
+            "now on"
             if isinstance(found, int)
             else f"{path} is not a lockfile: it has no `format`. `tokentape lock MODEL -o {path.name}` writes one"
         )
     try:
         lock = msgspec.convert(written, Lock)
-        # A field that is not written back is unknown: its name is misspelled, or it is of another version.
+        # A field that is not written back is unknown: it is misspelled, or from another version.
         if json.loads(lock.to_text()) != written:
-            raise ValueError("it has fields that a lock has not, or lacks some")
+            raise ValueError("it has unknown fields, or lacks some")
         if set(lock.components.steps) != set(_STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
         require_known_files(lock.components.loading or {})
     except (msgspec.ValidationError, ValueError) as error:
-        raise InvalidRequest(f"{path} is not a whole lockfile: {type(error).__name__}: {error}") from None
+        raise InvalidRequest(f"{path} is not a valid lockfile: {type(error).__name__}: {error}") from None
     return lock
 
 
 def write_lock(lock: Lock, path: str | Path) -> None:
-    """Write a lockfile. Readers see the old one or the new one."""
+    """Write a lockfile atomically: readers see the old file or the new one."""
     write_durably(Path(path), lock.to_text().encode())
 
 
 def _laid_out(value: Any, depth: int = 0, key: str = "") -> str:
-    """Return JSON with the outer levels on several lines and the inner ones on one."""
+    """Return JSON with the outer levels on several lines and each inner value on one line."""
     opened = depth < _OPEN or key in _OPENED or (isinstance(value, Mapping) and "ids" in value)
     if not opened or not isinstance(value, Mapping | list | tuple) or not value:
         return json.dumps(value, ensure_ascii=False)
@@ -249,19 +249,19 @@ def components_of(renderer: Renderer, folder: Path) -> Components:
 
 
 def spec_parts(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Components` that a `tokenizer.json` has: steps, vocabulary, merges, added tokens.
+    """Return the fields of `Components` that come from a `tokenizer.json`: steps, vocabulary, merges, added tokens.
 
-    The installed `tokenizers` reads and writes it first, so that one in memory and one in a file look alike.
+    The installed `tokenizers` loads and saves it first, so that a tokenizer in memory equals its file.
     """
     vocab, merges, added = spec["model"]["vocab"], merges_of(spec["model"]), spec.get("added_tokens") or []
     if isinstance(vocab, Mapping):
-        # The library reads what is left in no time.
+        # Without these tables the library loads it quickly.
         spec = {**spec, "model": {**spec["model"], "vocab": {}, "merges": []}, "added_tokens": []}
     spec = json.loads(tokenizers.Tokenizer.from_str(json.dumps(spec)).to_str())
     model = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
     steps = {name: _step(spec[name]) for name in _PIPELINE}
     if steps["decoder"] is not None and steps["decoder"]["type"] == "ByteLevel":
-        # Its flags do nothing, and libraries write them one way or another.
+        # Its flags have no effect, and libraries write different values.
         steps["decoder"] = {"type": "ByteLevel"}
     return {
         "steps": {**steps, "model": _step(model)},
@@ -276,7 +276,7 @@ def spec_parts(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(value: Any) -> Any:
-    """Return a step of a tokenizer for comparison: no settings for offsets, digests for long strings."""
+    """Return a step of a tokenizer as a lock stores it: without settings for offsets, long strings as digests."""
     if isinstance(value, Mapping):
         return {key: _step(part) for key, part in value.items() if key != "trim_offsets"}
     if isinstance(value, list):
@@ -296,7 +296,7 @@ def _digests(entries: Iterable[str]) -> Iterator[str]:
     rest = iter(entries)
     while block := list(islice(rest, BLOCK)):
         joined = "\n".join(block)
-        # Pieces that hold line ends could be joined to the same text.
+        # Different pieces with line ends could give the same joined text.
         yield _sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]
 
 
@@ -305,9 +305,9 @@ def _sha256(text: str) -> str:
 
 
 def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | None:
-    """Return merges in few characters: of each the id that it makes, and where that is cut.
+    """Return merges as compressed text: for each merge, the id of its result and the length of its first piece.
 
-    None if one makes no token of the vocabulary, or is not of two pieces.
+    Return None if the result of a merge is not in the vocabulary, or a merge does not have two pieces.
     """
     ids = [vocab.get("".join(merge)) if len(merge) == 2 else None for merge in merges]
     if None in ids or not ids:
@@ -317,7 +317,7 @@ def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | No
 
 
 def unpacked_merges(packed: str, vocab: Mapping[str, int]) -> list[Merge]:
-    """Return the merges of `packed_merges`. Raises `ValueError` if they are of another vocabulary, or damaged."""
+    """Undo `packed_merges`. Raises `ValueError` if the text is damaged, or made with another vocabulary."""
     try:
         read = zlib.decompressobj().decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
         many = len(read) // 6

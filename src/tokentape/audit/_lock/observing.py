@@ -1,7 +1,7 @@
-"""Observe what a tokenizer does now with a lock's inputs: one in a folder, one in a trainer's memory, a server's.
+"""Encode a lock's inputs with a model folder, a tokenizer object or a server, to compare the ids with the lock.
 
-What can't be observed, for example the parts of a server's tokenizer, is None or in `not_compared`. It is reported,
-never taken for unchanged.
+Whatever can't be observed, such as the parts of a server's tokenizer, is None or listed in `not_compared`. Reports name
+it and do not treat it as unchanged.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Observed:
     """Observations to compare with a lock."""
 
     name: str
-    """What was observed, for people; the path of a folder."""
+    """The path of a folder, or a description for reports."""
     ids: Mapping[str, tuple[int, ...] | None]
-    """Ids by name of the golden, without those that could not be asked for; None where the template refuses."""
+    """The ids of each golden input that could be tried, by its name; None if the template refuses it."""
     versions: Mapping[str, str]
     components: Components | None = None
     certificate: Mapping[str, Any] | None = None
     source: Callable[[], str | bytes] | None = None
-    """Returns the tokenizer.json, if there is one."""
+    """Returns the content of tokenizer.json; None if there is no such file."""
     not_compared: Sequence[str] = ()
-    """What could not be observed, and why."""
+    """Descriptions of what could not be observed, each with the reason."""
 
 
 def observe_folder(
@@ -61,7 +61,7 @@ def observe_folder(
 
 
 def observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> Observed:
-    """Observe a transformers tokenizer, or a processor with one, as a trainer calls it.
+    """Observe a transformers tokenizer, or a processor that has one, by calling it as trainers do.
 
     Raises `InvalidRequest` for an object that is neither.
     """
@@ -84,7 +84,7 @@ def observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> O
     source_of = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
     components = None
     if source_of is None:
-        not_compared.append("parts: it is not one of the `tokenizers` library")
+        not_compared.append("parts: the tokenizer is not one of the `tokenizers` library")
     else:
         compiled = ChatTemplate(variants["default"], variants.get("tool_use"))
         named = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
@@ -109,11 +109,11 @@ async def observe_server(
     api_key: str | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Observed:
-    """Observe the ids of a running server at its own endpoints.
+    """Observe the ids that a running server returns.
 
     `kind` is vllm, sglang, llamacpp or gateway. Kind and model are detected if not given.
 
-    Raises `InvalidRequest` if its kind can't be detected, `EngineError` and its kinds if it can't be asked.
+    Raises `InvalidRequest` if the kind can't be detected, `EngineError` or a subclass if the server does not answer.
     """
     http = HttpClient(url, api_key=api_key)
     found: dict[str, tuple[int, ...] | None] = {}
@@ -132,8 +132,8 @@ async def observe_server(
     finally:
         await http.close()
     if not found:
-        raise NothingToMeasure(f"the server at {url} does not tell how it tokenizes: no golden input was compared")
-    not_compared = ["parts, template and certificate: a server shows its ids only"]
+        raise NothingToMeasure(f"the server at {url} returns no ids for texts or conversations: nothing was compared")
+    not_compared = ["parts, template and certificate: a server returns only ids"]
     for why, names in unknown.items():
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         not_compared.append(f"{len(names)} inputs ({some}): {why}")
@@ -143,10 +143,10 @@ async def observe_server(
 async def _server_ids(
     kind: str, http: HttpClient, model: str, lock: Lock, golden: LockGolden
 ) -> tuple[str, tuple[int, ...] | None]:
-    """Return why a golden is not compared, empty if it is, and its ids."""
+    """Return the reason why a golden input can't be compared, or an empty string, and its ids."""
     if not golden.messages:
         ids = await server_text_ids(kind, http, model, golden.text, special=golden.special, controls=True)
-        return "" if ids is not None else "the server has no endpoint for it", _ints(ids)
+        return "" if ids is not None else "the server has no endpoint for texts", _ints(ids)
     if lock.certificate.get("date printed"):
         return "the template prints the date, and a server prints its own", None
     if golden.ids is None:
@@ -162,7 +162,7 @@ def _live_chat_ids(
     shown = datetime.fromisoformat(date).strftime
     dated = _NOW.sub(lambda match: json.dumps(shown(match[2])), template)
     asked = {"chat_template": dated, "add_generation_prompt": True, "tokenize": True, **template_kwargs}
-    # Our renderer gives a template the arguments of calls in the shape that it takes; a trainer has to.
+    # `Renderer` passes tool arguments in the form that the template accepts. A trainer would do that too.
     for messages in (golden.messages, map(with_text_arguments, golden.messages)):
         try:
             rendered = tokenizer.apply_chat_template(list(messages), tools=list(golden.tools) or None, **asked)

@@ -1,1 +1,1 @@
-"""Probe a model for phantom edits: asked to replace a word, it returns the same word in other ids."""
+"""Probe a model for phantom edits: asked to replace a word, it returns the same word with other ids."""

@@ -1,8 +1,8 @@
-"""Run trials on an engine, keep their results in a file so that a stopped probe can go on, and count them.
+"""Run trials on an engine, store their results in a file so that a stopped probe can be continued, and count them.
 
-A phantom edit may be sampled again with its ids banned. A ban is exact and needs only alternatives per token: up to the
-first id of the phantom edit, greedy decoding is the same with a ban as without. There the likeliest other id is taken,
-and decoding goes on after it.
+A phantom edit may be sampled again with its ids banned. This needs only alternatives per token, and is exact: up to the
+first id of the phantom edit, greedy decoding gives the same ids with a ban as without. At that position the likeliest
+other id is used, and decoding continues after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Setup
 
 ALTERNATIVES = 8
-"""The number of alternatives per token that a ban asks for."""
+"""The number of alternatives per token to request for bans."""
 
 MOST_BANS = 8
 
@@ -43,7 +43,7 @@ Header = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """How trials are sampled."""
+    """Sampling settings of a probe. With `ban`, phantom edits are sampled again with their ids banned."""
 
     max_tokens: int = 512
     temperature: float = 0.0
@@ -62,10 +62,11 @@ class ProbeResult:
     banned: Outcome | None = None
     """The outcome with the phantom edit's ids banned; None without a phantom edit or a ban."""
     bans: tuple[tuple[int, int], ...] = ()
+    """Pairs of a position in the completion and an id banned there."""
 
 
 def header(engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings) -> Header:
-    """Return the first line of a file: all that results must share to be counted together."""
+    """Return the first line of a result file: the settings that results must share to be counted together."""
     how = asdict(settings)
     del how["concurrency"]
     return {
@@ -83,8 +84,8 @@ async def run_trials(
 ) -> AsyncGenerator[ProbeResult, None]:
     """Yield results as they arrive, with `settings.concurrency` trials at a time.
 
-    Raises `InvalidRequest` for a ban that would not be exact here, `TemplateRefused` if the template refuses a
-    question, and `EngineError` as `Engine.sample`; results that were yielded before stay valid.
+    Raises `InvalidRequest` if ids are to be banned but decoding is not greedy or the engine returns no alternatives,
+    `TemplateRefused` if the template refuses a question, and `EngineError` as `Engine.sample` does.
     """
     if settings.ban and settings.temperature:
         raise InvalidRequest("ids are banned in greedy decoding only: set temperature 0", "ban")
@@ -138,7 +139,7 @@ async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, s
         other = next((token_id for token_id, _ in tops[at] if token_id not in banned[at]), None)
         if other is None:
             break
-        # Bans after this place followed other ids.
+        # Bans at later positions belonged to another continuation.
         banned = {place: refused for place, refused in banned.items() if place <= at}
         ids, tops = [*ids[:at], other], tops[: at + 1]
         if other not in stops and len(ids) < settings.max_tokens:
@@ -164,11 +165,11 @@ async def _sample(
 
 
 class ProbeFile:
-    """A JSONL file of results after a header, opened to continue it. Use it as a context.
+    """A JSONL file with a header and results, opened to append results. Use it as a context manager.
 
-    A last line that a crash cut off is dropped.
+    If a crash cut off the last line, that line is dropped.
 
-    Raises `InvalidRequest` if the file is of another model, was made with other settings, or has no results.
+    Raises `InvalidRequest` if the file belongs to another model or other settings, or is no file of results.
     """
 
     def __init__(self, path: str | Path, made: Header) -> None:
@@ -178,7 +179,7 @@ class ProbeFile:
         try:
             head, *rows = [json.loads(line) for line in content[:whole].splitlines()] or [made]
             if not whole and not _HEAD.startswith(content[: len(_HEAD)]):
-                raise ValueError("it is one line of something else")
+                raise ValueError("its only line is no header")
             if head.get("format") != made["format"]:
                 raise ValueError(f"its first line is not that of format {FORMAT}")
             self.results = msgspec.convert(rows, list[ProbeResult])
@@ -222,15 +223,15 @@ class Summary:
     trials: int
     outcomes: Mapping[str, Rate]
     strict: Rate
-    """Phantom edits, byte-strict, of the trials with a sentence that came back."""
+    """Phantom edits with the same bytes, as a share of the trials in which the sentence came back."""
     normalised: Rate
-    """The same, with those that have other white space."""
+    """Phantom edits with the same bytes apart from white space, as a share of the same trials."""
     classes: Mapping[str, Rate]
-    """By artifact, of all phantom edits, white space normalized."""
+    """The share of each artifact among the phantom edits of `normalised`."""
     noncanonical: Rate
-    """Completions that encoding their text does not give again."""
+    """Completions that change if their text is encoded again."""
     banned: Mapping[str, Rate]
-    """Outcomes of phantom edits with their ids banned, by kind; empty without a ban."""
+    """Outcomes, by kind, of phantom edits that were sampled again with banned ids; empty without bans."""
 
 
 def summarise(results: Sequence[ProbeResult]) -> Summary:
@@ -264,8 +265,8 @@ def probe_layout(made: Header, results: Sequence[ProbeResult], tokenizer: Tokeni
     blocks: list[Block] = [
         Paragraph(f"{found.trials} trials"),
         Paragraph(
-            "A model is asked to replace one word of a sentence. A phantom edit gives the same word back in other ids: "
-            "for the model something changed, in the text nothing did."
+            "A model is asked to replace one word of a sentence. A phantom edit returns the same word with other ids: "
+            "the ids changed, and the text did not."
         ),
         Facts({key: made[key] for key in ("model", "engine", "temperature")}),
         Heading("Outcomes"),
@@ -284,7 +285,7 @@ def probe_layout(made: Header, results: Sequence[ProbeResult], tokenizer: Tokeni
     if found.banned:
         blocks += [
             Heading("With the ids of phantom edits banned"),
-            Paragraph("Greedy decoding went on with the likeliest other id."),
+            Paragraph("Greedy decoding continued with the likeliest other id."),
             _bars(found.banned),
         ]
     blocks += [Heading("Completions"), _bars({"not canonical": found.noncanonical})]

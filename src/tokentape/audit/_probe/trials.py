@@ -1,7 +1,7 @@
-"""Make the trials of the probe and read their outcomes: replace one word of a sentence, keep everything else.
+"""Make the trials of the probe, each a request to replace one word of a sentence, and classify the completions.
 
-After the tokenization-consistency probe of arXiv 2601.14658, which does not publish its sentences and wordings. These
-are ours, chosen so that every class of phantom edits has words that can show it.
+The probe follows the tokenization-consistency probe of arXiv 2601.14658, which does not publish its sentences and
+wordings. These are our own, chosen so that every class of phantom edits can occur.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BUILT_IN = Path(__file__).with_name("sentences.txt")
 """The sentences that come with Tokentape."""
 
 Sentence: TypeAlias = tuple[str, str, str]
-"""Text before the target word, the word, and text after it."""
+"""The text before the target word, the word, and the text after it."""
 
 _MOST_BETWEEN = 120
 
@@ -55,7 +55,7 @@ _MOST_BETWEEN = 120
 @dataclass(frozen=True, slots=True)
 class Trial:
     name: str
-    """A digest of everything that the task is made of."""
+    """A digest of all other fields."""
     before: str
     target: str
     after: str
@@ -78,29 +78,29 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the model did with the word, read from its ids."""
+    """What the model did with the target word, found by comparing ids."""
 
     kind: OutcomeKind
     artifact: str | None = None
-    """For a phantom edit, one of `tokendiff.ARTIFACTS`."""
+    """If it is a phantom edit, one of `tokendiff.ARTIFACTS`."""
     source: tuple[int, ...] = ()
-    """Ids of the word in the prompt's text, with all that its tokens touch."""
+    """The ids of all tokens of the encoded sentence that overlap the word."""
     found: tuple[int, ...] = ()
-    """Ids in its place in the completion."""
+    """The ids in the word's place in the completion."""
     at: int = -1
     """Position in the completion of the first id that differs; -1 if none does."""
     canonical: bool = True
-    """True if encoding the completion's text gives its ids again."""
+    """True if encoding the completion's text returns the completion's ids."""
 
 
 def read_texts(path: str | Path = BUILT_IN, *, seed: int = 0) -> list[Sentence]:
     """Read sentences from a file, one per line.
 
-    A line has its target in square brackets, or is JSON with `text` and `target`. From any other line a word of four or
-    more letters that occurs once is drawn by `seed`.
+    A line has its target word in square brackets, or is JSON with `text` and `target`. For any other line, `seed` draws
+    a word of four or more letters that occurs once.
 
-    Raises `InvalidRequest` if a line has a target that is not in it, or the file is not UTF-8, `NothingToMeasure` if
-    no line has one.
+    Raises `InvalidRequest` if a target is not in its text, or if the file is not UTF-8, and `NothingToMeasure` if no
+    line has a target.
     """
     found: list[Sentence] = []
     try:
@@ -146,16 +146,16 @@ def _from_json(line: str, where: str) -> Sentence:
 
 
 def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Outcome:
-    """Read one completion, without its stop token.
+    """Classify a completion, given without its stop token.
 
-    The words around the target show its place in the completion's bytes. If they occur more than once, the last place
-    counts. Then the tokens that touch it are compared with those of the sentence in the prompt.
+    Find the target's place in the completion by the words around it, the last place if there are several. Then compare
+    the tokens that overlap it with the tokens of the encoded sentence.
 
     Raises `InvalidRequest` for an id outside of the vocabulary.
     """
     source = tokenizer.encode_plain(trial.text)
     ours, theirs = ([tokenizer.token_bytes(token_id) for token_id in ids] for ids in (source, completion))
-    # A tokenizer may put a space before a text.
+    # Some tokenizers put a space before a text, so find the word in the spelled bytes.
     text, spelled, target = b"".join(ours), b"".join(theirs), trial.target.encode()
     canonical = is_canonical(completion, tokenizer)
     place = _place(trial, spelled)
@@ -181,7 +181,7 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
 
 
 def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
-    """Return the last range of bytes that is between the words around the target."""
+    """Return the last byte range of a completion between the words that surround the target in the sentence."""
     # Any white space may stand between words.
     before, after = (rb"\s+".join(map(re.escape, side.encode().split())) for side in (trial.before, trial.after))
     between = rb"(.{0,%d}?)" % _MOST_BETWEEN
@@ -191,9 +191,9 @@ def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
 
 
 def _stretches(*sides: tuple[Sequence[bytes], tuple[int, int]]) -> list[slice]:
-    """Return, per side, the range of the tokens around a range of bytes.
+    """Return, per side, the range of tokens that covers a byte range.
 
-    Each range grows until both reach equally far beyond the bytes, or to the end where they never do.
+    The ranges are extended until both exceed their bytes equally far. If they never do, they extend to the end.
     """
     edges = [list(accumulate(map(len, pieces), initial=0)) for pieces, _ in sides]
     ranges = [(ends, *place) for ends, (_, place) in zip(edges, sides, strict=True)]

@@ -11,8 +11,8 @@
     report.print()
     json_text(findings)
 
-Models and strangers wrote much of what goes in. Both writers escape all text: HTML's special characters, and control
-characters, lone surrogates and characters that turn the writing direction.
+Much of the content comes from models and unknown users. Both writers escape all text: HTML's special characters, and
+control characters, lone surrogates and characters that change the writing direction.
 """
 
 from tokentape.audit._report.blocks import (

@@ -1,4 +1,4 @@
-"""The blocks of a report, and the one way to escape text and to write JSON."""
+"""The blocks of a report, and functions that escape text and write JSON."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Blocks that a page folds away. A terminal does not print them."""
+    """Blocks that a page shows collapsed. They are not printed to a terminal."""
 
     summary: str
     blocks: Sequence[Block]
@@ -87,7 +87,7 @@ class Bar:
     low: float | None = None
     high: float | None = None
     group: int = 0
-    """The number of its color, from 0."""
+    """The index of the bar's color."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def rate_bar(label: str, rate: Rate, group: int = 0, unit: int = 1) -> Bar:
 
 
 def round_numbers(highest: float) -> list[float]:
-    """Return round numbers from zero, about five apart, of which the last is not below `highest`."""
+    """Return round numbers for an axis: about five equal steps from zero to at least `highest`."""
     rough = highest / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -132,7 +132,7 @@ def round_numbers(highest: float) -> list[float]:
 def escape_invisible(text: str) -> str:
     r"""Return text with invisible characters as escapes: `\x1b`, `\u202e`, `\ud800`.
 
-    New lines and tabs stay, and the joiners that emoji and some scripts need.
+    New lines, tabs and the joiners that emoji and some scripts need are kept.
     """
     hidden = (char not in _KEPT and unicodedata.category(char) in _INVISIBLE for char in text)
     pairs = zip(text, hidden, strict=True)

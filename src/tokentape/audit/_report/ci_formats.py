@@ -13,7 +13,7 @@ from tokentape._version import __version__
 from tokentape.audit._report.blocks import escape_invisible as shown
 
 _MOST_ANNOTATIONS = 10
-"""Annotations of one case."""
+"""The largest number of annotations per case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class CiFinding:
 
 @dataclass(frozen=True, slots=True)
 class CiCase:
-    """Something that was checked, with what was found."""
+    """One check with its findings."""
 
     name: str
     findings: Sequence[CiFinding] = ()
     summary: str = ""
     line: int = 1
-    """Where it is in the file that was checked."""
+    """The case's line in the checked file."""
     details: Sequence[str] | None = None
-    """Lines for JUnit, if not the texts of the findings."""
+    """Lines for JUnit; if None, the texts of the findings."""
     skipped: str = ""
-    """Why it was not checked."""
+    """The reason if the check was skipped."""
 
 
 def ci_report(
@@ -48,10 +48,10 @@ def ci_report(
     cases: Iterable[CiCase],
     fail_on: Literal["error", "warning"] = "error",
 ) -> str:
-    """Return cases as `junit`, `sarif` or `github`.
+    """Return cases in the format `kind`: `junit`, `sarif` or `github`.
 
-    `uri` is the file or directory that was checked; `rules` have the meaning of each rule; `fail_on` is the least that
-    makes a test case of JUnit fail, as it does the command.
+    `uri` is the checked file or directory, `rules` maps each rule to its meaning, and `fail_on` is the lowest level
+    that fails a JUnit test case, as it fails the command.
     """
     match kind:
         case "junit":
@@ -62,7 +62,7 @@ def ci_report(
 
 
 def _junit(tool: str, cases: Iterable[CiCase], fail_on: str) -> str:
-    """Return a test case per case, failed if it has a finding that fails, or skipped, with what was found."""
+    """Return JUnit XML with a test case per case, which is failed, skipped or passed, with the case's findings."""
     suite = ElementTree.Element("testsuite", name=tool)
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for one in cases:

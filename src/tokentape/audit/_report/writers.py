@@ -38,11 +38,11 @@ class Report:
     blocks: Sequence[Block]
 
     def html(self) -> str:
-        """Return one HTML file, light or dark as the reader's system is. It loads nothing and runs nothing."""
+        """Return one HTML page, light or dark by the system's setting, without scripts and external resources."""
         return _template().render(title=self.title, blocks=self.blocks, version=__version__)
 
     def print(self, console: Console | None = None) -> None:
-        """Print the blocks; the title is for pages."""
+        """Print the blocks to a terminal, without the title."""
         from rich.console import Console
 
         console = console or Console(highlight=False)
@@ -60,7 +60,7 @@ def _template() -> Template:
 
 
 def html_environment(package: str) -> Environment:
-    """Return an environment for a package's HTML templates that escapes all that they print, also invisible text."""
+    """Return an environment for a package's HTML templates that escapes all values, invisible characters included."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -58,17 +58,18 @@ def audit(
     """Compare two backends, and explain what differs.
 
     Args:
-        a: a name for `open_backend`, or a `Backend` of your own, which is left open. Usually the training side.
-        b: the same. Usually the serving side.
+        a: the name of a backend to open, see `open_backend`, or an open `Backend`, which stays open. Usually the
+            training side.
+        b: the other backend, named or open. Usually the serving side.
         corpus: files or folders of text or JSON lines to encode in addition to the battery.
         options_a: template, template kwargs and date of backend A, if it is opened here.
         options_b: the same for backend B.
         workers: processes that encode the corpus; by default one per core.
         progress: called with a description of each step.
-        compare: compares the corpus, to use more machines than this one.
+        compare: the function that compares the corpus. Pass another one to use more machines.
 
     Raises:
-        InvalidRequest: nothing has that name, or the corpus has no text.
+        InvalidRequest: no file or folder has that name, or the corpus has no text.
         TokenizerUnusable: a backend can't be read.
         EngineError: a server does not answer.
 
@@ -114,14 +115,14 @@ def audit(
 def loaded_findings(
     a: Path, b: Path, said: str, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Skew], str]:
-    """Return how the tokenizers differ that transformers makes of two folders, or a note that they are the same.
+    """Load two folders with transformers and return the findings, or a note if there are none.
 
-    `said` says in words in what the files beside tokenizer.json differ. Raises `TokenizerUnusable` if it takes one
-    folder only, or is not installed.
+    `said` describes how files other than tokenizer.json differ; causes and notes quote it. Raises `TokenizerUnusable`
+    if transformers can't load a folder, or is not installed.
     """
     from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
 
-    progress("loading both folders by transformers")
+    progress("loading both folders with transformers")
     one, other = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
     run = _Run(one, other, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
@@ -129,16 +130,16 @@ def loaded_findings(
         cause = f"{sides}: ids differ where padding or truncation is asked for"
         run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
     elif same_tokenizer(one, other):
-        return [], f"{said}: {by} makes the same tokenizer of both"
+        return [], f"{said}: {by} loads the same tokenizer from both"
     run.texts()
     run.decoding()
     run.findings += file_findings(run.a, run.b, run.causes, run.findings, templates=False)
     found = [replace(x, cause=f"loaded by {by}, {x.cause} ({said})", fix=_SAME_SETTINGS) for x in run.findings]
-    return found, "" if found else f"{said}: {by} makes tokenizers of both that agree on everything that was tried"
+    return found, "" if found else f"{said}: the tokenizers that {by} loads agree on everything that was tried"
 
 
 class _Run:
-    """An audit while it runs."""
+    """The state of a running audit: both backends, the findings so far, what was tried and what was skipped."""
 
     def __init__(self, a: Backend, b: Backend, progress: Callable[[str], None]) -> None:
         self.a, self.b, self.progress = a, b, progress
@@ -149,10 +150,10 @@ class _Run:
         self.causes = TextCauses(a, b)
         self.longest = 0
         self.own = 0, 0
-        """The user's conversations that were rendered, and those that differ."""
+        """Counts of the user's conversations: rendered, and rendered differently."""
 
     def stability(self) -> bool:
-        """Encode the battery twice with each side. Return False, with a finding, if a side disagrees with itself."""
+        """Encode the battery twice with each side. Add a finding and return False if a side gives other ids then."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
         found = [unstable_finding(side, letter, texts) for letter, side in (("A", self.a), ("B", self.b))]
         self.findings += filter(None, found)
@@ -208,7 +209,7 @@ class _Run:
         self.findings += decode_findings(self.a, self.b, sequences)
 
     def conversations(self, own: Sequence[SkewChat]) -> None:
-        """Probe renderings, also of the user's `own`, loss masks, and the prompts that servers say they used."""
+        """Compare renderings and loss masks of built-in and the user's `own` conversations, and servers' prompts."""
         if self._able("render", "render", "rendering"):
             self.progress("rendering conversations")
             found = chat_findings(self.a, self.b, self.causes, self.progress, own)
@@ -224,7 +225,7 @@ class _Run:
                 self.findings += echoed.findings
 
     def corpus(self, paths: Sequence[Path], workers: int | None, compare: CompareCorpus) -> CorpusStatistics:
-        """Compare the user's own texts. Known causes explain them where they can."""
+        """Compare the user's own texts, and explain the differences."""
         statistics, differing = compare(self.a, self.b, paths, workers, self.progress)
         self.tried["corpus"] = statistics.documents
         if statistics.differing > len(differing):
@@ -234,7 +235,7 @@ class _Run:
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
     def loading(self) -> None:
-        """Compare what transformers loads from two folders if other files than tokenizer.json differ."""
+        """Load both folders with transformers and compare, if files other than tokenizer.json differ."""
         ours, theirs = self.a.facts.loading, self.b.facts.loading
         if ours is None or theirs is None or ours == theirs:
             return
@@ -249,7 +250,7 @@ class _Run:
         self.notes += [note] if note else []
 
     def uncovered(self) -> Iterator[str]:
-        """Yield what was not compared, and could differ."""
+        """Yield descriptions of what was not compared, where the sides could still differ."""
         yield "images, audio and other content parts"
         yield "template kwargs other than those given"
         yield "streams, sampling, and the limits of an engine on lengths"
@@ -263,7 +264,7 @@ class _Run:
             yield f"{len(refused)} texts that both sides refuse, the shortest of {len(refused[0])} characters"
         own = [side.facts.files.get(PROCESSOR_TEMPLATE) for side in (self.a, self.b)]
         if own[0] != own[1]:
-            yield f"{PROCESSOR_TEMPLATE}, which differs: processors of transformers read it, and no tokenizer does"
+            yield f"{PROCESSOR_TEMPLATE}, which differs: processors of transformers read it, tokenizers do not"
         lacking = [letter for letter, side in (("A", self.a), ("B", self.b)) if side.facts.configuration is None]
         if lacking:
             files = " and ".join(CONFIG_FILES)
@@ -271,10 +272,10 @@ class _Run:
         if self.a.facts.spec is None and self.b.facts.spec is None:
             yield "the vocabulary: neither side says what its tokens are"
         if not self.tried.get("masks"):
-            yield "loss masks: no template marks what carries loss"
+            yield "loss masks: no template marks the tokens that carry loss"
 
     def _add(self, findings: Sequence[Skew], left: int) -> None:
-        """Add findings. One with the cause of an earlier one adds to its count."""
+        """Add findings. If an earlier finding has the same kind and cause, add to its count instead."""
         for new in findings:
             for at, old in enumerate(self.findings):
                 if (old.kind, old.cause) == (new.kind, new.cause):
@@ -284,7 +285,7 @@ class _Run:
             else:
                 self.findings.append(new)
         if left:
-            self.notes.append(f"{left} more inputs differ and were not explained: mend what is found, and audit again")
+            self.notes.append(f"{left} more inputs differ and were not explained: fix the findings, and audit again")
 
     def _asks_a_server(self) -> bool:
         return any("server" in side.facts.kind for side in (self.a, self.b))
@@ -292,6 +293,6 @@ class _Run:
     def _able(self, ability: Ability, probe: Probe, what: str) -> bool:
         lacking = [one for one, side in (("A", self.a), ("B", self.b)) if ability not in side.facts.abilities]
         if lacking:
-            reason = f"{what}: not to be had of {' and '.join(lacking)}"
+            reason = f"{what}: not supported by {' and '.join(lacking)}"
             self.skipped[probe] = f"{self.skipped[probe]}; {reason}" if probe in self.skipped else reason
         return not lacking

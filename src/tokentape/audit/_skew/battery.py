@@ -1,7 +1,7 @@
-"""What two backends are tried on: texts on which tokenizers are known to differ, texts made from parts, conversations.
+"""The built-in inputs of an audit: texts on which tokenizers are known to differ, texts made from parts, conversations.
 
-Each text is short and aims at one thing, so a text that fails is nearly minimal. Its group names what it aims at.
-Servers and trainers get conversations unchanged, so content is text and arguments are objects, which both take.
+Each text is short and tests one thing, named by its group, so a text that fails is nearly minimal.
+Servers and trainers get conversations unchanged, so content is text and arguments are objects, which both accept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AROUND = ("{}", " {}", "{}'s", "x{}", "{}1", "{}.", "({})", "{}\n", "/{}", "_{}
 
 
 def texts() -> dict[str, tuple[str, ...]]:
-    """Return all texts by group. Apart from `control_token_texts`, every pair of backends gets the same ones."""
+    """Return the texts that every pair of backends gets, by group."""
     groups = json.loads(Path(__file__).with_name("battery.json").read_text(encoding="utf-8"))
     composed = [*groups.pop("marks"), *groups["scripts"], *_COMPOSED]
     return {
@@ -50,7 +50,7 @@ def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def by_text(groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Return the group of each text, each text once."""
+    """Map each text to its group, or to the first of its groups."""
     found: dict[str, str] = {}
     for group, members in groups.items():
         for text in members:
@@ -64,11 +64,11 @@ _MOST_RIVALS = 200
 _AT_ONCE = 24
 _BESIDE = ("{}", " {}", "a{}b", "{} {}", "{}\u0338", "{}1")
 _RARE = {"L": "\ua66e", "M": "\ua66e", "N": "\ua9d1", "Z": "\u1680", "P": "\u2e19", "S": "\u2e19"}
-"""By the first letter of a character's category one of the same kind that no merge joins to what is before it."""
+"""A rare character for each major Unicode category. No merge joins it to the character before it."""
 
 
 def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return texts by group: the spelling of each token, and texts made from the parts that differ."""
+    """Return texts by group: the spelling of each token, and texts made for the parts named in `differing`."""
     specs = [side.facts.spec for side in (a, b) if side.facts.spec is not None]
     spellings = vocabulary_texts(*specs)
     if len(specs) == 1:  # the merges of the other side are not known
@@ -85,14 +85,14 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
 
 
 def token_texts(token: str) -> list[str]:
-    """Return texts that spell a token, also with what its flags and a normalizer look at around it."""
+    """Return texts that spell a token, alone and next to characters to which its flags or a normalizer react."""
     forms = [unicodedata.normalize("NFC", token), token.upper(), token.lower()]
     around = ("{}", "a{}b", " {} ", "a {} b", "{}\u0338", "{}\u0301", "\n{}\n", "{}{}", "\u0338{}")
     return list(dict.fromkeys([*(one.format(token, token) for one in around), *forms]))
 
 
 def vocabulary_texts(*specs: Spec) -> dict[str, None]:
-    """Return what each token of some vocabularies spells, where it is a text by itself, each text once."""
+    """Return the text of each token of the vocabularies, as keys. Tokens that spell no text are left out."""
     found: dict[str, None] = {}
     seen: set[tuple[bool, str]] = set()
     for spec in specs:
@@ -106,7 +106,7 @@ def vocabulary_texts(*specs: Spec) -> dict[str, None]:
 
 
 def _merged(text: str) -> str:
-    """Return a text that takes merges to encode, where a tokenizer finds a whole word in its vocabulary."""
+    """Append a rare character, so that a tokenizer must merge and can't look the whole word up in its vocabulary."""
     return text + _RARE.get(unicodedata.category(text[-1])[0], "")
 
 
@@ -132,7 +132,7 @@ def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
 
 
 def _strings(part: str, spec: Spec) -> Iterator[str]:
-    """Yield the short strings of a part, which a pattern or a replacement looks for."""
+    """Yield the short strings in a part, such as patterns and replacements."""
     waiting: list[Any] = [part_of(spec, part)] if part not in ("merges", "vocabulary") else []
     while waiting:
         value = waiting.pop()
@@ -146,7 +146,7 @@ def _strings(part: str, spec: Spec) -> Iterator[str]:
 
 @cache
 def _characters() -> tuple[str, ...]:
-    """Return every assigned character of the first planes but most of Hangul and Han, some to a text."""
+    """Return texts with every assigned character up to U+1FFFF, several per text, but few of Hangul and Han."""
     kept = [c for c in map(chr, range(0x20, 0x20000)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
     rare = [c for c in kept if not ("\u3400" <= c <= "\u9fff" or "\uac00" <= c <= "\ud7a3") or ord(c) % 29 == 0]
     groups: Iterable[list[str]] = (rare[at : at + _AT_ONCE] for at in range(0, len(rare), _AT_ONCE))
@@ -157,7 +157,7 @@ _DATA = json.loads(Path(__file__).with_name("conversations.json").read_text(enco
 
 
 def conversations(control: str | None = None) -> Iterator[SkewChat]:
-    """Yield all conversations, the shortest first of each kind. Some spell the control token `control`, if given."""
+    """Yield the built-in conversations, the shortest of each kind first. Some spell the control token `control`."""
     user, system, call = _user("What is a questionword?"), grammar.SYSTEM, grammar.TURNS["call"]
     yield SkewChat((user,), name="one question")
     yield SkewChat((user,), generate=False, name="one question, no generation prompt")

@@ -2,8 +2,8 @@
 
 If both tokenizer.json are known, a part of backend B is put into backend A. If that makes B's ids of the text, the part
 is the cause. If only one is known, parts in common use are tried in its place. If neither is known, or nothing helps,
-the text itself is changed and cut. A cause that does not make both sides equal on the text is not named, nor, where a
-tokenizer.json is not known, one that would change texts on which they agree.
+the text itself is changed and cut. A cause is named only if it makes both sides equal on the text. If a tokenizer.json
+is unknown, it must also leave the ids of texts unchanged on which the sides agree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_SPELLED = 2
 SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare the hashes here."
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
 _AROUND = 24
-"""How many places on each side of the first id that differs are tried as a cut."""
+"""The number of cut positions to try on each side of the first id that differs."""
 LOAD_THE_FILE = (
     "Load tokenizer.json itself, with `tokenizers` or PreTrainedTokenizerFast(tokenizer_file=...); a loader that "
     "builds the tokenizer from its class changes it."
@@ -50,7 +50,7 @@ LOAD_THE_FILE = (
 
 
 class TextCauses:
-    """Explains differences between two backends. Exchanged tokenizers are made when first needed, and kept."""
+    """Finds the causes of different ids. Tokenizers with exchanged parts are made when first needed, and kept."""
 
     def __init__(self, a: Backend, b: Backend) -> None:
         self._a, self._b = a, b
@@ -62,12 +62,12 @@ class TextCauses:
         self._added = unlike_tokens(a.facts, b.facts) if both else {}
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
-        """Return why the backends give a text these ids. With `special`, BOS and EOS were asked for."""
+        """Return the cause of the different ids of a text. With `special`, the ids include BOS and EOS."""
         a, b = self._a.facts, self._b.facts
-        if special or _bos_only(a_ids, b_ids, a, b):
+        if special or _differ_by_special_only(a_ids, b_ids, a, b):
             around = _special_cause(text, a_ids, b_ids, self._a, self._b)
             if special or around is not None:
-                return around or Cause("unknown", _first_apart(a_ids, b_ids), SAME_FILES, "unknown")
+                return around or Cause("unknown", _first_ids_apart(a_ids, b_ids), SAME_FILES, "unknown")
         both = a.spec is not None and b.spec is not None
         found = self._by_exchange(text, b_ids) if both else self._by_trial(text, a_ids, b_ids)
         return found or self._by_input(text, a_ids, b_ids)
@@ -93,7 +93,7 @@ class TextCauses:
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
     def _by_library(self, text: str, b_ids: list[int]) -> Cause | None:
-        """Return the cause if `tokenizers`, with the tokenizer.json of both sides, gives the ids of one side only."""
+        """Return the cause if both tokenizer.json are equal, and only one side gives the ids of `tokenizers`."""
         a, b = self._a.facts, self._b.facts
         encoder = self._exchange(())
         plain = encoder([text])[0] if encoder is not None else None
@@ -102,14 +102,14 @@ class TextCauses:
         letter, side = ("A", a) if plain == b_ids else ("B", b)
         versions = ", ".join(f"{name} {number}" for name, number in side.versions.items())
         what = (
-            f"tokenizer.json says the same on both sides, and `tokenizers` runs it as {'B' if letter == 'A' else 'A'} "
+            f"tokenizer.json is equal on both sides, and `tokenizers` runs it as {'B' if letter == 'A' else 'A'} "
             f"does; {letter}, {side.kind} ({versions}), runs it differently"
         )
         pin = "Pin the same library versions on both sides."
         return Cause("library", what, pin if dict(a.versions) != dict(b.versions) else LOAD_THE_FILE, "library")
 
     def _exchange(self, names: tuple[str, ...]) -> Encoder | None:
-        """Return backend A's tokenizer with these parts of B's; None if they don't fit together."""
+        """Return an encoder: A's tokenizer with the parts `names` of B's. Return None if they don't fit together."""
         if names not in self._exchanged:
             made, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
@@ -122,7 +122,7 @@ class TextCauses:
         return self._exchanged[names]
 
     def words(self, name: str) -> str:
-        """Return in words how the backends differ in a part."""
+        """Describe how the backends differ in a part."""
         kind, _, said = name.partition(":")
         a, b = self._a.facts, self._b.facts
         return added_words(self._added[said], a, b) if kind == _ADDED else part_words(name, a, b)
@@ -135,11 +135,11 @@ class TextCauses:
 
     @cached_property
     def _agreed(self) -> dict[str, list[int]]:
-        """The ids of texts that the backends encode alike: a cause leaves them as they are."""
+        """The ids of battery texts that both backends encode alike. A cause must not change them."""
         return {text: ids for text, ids, other in self._tried if ids == other}
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
-        """Try parts in common use on the backend with a known tokenizer.json."""
+        """Find a part in common use that makes the backend with a known tokenizer.json give the other's ids."""
         known, wanted, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
         if known.facts.spec is None:
             return None
@@ -148,18 +148,18 @@ class TextCauses:
         around = _around_tokens(text, known.facts)
         for kind, what, encoder in self._trials.of(text):
             if kind == "added token" and self._a.encode(around) != self._b.encode(around):
-                continue  # what differs without the token is not due to it
+                continue  # the text around the token differs too, so the token is not the cause
             if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
                 fix = _fix(kind, self._a.facts, self._b.facts)
                 return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
 
     def _keeps_agreed(self, encoder: Encoder) -> bool:
-        """Return True if a cause leaves the texts alone that the backends encode alike."""
+        """Return True if an encoder gives the ids on which the backends agree."""
         return _gives(encoder, [*self._agreed], [*self._agreed.values()])
 
     def _by_input(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause:
-        """Return why backends give a text these ids; `unknown`, with the first ids that differ, if nothing shows it."""
+        """Find the cause by changing and cutting the text. If nothing fits, return kind `unknown`."""
         a, b = self._a, self._b
         for letter, gives, plain, wanted in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
             for kind, what, fix, encoder in _rewritten(text, plain):
@@ -173,21 +173,21 @@ class TextCauses:
         one, other = _pieces(a, a_ids), _pieces(b, b_ids)
         if one and one == other:
             return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
-        what = f"the sides give this text other tokens: {_first_apart(a_ids, b_ids)}"
+        what = f"the sides give this text other tokens: {_first_ids_apart(a_ids, b_ids)}"
         if one and "".join(one) == "".join(other):
-            what = f"the sides cut this text into other tokens: {_first_apart(a_ids, b_ids)}"
+            what = f"the sides cut this text into other tokens: {_first_ids_apart(a_ids, b_ids)}"
         return Cause("unknown", what, SAME_FILES, "unknown")
 
 
 def _around_tokens(text: str, facts: BackendFacts) -> list[str]:
-    """Return the pieces of a text between the added tokens that it spells."""
+    """Split a text at the added tokens that it spells."""
     spelled = sorted((token for token in facts.added if token in text), key=len, reverse=True)
     pieces = re.split("|".join(map(re.escape, spelled)), text) if spelled else ()
     return [piece for piece in pieces if piece]
 
 
-def _bos_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
-    """Return True if the ids of one backend are the other's with only special tokens before or after them."""
+def _differ_by_special_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
+    """Return True if the ids differ only by special tokens before or after them."""
     longer, shorter = sorted((a_ids, b_ids), key=len, reverse=True)
     at = _place(shorter, longer)
     if at is None or a_ids == b_ids:
@@ -197,7 +197,7 @@ def _bos_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFac
 
 
 def _place(part: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Return the last position of a sequence in another."""
+    """Return the last position at which `part` occurs in `whole`."""
     places = range(len(whole) - len(part), -1, -1)
     return next((at for at in places if whole[at : at + len(part)] == part), None) if part else None
 
@@ -247,7 +247,10 @@ def _gives(encoder: Encoder, texts: list[str], wanted: list[list[int]]) -> bool:
 
 
 def _rewritten(text: str, plain: Backend) -> Iterator[tuple[Kind, str, str, Encoder]]:
-    """Yield ways in which a side may change a text before it encodes it, with the plain side's ids of the result."""
+    """Yield changes that a side may make to text: kind, description, fix, and an encoder.
+
+    The encoder makes the change and encodes the result with `plain`, the side that is assumed to change nothing.
+    """
 
     def encode(change: Callable[[str], str], texts: Sequence[str]) -> list[list[int]]:
         return plain.encode([change(one) for one in texts])
@@ -279,9 +282,9 @@ _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
 def _cut(
     text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
 ) -> Iterator[tuple[Kind, str, str, Encoder]]:
-    """Yield cuts: of the ids at a length, and of the text into pieces that are encoded one by one.
+    """Yield cuts that a side may make, as `_rewritten` does: ids up to a length, or text encoded in pieces.
 
-    `most` is how many ids the side that may cut gives another text.
+    `most` is the largest number of ids that the cutting side gives any other text.
     """
     kept = len(wanted)
 
@@ -304,8 +307,8 @@ def _cut(
         yield "truncation", f"encodes texts in pieces of {size} characters", _WHOLE, partial(in_pieces, size)
 
 
-def _first_apart(a_ids: list[int], b_ids: list[int]) -> str:
-    """Return in words which ids are the first that differ."""
+def _first_ids_apart(a_ids: list[int], b_ids: list[int]) -> str:
+    """Describe the first ids that differ."""
     at = first_difference(a_ids, b_ids)
     said = [str(ids[at]) if at < len(ids) else "no id" for ids in (a_ids, b_ids)]
     return f"the first ids that differ, at {at}, are {said[0]} and {said[1]}"
@@ -324,7 +327,7 @@ def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
 
 
 class Trials:
-    """Variants of a known tokenizer, with one thing changed at a time. Each is made when first needed."""
+    """Variants of a known tokenizer, each with one change. They are made when first needed."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -354,7 +357,7 @@ class Trials:
         return load_spec(self._spec)
 
     def _swapped(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]]:
-        """Encode with other parts in the one tokenizer, and put its own back: loading another one is slow."""
+        """Swap parts of the loaded tokenizer, encode, and restore its own parts: loading another tokenizer is slow."""
         own = {name: getattr(self._tokenizer, name) for name in parts}
         try:
             for name, part in parts.items():

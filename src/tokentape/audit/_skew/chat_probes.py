@@ -1,4 +1,4 @@
-"""Probe conversations: compare renderings and loss masks, and the prompts that servers show and use."""
+"""Compare how backends render conversations: ids, loss masks, and the prompts that servers render and sample from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MASKED = "Marks belong around what the model samples, and around nothing else: 
 
 @dataclass(slots=True)
 class ChatFound:
-    """The result of probing conversations."""
+    """The result of comparing conversations. `left` counts unexplained ones, `own` those of the user."""
 
     findings: list[Skew] = field(default_factory=list)
     tried: int = 0
@@ -35,17 +35,17 @@ class ChatFound:
     own_differing: int = 0
 
 
-_Made = Rendering | SkewResult
-"""A rendering, or a result with why it was refused."""
+_Outcome = Rendering | SkewResult
+"""A rendering, or a result with the reason for the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Differs:
-    """A conversation that the backends render differently."""
+class _Outcomes:
+    """A conversation with the outcome of each backend."""
 
     conversation: SkewChat
-    a: _Made
-    b: _Made
+    a: _Outcome
+    b: _Outcome
 
     @property
     def where(self) -> str:
@@ -57,7 +57,7 @@ class _Differs:
 
     @property
     def manner(self) -> str:
-        """Who refuses; or if the templates wrote other texts, as far as known; or only other ids."""
+        """`A refuses` or `B refuses`; else `text` if the templates are known to write different texts, else `ids`."""
         for who, made in (("A refuses", self.a), ("B refuses", self.b)):
             if isinstance(made, SkewResult):
                 return who
@@ -68,12 +68,12 @@ class _Differs:
 def chat_findings(
     a: Backend, b: Backend, causes: TextCauses, progress: Callable[[str], None], own: Sequence[SkewChat] = ()
 ) -> ChatFound:
-    """Render each conversation with both backends, and those of the user's `own`, and explain the differences."""
-    found = ChatFound(findings=[*_changing(a, b)])
+    """Render the built-in and the user's `own` conversations with both backends, and explain the differences."""
+    found = ChatFound(findings=[*_unstable_renderings(a, b)])
     if any(one.severity == "skew" for one in found.findings):
         return found
-    compared = _Compared(a, b, causes)
-    differing: list[_Differs] = []
+    compared = _ChatComparer(a, b, causes)
+    differing: list[_Outcomes] = []
     masked: dict[str, Skew] = {}
     built_in = ((one, 0) for one in conversations(_end_token(a, b)))
     for conversation, users in (*built_in, *((one, 1) for one in own)):
@@ -95,46 +95,46 @@ def chat_findings(
     differing.sort(key=lambda one: one.size)
     findings, found.left = explain(differing, _MOST_EXAMINED, compared.examine, progress)
     if len(differing) == found.tried and {one.manner for one in differing} in ({"A refuses"}, {"B refuses"}):
-        findings = [replace(one, severity="skew") for one in findings]  # it can't be used at all
+        findings = [replace(one, severity="skew") for one in findings]  # that side refuses every conversation
     found.findings += [*findings, *masked.values()]
     marks = [("mask" in side.facts.abilities) for side in (a, b)]
     if marks[0] != marks[1] and not any("server" in side.facts.kind for side in (a, b)):
         who, lacks = ("A", "B") if marks[0] else ("B", "A")
         cause = (
-            f"only the template of {who} marks what carries loss ({{% generation %}}); masks made from that of {lacks} "
-            "are all zeros or all ones, as the library's version has it"
+            f"only the template of {who} marks the tokens that carry loss ({{% generation %}}); masks made with the "
+            f"template of {lacks} are all zeros or all ones, depending on the library's version"
         )
         fix = "Train with masks from recorded ids, or with the template that marks."
         found.findings.append(Skew("loss mask", "masks", cause, fix, 1, severity="caution"))
     return found
 
 
-def _changing(a: Backend, b: Backend) -> Iterator[Skew]:
-    """Yield a finding for a side that renders the same conversation otherwise the second time, or on another day."""
+def _unstable_renderings(a: Backend, b: Backend) -> Iterator[Skew]:
+    """Yield findings on sides that render a conversation differently a second time, another day, or with its answer."""
     dated = []
     for letter, side in (("A", a), ("B", b)):
         for conversation in islice(conversations(), _TWICE):
             once, again = (_render(side, conversation) for _ in range(2))
             if isinstance(once, Rendering) and isinstance(again, Rendering) and once.ids != again.ids:
-                what = f"{letter} disagrees with itself: it renders the same conversation otherwise the second time"
-                fix = "Take what is random, and the time of day, out of the template."
+                what = f"{letter} disagrees with itself: it renders the same conversation differently the second time"
+                fix = "Remove random values and the time of day from the template."
                 results = result(side, once.ids, once.text), result(side, again.ids, again.text)
                 yield Skew("template", "render", what, fix, 1, (conversation.name,), conversation, *results)
                 break
         if side.facts.template is not None and side.facts.date is None and _shows_date(side.facts):
             dated.append(letter)
     if dated:
-        what = f"the template of {' and '.join(dated)} shows the date of the day: prompts are others tomorrow"
+        what = f"the template of {' and '.join(dated)} shows today's date: prompts will differ tomorrow"
         yield Skew("date", "render", what, PIN_DATE, 1, severity="caution")
-    apart = [letter for letter, side in (("A", a), ("B", b)) if _drops_the_prompt(side)]
+    apart = [letter for letter, side in (("A", a), ("B", b)) if _prompt_is_no_prefix(side)]
     if apart:
-        what = f"in {' and '.join(apart)}, a prompt is not the beginning of the same prompt with its answer"
+        what = f"in {' and '.join(apart)}, a prompt is not a prefix of the same conversation with its answer"
         fix = "Train on recorded ids: masks made from the length of the prompt begin at the wrong token."
         yield Skew("generation prompt", "render", what, fix, 1, severity="caution")
 
 
-def _drops_the_prompt(side: Backend) -> bool:
-    """Return True if what a side renders to sample from is not where its rendering of the answered question begins."""
+def _prompt_is_no_prefix(side: Backend) -> bool:
+    """Return True if the prompt for a question is not a prefix of the question rendered with its answer."""
     asked: tuple[Message, ...] = ({"role": "user", "content": "What is a questionword?"},)
     answered = (*asked, {"role": "assistant", "content": "An answerword."})
     prompt, whole = _render(side, SkewChat(asked)), _render(side, SkewChat(answered, generate=False))
@@ -157,8 +157,8 @@ def _end_token(a: Backend, b: Backend) -> str | None:
     return end if end in both else next(iter(both), None)
 
 
-class _Compared:
-    """Explains conversations that two backends render differently."""
+class _ChatComparer:
+    """Renders conversations with two backends, and explains differences."""
 
     def __init__(self, a: Backend, b: Backend, causes: TextCauses) -> None:
         self._a, self._b = a, b
@@ -166,13 +166,13 @@ class _Compared:
         date = a.facts.date or b.facts.date or datetime.now(UTC).date().isoformat()
         self._templates = TemplateCauses(a.facts, b.facts, date, self._texts_of)
 
-    def rendered(self, conversation: SkewChat) -> _Differs | None:
-        """Render a conversation with both backends; None if one of them can't be asked."""
+    def rendered(self, conversation: SkewChat) -> _Outcomes | None:
+        """Render a conversation with both backends. Return None if one of them does not support such a request."""
         a = _render(self._a, conversation)
         b = None if a is None else _render(self._b, conversation)
-        return None if a is None or b is None else _Differs(conversation, a, b)
+        return None if a is None or b is None else _Outcomes(conversation, a, b)
 
-    def examine(self, first: _Differs) -> tuple[str, Skew, Callable[[list[_Differs]], Sequence[bool]]]:
+    def examine(self, first: _Outcomes) -> tuple[str, Skew, Callable[[list[_Outcomes]], Sequence[bool]]]:
         manner = first.manner
 
         def differs(conversation: SkewChat) -> bool:
@@ -192,8 +192,8 @@ class _Compared:
         found = Skew(cause.kind, "render", cause.what, cause.fix, 1, (), small, *results, cause.severity)
         return cause.key, found, lambda left: [self._explains(cause, one) for one in left]
 
-    def _explains(self, cause: Cause, one: _Differs) -> bool:
-        """Return True if the cause alone, of templates or of encoding, makes this difference."""
+    def _explains(self, cause: Cause, one: _Outcomes) -> bool:
+        """Return True if the cause alone explains another difference, of rendered text or of its encoding."""
         if cause.encoder is not None:
             known, wanted = (one.a, one.b) if cause.gives == "b" else (one.b, one.a)
             if isinstance(known, SkewResult) or isinstance(wanted, SkewResult) or known.text is None:
@@ -204,7 +204,7 @@ class _Compared:
         ours, theirs = self._texts(one)
         return ours is not None and theirs is not None and cause.explains(one.conversation, ours, theirs)
 
-    def _cause(self, made: _Differs) -> Cause:
+    def _cause(self, made: _Outcomes) -> Cause:
         one, other, texts = made.a, made.b, self._texts(made)
         if isinstance(one, SkewResult) or isinstance(other, SkewResult):
             return self._templates.cause_of(made.conversation, *texts)
@@ -218,7 +218,7 @@ class _Compared:
         return Cause(cause.kind, cause.what, cause.fix, f"text:{cause.key}", cause.encoder, cause.gives)
 
     def _same_text(self, one: Rendering, other: Rendering, texts: tuple[str | None, str | None]) -> str | None:
-        """Return the text that both templates wrote; None if they wrote others, and not only its encoding differs."""
+        """Return the text that both templates wrote. Return None if they wrote different texts."""
         if one.text is not None and other.text is not None:
             return one.text if one.text == other.text else None
         if one.text is not None:
@@ -231,13 +231,13 @@ class _Compared:
         return texts[0] if texts[0] == texts[1] else None
 
     def _spelling(self, conversation: SkewChat, a_ids: list[int], b_ids: list[int]) -> Cause | None:
-        """Return the cause if one backend makes control tokens of what a message spells and the other does not."""
+        """Return the cause if only one backend turns letters of a message into a control token."""
         said = str(conversation.messages)
         for content, token in self._a.facts.added.items():
             counts = a_ids.count(token.id), b_ids.count(token.id)
             if content in said and token == self._b.facts.added.get(content) and counts[0] != counts[1]:
                 who = "A" if counts[0] > counts[1] else "B"
-                what = f"{who} makes control tokens of what messages spell, such as {content}; the other keeps it text"
+                what = f"{who} turns text of messages into control tokens, such as {content}; the other side does not"
                 fix = "Never let text become control: encode messages without control tokens on both sides."
                 return Cause("control text", what, fix, f"control text:{who}")
         return None
@@ -246,24 +246,24 @@ class _Compared:
         made = self.rendered(conversation)
         return (None, None) if made is None else self._texts(made)
 
-    def _texts(self, made: _Differs) -> tuple[str | None, str | None]:
+    def _texts(self, made: _Outcomes) -> tuple[str | None, str | None]:
         return self._text(self._a, self._b, made.a), self._text(self._b, self._a, made.b)
 
-    def _text(self, backend: Backend, other: Backend, made: _Made) -> str | None:
-        """Return what a backend wrote, decoded from its ids if it returns only these; None if it refused."""
+    def _text(self, backend: Backend, other: Backend, made: _Outcome) -> str | None:
+        """Return the text that a backend rendered, decoded if it returns only ids; None if it refused."""
         if isinstance(made, SkewResult) or made.text is not None:
             return None if isinstance(made, SkewResult) else made.text
         known = other.facts.spec is not None and max(made.ids, default=0) < (other.facts.vocab_size or 0)
         return (other if known else backend).decode([made.ids])[0]
 
-    def _result(self, backend: Backend, other: Backend, made: _Made) -> SkewResult:
+    def _result(self, backend: Backend, other: Backend, made: _Outcome) -> SkewResult:
         if isinstance(made, SkewResult):
             return made
         return result(backend, made.ids, self._text(backend, other, made))
 
 
-def _render(backend: Backend, conversation: SkewChat) -> _Made | None:
-    """Render, or return why it was refused; None if the backend can't be asked."""
+def _render(backend: Backend, conversation: SkewChat) -> _Outcome | None:
+    """Render a conversation, or return its refusal. Return None if the backend doesn't support the request."""
     try:
         return backend.render(conversation)
     except UnsupportedParameter:
@@ -274,15 +274,15 @@ def _render(backend: Backend, conversation: SkewChat) -> _Made | None:
 
 def _mask_causes(a: Backend, b: Backend, one: Rendering, other: Rendering) -> Iterator[str]:
     if one.mask is not None and other.mask is not None and one.mask != other.mask:
-        yield "the sides mark other tokens of the same ids"
+        yield "the sides mark different tokens of the same ids"
     for letter, backend, made in (("A", a, one), ("B", b, other)):
         if made.mask is None:
             continue
         trained, whole = backend.decode([_trained(made), made.ids])
         if any(word in trained for word in ("questionword", "systemword", "resultword", "nextword")):
-            yield f"{letter} gives loss to what it did not sample: text of other roles"
+            yield f"{letter} marks text of other roles, which no model sampled, as carrying loss"
         if "answerword" in whole and "answerword" not in trained:
-            yield f"{letter} gives no loss to some of the assistant's own text"
+            yield f"{letter} does not mark some of the assistant's own text as carrying loss"
 
 
 def _trained(made: Rendering) -> list[int]:
@@ -290,7 +290,7 @@ def _trained(made: Rendering) -> list[int]:
 
 
 def echo_findings(backend: Backend, letter: str) -> ChatFound | None:
-    """Find out if a server samples from the prompt that it says it renders; None if the backend does not tell."""
+    """Compare the prompt that a server samples from with the one it renders. Return None if it doesn't return both."""
     from tokentape.audit._skew.backends.server import ServerBackend
 
     if not isinstance(backend, ServerBackend) or not backend.echoes:
@@ -307,7 +307,7 @@ def echo_findings(backend: Backend, letter: str) -> ChatFound | None:
             return None
         found.tried += 1
         if used != shown.ids and not found.findings:
-            cause = f"{letter} samples from another prompt than its /tokenize renders"
+            cause = f"{letter} samples from a prompt other than the one that its /tokenize renders"
             fix = "Compare with the prompt_token_ids of its replies, not with /tokenize."
             results = result(backend, shown.ids), result(backend, used)
             found.findings.append(Skew("server", "echo", cause, fix, 1, (conversation.name,), conversation, *results))

@@ -55,7 +55,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of one range."""
+    """Counts over one range, and the differing documents that were kept."""
 
     documents: int
     characters: int
@@ -126,7 +126,7 @@ def _is_conversation(messages: Any) -> bool:
 
 
 def _records(one: Range, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield the records of a range of JSON lines, or of Parquet these columns of them."""
+    """Yield the records of a range. Of Parquet, read only `columns`."""
     if one.row_group is None:
         yield from (_json_record(line) for line in _lines(one) if line.strip())
         return
@@ -138,9 +138,9 @@ def _records(one: Range, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files, and those in folders that have endings of text, in order.
+    """Return the files among `paths`, and the text files in the folders among them, by their suffix.
 
-    Raises `InvalidRequest` for a path that is not there, and if there is no file at all.
+    Raises `InvalidRequest` for a missing path, and `NothingToMeasure` if there is no file.
     """
     files: list[Path] = []
     for path in paths:
@@ -151,12 +151,12 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         else:
             raise InvalidRequest(f"there is no {path} to read a corpus from")
     if not files:
-        raise NothingToMeasure(f"no files of text in the corpus; expected endings such as {', '.join(_SUFFIXES[:4])}")
+        raise NothingToMeasure(f"no text files in the corpus; expected suffixes such as {', '.join(_SUFFIXES[:4])}")
     return files
 
 
 def ranges_of(files: Iterable[Path]) -> Iterator[Range]:
-    """Yield the ranges of files. Raises `InvalidRequest` for a file that is not what its name says."""
+    """Yield the ranges of files. Raises `InvalidRequest` for a .parquet file that is not Parquet."""
     for path in files:
         if path.suffix == ".parquet":
             start = 0
@@ -212,7 +212,7 @@ def compare_range(a: Backend, b: Backend, one: Range) -> Compared:
 
 
 def documents_of(one: Range) -> Iterator[str]:
-    """Yield the texts of a range: one per string field of JSON lines and Parquet, pieces of some lines of other files.
+    """Yield the texts of a range: string fields of JSON lines and Parquet, and pieces of several lines of other files.
 
     Bytes that are not UTF-8 become U+FFFD.
     """
@@ -261,7 +261,7 @@ def batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _grouped(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Yield the texts in lists that end once they have that many characters."""
+    """Yield lists of texts. A list ends as soon as it has `characters` characters."""
     group: list[str] = []
     size = 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""Differences of files that no input shows: tables and parts of tokenizer.json, tokens, templates, configuration."""
+"""Find differences of files that no tried input shows: parts of tokenizer.json, tokens, templates, configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIDES = "AB"
 def file_findings(
     a: Backend, b: Backend, causes: TextCauses, found: Collection[Skew], *, templates: bool = True
 ) -> list[Skew]:
-    """Return what tokenizer.json, special tokens and `templates` differ in and none of the findings names yet."""
+    """Return findings on tokenizer.json, special tokens and, with `templates`, templates that `found` lacks."""
     kinds, known = {one.kind for one in found}, " ".join(one.cause for one in found)
     tables = _tables(a.facts, b.facts, causes.differing)
     unknown = [(one, tokens) for one, tokens in tables if one.cause not in known]
@@ -41,7 +41,7 @@ def file_findings(
         new.append(Skew("decode clean-up", "facts", cause, "Set it to false in tokenizer_config.json.", 1))
     skews = {one.kind for one in (*found, *new) if one.severity == "skew"}
     for part in causes.differing:
-        # What a side can't do was not tried: what it differs in may be right.
+        # If a side lacks the ability, no input tried the part, and the difference may be harmless.
         able = all(_ABILITY.get(part, "decode") in side.facts.abilities for side in (a, b))
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no input that was tried shows it"
@@ -52,7 +52,7 @@ def file_findings(
 
 
 def file_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> list[str]:
-    """Return notes on differences of the facts that change nothing that was tried."""
+    """Return each side's notes, and notes on versions and vocabulary sizes that differ without a finding."""
     notes = [f"{letter}: {note}" for letter, side in zip(_SIDES, (a, b), strict=True) for note in side.notes]
     for library, (one, other) in unlike(a.versions, b.versions).items():
         if one is not None and other is not None:
@@ -64,11 +64,11 @@ def file_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> lis
 
 
 def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Iterator[tuple[Skew, Sequence[str]]]:
-    """Yield findings, each with the tokens that it is about."""
+    """Yield findings on added tokens and vocabularies, each with the tokens that differ."""
     if a.spec is None or b.spec is None:
         return
     for said, tokens in unlike_tokens(a, b).items():
-        # Converters mark what looks like a control token: it has the same id, and is hidden in what is decoded.
+        # Converters set `special` for tokens that look like control tokens: ids stay the same, decoding hides them.
         marked = a.kind != b.kind and said.startswith("special=") and "," not in said
         severity: Severity = "caution" if marked else "skew"
         found = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
@@ -87,7 +87,7 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
 
 
 def _shown(found: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
-    """Return a finding with a token that the sides encode otherwise, or an id that they decode otherwise, if any."""
+    """Add an example to a finding: a token that the sides encode differently, or an id that they decode differently."""
     if found.example is not None:
         return found
     texts = tokens if found.kind == "added token" else ()
@@ -116,7 +116,7 @@ def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         return
     for name, pair in unlike(a.special_tokens, b.special_tokens).items():
         if name != "pad_token" and None in pair and not same_loader:
-            continue  # a loader may name fewer; templates that read what one side lacks are found by what they write
+            continue  # a loader may name fewer tokens; if a template uses them, the renderings differ
         cause = f"{name} is {pair[0] or 'not set'} in A and {pair[1] or 'not set'} in B"
         if name != "pad_token":
             yield Skew("special tokens", "facts", cause, "Set it to the same token on both sides.", 1)
@@ -124,7 +124,7 @@ def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         both = zip(_SIDES, (a, b), pair, strict=True)
         ends = [letter for letter, side, pad in both if pad and pad == side.special_tokens.get("eos_token")]
         cause += f"; it is the EOS token in {' and '.join(ends)}" if ends else ""
-        if ends or None not in pair:  # who only serves needs no padding
+        if ends or None not in pair:  # a side that only serves needs no padding
             yield Skew("padding", "facts", cause, _PAD_FIX if ends else SAME_FILES, 1)
     pad = a.special_tokens.get("pad_token")
     if pad and pad == a.special_tokens.get("eos_token") and b.special_tokens.get("pad_token") == pad:
@@ -140,7 +140,7 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     for name, (one, other) in pairs.items():
         if one is not None and other is not None:
             if not _same_template(one, other):
-                cause = f"the {name} is another text in A and B; no conversation that was tried shows it"
+                cause = f"the {name} differs between A and B; no conversation that was tried shows it"
                 yield Skew("template", "facts", cause, _TRAINED, 1)
         elif one is not None or other is not None:
             lacking, has, lacks = (b, "A", "B") if other is None else (a, "B", "A")
@@ -149,7 +149,7 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
 
 
 def _same_template(one: str, other: str) -> bool:
-    """Return True if two templates are the same program: they differ in comments and marks of loss at most."""
+    """Return True if two templates differ at most in comments and `{% generation %}` tags."""
     try:
         return one == other or _program(one) == _program(other)
     except jinja2.TemplateError:
@@ -173,7 +173,7 @@ def _program(source: str) -> jinja2.nodes.Template:
 
 
 def configuration_findings(a: BackendFacts, b: BackendFacts) -> list[Skew]:
-    """Return differences of ids, rows and lengths in the configuration beside tokenizer.json, and of its truncation."""
+    """Return findings on ids and embedding rows in config files, on maximum lengths, and on truncation and padding."""
     return [*_configured(a, b), *_rows(a, b), *_lengths(a, b)]
 
 
@@ -187,7 +187,7 @@ def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         are_ids = all(map(_is_number, (*(one or ()), *(other or ()))))
         if ends or key.endswith(SAMPLED) or " forced_" in key or None not in (one, other) or not are_ids:
             cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (
-                ": turns end elsewhere" if ends else ""
+                ": turns end at different tokens" if ends else ""
             )
             yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)
 
@@ -224,7 +224,7 @@ def _is_number(value: Any) -> TypeGuard[int]:
 
 
 def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
-    """Yield lengths at which transformers truncates if asked to, and truncation and padding of plain `tokenizers`."""
+    """Yield findings on the length at which transformers truncates, and on truncation and padding in tokenizer.json."""
     if a.max_length != b.max_length and all(CONFIG in side.files for side in (a, b)):
         said = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
         cause = f"{MAX_LENGTH} is {said}: transformers cuts texts there where truncation is asked for"

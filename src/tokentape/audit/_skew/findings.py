@@ -16,20 +16,20 @@ Kind: TypeAlias = Literal[
     "content parts", "control text", "tools", "reasoning", "loss mask", "padding", "truncation", "stop ids",
     "embedding rows", "server", "library", "unknown",
 ]  # fmt: skip
-"""What two backends differ in. `control text`: control tokens that messages spell. `library`: files and settings are
-the same, but the library that runs them differs. `truncation`: what tokenizer.json cuts or pads texts to. `server`: it
-samples from another prompt than it says it renders."""
+"""The kind of a difference. `control text`: only one side turns text of messages into control tokens. `library`: files
+and settings are equal, but the libraries that run them differ. `truncation`: a side cuts or pads texts. `server`: a
+server samples from a prompt other than the one that it renders."""
 
 Probe: TypeAlias = Literal["encode", "corpus", "special", "decode", "render", "masks", "echo", "facts"]
-"""What was tried: texts of the battery, the user's corpus, texts with BOS and EOS, ids back to text, conversations,
-loss masks, the prompt that a server says it used, and the facts of the backends."""
+"""A group of checks: texts of the battery, the user's corpus, texts with BOS and EOS, decoding of ids, conversations,
+loss masks, the prompt that a server sampled from, and the facts of the backends."""
 
 Severity: TypeAlias = Literal["skew", "caution"]
-"""`skew`: the same input has other ids, text or masks. `caution`: nothing differs by itself, but what trainers do with
-it may."""
+"""`skew`: the same input gets different ids, text or masks. `caution`: this alone makes no difference, but training or
+serving with it may."""
 
 Encoder: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
-"""Encodes texts without BOS and EOS."""
+"""A function that encodes texts without BOS and EOS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +41,24 @@ class Cause:
     fix: str
     key: str
     encoder: Encoder | None = None
-    """Encodes as one backend does, made from the other with only the cause changed."""
+    """Made from one backend by changing only the cause, so that it gives the ids of the other backend."""
     gives: str = "b"
-    """The backend with the ids that `encoder` gives, `a` or `b`."""
+    """The backend that `encoder` reproduces, `a` or `b`."""
     explains: Callable[[SkewChat, str, str], bool] | None = None
-    """Returns True if this cause alone makes the texts of another conversation differ as they do."""
+    """Takes a conversation and the text of each side. Returns True if this cause alone explains the difference."""
     severity: Severity = "skew"
 
 
 @dataclass(frozen=True, slots=True)
 class SkewResult:
-    """What one backend made of an input."""
+    """The ids or text that one backend returned for an input, or its refusal."""
 
     ids: tuple[int, ...] = ()
     tokens: tuple[str, ...] = ()
     """The spelling of each id; empty if unknown."""
     text: str | None = None
     refused: str | None = None
-    """Why there is nothing else."""
+    """The reason if the backend refused the input; the other fields are empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Skew:
     cause: str
     fix: str
     count: int
-    """Inputs that differ by this cause."""
+    """The number of inputs that differ for this cause."""
     where: tuple[str, ...] = ()
-    """The first few of their groups in the battery, conversations or files."""
+    """The battery groups, conversations or files of these inputs, the first few."""
     example: str | SkewChat | tuple[int, ...] | None = None
     """The smallest text, conversation or ids that show it."""
     a: SkewResult = SkewResult()
@@ -90,12 +90,12 @@ class CorpusStatistics:
     characters: int
     bytes: int
     tokens: int
-    """As backend A counts them."""
+    """Counted by backend A."""
     differing: int
     """Documents that the backends encode differently."""
     seconds: float
     conversations: int = 0
-    """Records with `messages` that both sides rendered, or one did."""
+    """Records with `messages` that at least one side rendered."""
     differing_conversations: int = 0
 
     @property
@@ -117,7 +117,7 @@ class AuditReport:
     seconds: float
     corpus: CorpusStatistics | None = None
     uncovered: tuple[str, ...] = ()
-    """What a clean report says nothing about."""
+    """Descriptions of what the audit did not compare."""
 
     @property
     def skewed(self) -> bool:

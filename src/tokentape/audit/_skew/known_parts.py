@@ -1,6 +1,6 @@
-"""Parts of tokenizers in common use, to try until one of them makes the other backend's ids.
+"""Tokenizer parts in common use. `causes` tries them until one gives the other backend's ids.
 
-The split expressions are those of the models' own tokenizer.json, or of tiktoken; servers and converters mix them up.
+The split expressions come from the models' own tokenizer.json, or from tiktoken. Servers and converters mix them up.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     name: tuple(parts)
     for name, parts in json.loads(Path(__file__).with_name("splits.json").read_text(encoding="utf-8")).items()
 }
-"""Split expressions by name: the matches of each in turn are kept apart."""
+"""Split expressions by name. They are applied one after the other, and split text around their matches."""
 
 SPLIT_NAMES: Mapping[str, str] = {parts[0]: name for name, parts in SPLITS.items() if len(parts) == 1}
 
 
 def byte_level(name: str, *, prefix_space: bool = False) -> dict[str, Any]:
-    """Return the pre-tokenizer of a tokenizer.json that splits as one of `SPLITS` and writes bytes as characters."""
+    """Return a pre-tokenizer in tokenizer.json form that splits by `SPLITS[name]` and writes bytes as characters."""
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
         for expression in SPLITS[name]
@@ -33,7 +33,7 @@ def _bytes(*, prefix_space: bool = False) -> dict[str, Any]:
 
 
 def metaspace(scheme: str, *, split: bool) -> dict[str, Any]:
-    """Return SentencePiece's handling of spaces. `scheme` says where one is added."""
+    """Return SentencePiece's handling of spaces. `scheme` says where to add one: `first`, `always` or `never`."""
     return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
 
 

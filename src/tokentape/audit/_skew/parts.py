@@ -1,7 +1,7 @@
 """Compare, describe and exchange the parts of a tokenizer.json.
 
-A merge is applied in some text only if it is the last step of encoding what it makes by itself: within a text, the
-steps that make its two pieces are those that make them alone. So lists of merges that differ in others are the same.
+A merge can apply in a text only if it is also the last step of encoding its own result: the steps that make its two
+pieces are the same within a text as alone. So two lists of merges are equivalent if they differ only in other merges.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS: Mapping[str, Kind] = {
     "post_processor": "BOS/EOS",
     "decoder": "decoder",
 }
-"""The parts of a tokenizer.json in the order in which they are tried, with the kind of a difference by them."""
+"""The parts of a tokenizer.json in the order in which they are tried, each with the kind of finding that it causes."""
 
 
 def part_of(spec: Spec, name: str) -> Any:
@@ -48,26 +48,26 @@ def part_of(spec: Spec, name: str) -> Any:
         case "vocabulary":
             vocab = model["vocab"]
             return vocab if isinstance(vocab, Mapping) else [tuple(entry) for entry in vocab]
-    return _written(spec.get(name), name)
+    return _normalized(spec.get(name), name)
 
 
 def merges_of(model: Spec) -> list[Merge]:
-    """Return the merges of a tokenizer.json's model, which writes each as a text or as a list."""
+    """Return the merges of a tokenizer.json's model, which stores each as a string or as a list."""
     return [tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in model.get("merges") or ()]
 
 
-def _written(part: Any, name: str) -> Any:
-    """Return a part without what changes neither ids nor text, and with patterns in one spelling."""
+def _normalized(part: Any, name: str) -> Any:
+    """Normalize a part: drop fields that change neither ids nor text, and spell patterns one way."""
     if not isinstance(part, Mapping):
         return part
     for steps in ("normalizers", "pretokenizers", "processors", "decoders"):
         if steps in part:
-            kept = [_written(step, name) for step in part[steps]]
+            kept = [_normalized(step, name) for step in part[steps]]
             kept = [step for step in kept if step is not None]
             return ({**part, steps: kept} if len(kept) > 1 else kept[0]) if kept else None
     if part.get("type") == "ByteLevel":
         if name == "post_processor":
-            return None  # it moves offsets only
+            return None  # it changes offsets only
         decoder = name == "decoder"
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
     pattern = part.get("pattern")
@@ -95,7 +95,7 @@ _DEFAULTS = {
 
 
 def _loaded(part: Any, name: str) -> Any:
-    """Return a part as `tokenizers` writes it, with every default; unchanged if it does not take the part."""
+    """Return a part as `tokenizers` saves it, with every default; unchanged if `tokenizers` rejects the part."""
     try:
         return json.loads(with_only(name, part).to_str())[name] if isinstance(part, Mapping) else part
     except Exception:  # `tokenizers` raises no narrower error
@@ -103,13 +103,13 @@ def _loaded(part: Any, name: str) -> Any:
 
 
 def with_only(name: str, part: Any) -> tokenizers.Tokenizer:
-    """Return a tokenizer with an empty vocabulary and one part."""
+    """Return a tokenizer with an empty vocabulary and `part` as its part `name`."""
     empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
     return tokenizers.Tokenizer.from_str(json.dumps(empty))
 
 
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
-    """Return the parts of tokenizer.json that differ, without added tokens; none if one side has no such file."""
+    """Return the names of the parts that differ, added tokens aside; none if a side has no tokenizer.json."""
     if a.spec is None or b.spec is None:
         return []
     found = []
@@ -122,13 +122,13 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
         if name == "settings":
             keys = {*one, *other}
             one, other = ({k: part.get(k, _DEFAULTS.get(k)) for k in keys} for part in (one, other))
-        if one != other and not _does_the_same(name, one, other, a.spec, b.spec):
+        if one != other and not _equivalent(name, one, other, a.spec, b.spec):
             found.append(name)
     return found
 
 
-def _does_the_same(name: str, one: Any, other: Any, a: Spec, b: Spec) -> bool:
-    """Return True if it is proven that a part written in two ways changes neither ids nor text."""
+def _equivalent(name: str, one: Any, other: Any, a: Spec, b: Spec) -> bool:
+    """Return True if two versions of a part are proven to give the same ids and text."""
     if name == "merges":
         return not any(_PREFIXES & {key for key, value in spec["model"].items() if value} for spec in (a, b)) and (
             same_merges(one, other)
@@ -155,12 +155,12 @@ def _raw(spec: Spec, name: str) -> Any:
 
 
 def _without(vocab: Any, added: Mapping[str, BackendToken]) -> Any:
-    """Return a vocabulary without added tokens, since only some list them."""
+    """Return a vocabulary without added tokens, because only some files list them there."""
     return {token: i for token, i in vocab.items() if token not in added} if isinstance(vocab, Mapping) else vocab
 
 
 def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
-    """Return a tokenizer.json with one part of another one."""
+    """Return a copy of `spec` with the part `name` taken from `other`."""
     model, theirs = spec["model"], other["model"]
     big = ("vocab", "merges")
     match name:
@@ -176,7 +176,7 @@ def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
 
 
 def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
-    """Return True if both lists, without the merges that one alone has and never applies, are the same."""
+    """Return True if both lists are equal but for merges that only one list has and that never apply."""
     if lacking_merges(ours, theirs):
         return False
     common = set(ours) & set(theirs)
@@ -184,7 +184,7 @@ def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
 
 
 def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge]:
-    """Return the merges that one list applies and the other does not have."""
+    """Return the merges that only one list has and that can apply there."""
     found: list[Merge] = []
     for own, other in ((ours, theirs), (theirs, ours)):
         common, ranks = set(other), _ranks(own)
@@ -193,7 +193,7 @@ def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge
 
 
 def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) -> bool:
-    """Return True if merging makes each token of a vocabulary out of its text, so that `ignore_merges` changes none."""
+    """Return True if merging the text of each token gives that token, so that `ignore_merges` has no effect."""
     if not isinstance(model["vocab"], Mapping):
         return False
     missing = {token for token in model["vocab"] if len(token) > 1} - {"".join(merge) for merge in merges}
@@ -207,7 +207,7 @@ def _ranks(merges: Sequence[Merge]) -> dict[Merge, int]:
 
 
 def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
-    """Return True if the last step of merging a merge's own text is that merge."""
+    """Return True if a merge is the last step of encoding its own result, see the module's docstring."""
     parts = list("".join(merge))
     while len(parts) > 2:
         pairs = [ranks.get(pair, inf) for pair in pairwise(parts)]
@@ -220,14 +220,14 @@ def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
 
 
 def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
-    """Return a tokenizer.json with these added tokens as the other one has them, or without those that it lacks."""
+    """Return a copy of `spec` with the added `tokens` as `other` defines them, or removed if `other` lacks them."""
     kept = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
     taken = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
     return {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
 
 
 def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
-    """Return in words how two backends differ in a part."""
+    """Describe how two backends differ in a part."""
     one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
     if name in ("merges", "vocabulary"):
         return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
@@ -238,14 +238,14 @@ def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
 
 
 def _entries_apart(one: Any, other: Any) -> str:
-    """Return in words how two lists of merges, or two vocabularies, differ: how many entries, and the first."""
+    """Describe how two lists of merges, or two vocabularies, differ: how many entries, and the first difference."""
     counts = f"{len(one)} entries in A, {len(other)} in B"
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         changed = unlike(one, other)
         if not changed:
             return counts
         entry, pair = next(iter(changed.items()))
-        ids = ["not there" if number is None else number for number in pair]
+        ids = ["absent" if number is None else number for number in pair]
         return f"{counts}; {len(changed)} differ, as {entry!r}: {ids[0]} in A, {ids[1]} in B"
     at = first_difference(one, other)
     said = [repr(" ".join(map(str, part[at]))) if at < len(part) else "none" for part in (one, other)]
@@ -253,13 +253,13 @@ def _entries_apart(one: Any, other: Any) -> str:
 
 
 def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
-    """Return the added tokens that differ between the backends, by the difference."""
+    """Group the added tokens that differ between the backends by a description of their difference."""
     found: dict[str, list[str]] = {}
     plain = all(side.spec is not None and part_of(side.spec, "normalizer") is None for side in (a, b))
     for content in {**a.added, **b.added}:
         one, other = a.added.get(content), b.added.get(content)
         if plain and one and other and one != other and not _overlaps(content, {*a.added, *b.added}):
-            one = replace(one, normalized=other.normalized)  # nothing is normalized
+            one = replace(one, normalized=other.normalized)  # the flag has no effect without a normalizer
         if one is None or other is None:
             found.setdefault(f"not in {'A' if one is None else 'B'}", []).append(content)
         elif one != other:
@@ -268,7 +268,7 @@ def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]
 
 
 def _overlaps(token: str, others: Iterable[str]) -> bool:
-    """Return True if a text may spell a token and another one in the same place."""
+    """Return True if the spelling of a token can overlap that of another token in a text."""
     return any(
         token in other
         or other in token
@@ -284,7 +284,7 @@ def _flags(one: BackendToken, other: BackendToken) -> str:
 
 
 def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
-    """Return in words how these added tokens, which all differ in the same way, differ."""
+    """Describe the difference of `tokens`, added tokens that all differ in the same way."""
     token, more = tokens[0], len(tokens) - 1
     one, other = a.added.get(token), b.added.get(token)
     if one is None or other is None:
@@ -298,7 +298,7 @@ def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
 
 
 def brief(part: Any) -> str:
-    """Return a part of a tokenizer.json in a few words."""
+    """Describe a part of a tokenizer.json in a few words."""
     if part is None:
         return "none"
     steps = next((part[key] for key in ("normalizers", "pretokenizers", "processors", "decoders") if key in part), None)

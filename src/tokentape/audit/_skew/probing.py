@@ -29,16 +29,17 @@ class Named(Protocol):
 _Input = TypeVar("_Input", bound=Named)
 
 Examine = Callable[[_Input], tuple[str, Skew, Callable[[list[_Input]], Sequence[bool]]]]
-"""Returns the key of the cause of an input, its finding, and a function: which other inputs does the cause explain?"""
+"""Finds the cause of an input. Returns the cause's key, a finding, and a function that takes other inputs and returns
+for each if the same cause explains it."""
 
 
 def explain(
     differing: Sequence[_Input], most: int, examine: Examine[_Input], progress: Callable[[str], None]
 ) -> tuple[list[Skew], int]:
-    """Return one finding per cause, and how many inputs are left unexplained.
+    """Return one finding per cause, and the number of inputs left unexplained.
 
-    The first input is examined, and all inputs that its cause explains are counted with it; then the next one, up to
-    `most`.
+    Examine the first input, set all inputs aside that its cause explains, and continue with the first one left, until
+    `most` inputs have been examined.
     """
     left = list(differing)
     groups: dict[str, tuple[Skew, list[str]]] = {}
@@ -58,7 +59,7 @@ def explain(
 
 
 def as_text(token: str, facts: BackendFacts) -> str:
-    """Return what a token spells: the letters that stand for bytes and spaces in a vocabulary as these."""
+    """Return the text of a token: vocabularies write bytes and spaces as other characters."""
     if token in facts.added or facts.spec is None:
         return token
     if "ByteLevel" in str(facts.spec.get("decoder")) and all(char in BYTE_OF for char in token):
@@ -67,7 +68,7 @@ def as_text(token: str, facts: BackendFacts) -> str:
 
 
 def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> SkewResult:
-    """Return what a backend made of an input, with the spelling of its ids if all are known."""
+    """Return the result of a backend, with the spelling of its ids if all are known."""
     tokens = [backend.token(token_id) for token_id in ids]
     known = tuple(as_text(token, backend.facts) for token in tokens if token is not None)
     return SkewResult(tuple(ids), known if len(known) == len(ids) else (), text)
@@ -76,14 +77,14 @@ def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> Ske
 _Part = TypeVar("_Part")
 _OF_MESSAGES = {"role": False, "content": True}
 _OF_TOOLS = {"type": False, "name": False, "function": True}
-"""Fields that stay, and True if their values may become smaller. Servers fill in a tool's missing name or type, which
-would be another difference."""
+"""Fields that are never removed, with True if their values may be shortened. Servers fill in a tool's missing name or
+type, which would be a new difference."""
 
 
 def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -> Sequence[_Part]:
-    """Return a part of a sequence that fails and of which no single element can be left out.
+    """Return a part of a sequence that fails, and no longer fails without any one of its elements.
 
-    `fails` must hold for the whole. It is called O(n log n) times for one culprit, O(n^2) at worst.
+    `fails` must return True for `parts`. If one element is at fault it is called O(n log n) times, O(n^2) at worst.
 
     >>> smallest("a long text with an x in it", lambda text: "x" in text)
     'x'
@@ -107,7 +108,7 @@ def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -
 
 
 def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
-    """Return the smallest part of a text that differs: lines are removed first, then characters."""
+    """Shrink a text as long as it differs: remove lines first, then characters."""
     lines = tuple(text.splitlines(keepends=True))
     if len(lines) > 1:
         text = "".join(smallest(lines, lambda kept: differs("".join(kept))))
@@ -115,7 +116,7 @@ def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
 
 
 def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], bool]) -> SkewChat:
-    """Return the smallest conversation that differs: with fewer tools, messages and fields, and shorter texts."""
+    """Shrink a conversation as long as it differs: fewer tools, messages and fields, shorter texts."""
     for fewer in ({"generate": False}, {"tools": ()}):
         tried = replace(conversation, **fewer)
         if tried != conversation and differs(tried):
@@ -129,7 +130,7 @@ def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], 
 
 
 def _smaller(value: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool]) -> Any:
-    """Return a smaller value of the same shape: shorter strings, lists and mappings with fewer members."""
+    """Shrink a JSON value as long as it differs. `kept` names fields that are never removed, see `_OF_MESSAGES`."""
     if isinstance(value, Mapping):
         found = dict(value)
         for key in value:

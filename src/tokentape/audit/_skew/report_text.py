@@ -1,4 +1,4 @@
-"""Lay out an audit, for a terminal and as a page: what differs, why, what to do, and the smallest input."""
+"""Lay out an audit for a terminal or a page: each difference with its cause, its fix, and the smallest input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokentape.audit._tokendiff import first_difference
 _TOKENS = 8
 _TEXT = 70
 _AROUND = 40
-"""Ids on each side of the first difference on a page."""
+"""The number of ids that a page shows on each side of the first difference."""
 
 _HARD_TO_SEE = ("Mn", "Mc", "Me", "Cc", "Cf", "Co", "Cn", "Cs", "Zs", "Zl", "Zp")
 
@@ -67,7 +67,7 @@ def _ci_finding(one: Skew) -> CiFinding:
 
 
 def _rows(one: Skew) -> Iterator[tuple[str, str]]:
-    """Yield the cause, the smallest input, what both sides make of it, and what to do, each with its name."""
+    """Yield pairs of label and text: the cause, the smallest input, the result of each side, and the fix."""
     yield "cause", one.cause
     if one.example is not None:
         yield "smallest", _example(one.example)
@@ -148,9 +148,9 @@ def _finding(number: int, finding: Skew) -> Iterator[Block]:
 
 
 def _inputs(finding: Skew) -> str:
-    """Return how many inputs of which probe differ, and where they are from."""
+    """Describe how many inputs differ, and the groups, conversations or files that they come from."""
     if finding.probe == "facts":
-        return "by what the sides say of themselves"
+        return "from the files and facts of both sides"
     what = _TRIED[finding.probe] if finding.count > 1 else _TRIED[finding.probe].replace("texts", "text").rstrip("s")
     where = f": {', '.join(finding.where)}" if finding.where else ""
     return f"{finding.count} {what}{where}"
@@ -191,7 +191,7 @@ def _token(token: str) -> str:
 
 
 def quoted(text: str) -> str:
-    r"""Return text in quotes, with escapes for combining marks, odd spaces and what is invisible.
+    r"""Return text in quotes, with escapes for combining marks, odd spaces and invisible characters.
 
     >>> print(quoted("e\u0301 \u00e9"))
     "e\u0301 é"

@@ -1,4 +1,4 @@
-"""Find why two backends render a conversation differently: in what they wrote, and by exchanging template pieces."""
+"""Find why two backends render a conversation differently: compare their texts, and exchange pieces of templates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokentape.chat._template import ChatTemplate, plain_message
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
 Writer: TypeAlias = Callable[[SkewChat], "str | None"]
-"""Renders to text; None if it refuses."""
+"""A function that renders a conversation to text. Returns None if the template refuses."""
 
 _TAGS = re.compile(r"(\{%.*?%\}|\{\{.*?\}\}|\n)", re.DOTALL)
 _MONTHS = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
@@ -67,7 +67,7 @@ _json_words = partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _C
 _unspaced = partial(re.compile(r"([,:])\s+").sub, r"\1")
 _undated, _unthought = partial(_DATES.sub, "DATE"), partial(_THINKING.sub, "")
 _Form: TypeAlias = tuple[str, Kind, Callable[[str], str], str, str]
-"""Key, kind, the form in which both texts are the same, the cause, the fix."""
+"""Key, kind, a function that removes this kind of difference from a text, the cause, the fix."""
 
 _FORMS: tuple[_Form, ...] = (
     ("date", "date", _undated, "the template shows a date", PIN_DATE),
@@ -79,11 +79,11 @@ _LATER_FORMS: tuple[_Form, ...] = (
     ("tools", "tools", _without_tools, "tool definitions are written differently", _FULL_TOOLS),
     ("reasoning", "reasoning", _unthought, "reasoning is kept, left out or framed differently", _SAME_TEMPLATE),
 )
-"""Forms that would also explain printed content parts and generation prompts, and so come after these."""
+"""Forms that are tried after content parts and generation prompts, because they would match those too."""
 
 
 class TemplateCauses:
-    """Explains differences between what two backends write. `write` returns what each writes for a conversation."""
+    """Finds causes of different renderings. `write` returns the text that each backend renders a conversation to."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class TemplateCauses:
         self._exchanges: dict[tuple[str, str], list[tuple[str, Writer]]] = {}
 
     def cause_of(self, conversation: SkewChat, one: str | None, other: str | None) -> Cause:
-        """Return why backend A writes `one` and backend B `other`; None: it refuses."""
+        """Return why backend A renders `one` and backend B `other`. A text is None if its backend refuses."""
         a, b = self._a, self._b
-        exchanged = self._exchanged(conversation, other) if other is not None else None
+        exchanged = self._by_exchange(conversation, other) if other is not None else None
         if one is None or other is None:
             who, whom = ("A", "B") if one is None else ("B", "A")
             refused = Cause("template", f"{who} refuses what {whom} renders", _SAME_TEMPLATE, f"refused:{who}")
-            return replace(exchanged or refused, severity="caution")  # it is loud, and no ids are trained
-        seen = self._seen(conversation, one, other)
+            return replace(exchanged or refused, severity="caution")  # the error shows, and no wrong ids are trained
+        seen = self._by_texts(conversation, one, other)
         if seen is not None and exchanged is not None and exchanged.key != _SEVERAL:
             fix = _SAME_TEMPLATE if exchanged.kind == "template" else exchanged.fix
             return replace(seen, what=f"{seen.what}; {exchanged.what}", fix=fix)
@@ -117,8 +117,8 @@ class TemplateCauses:
         differs = "the rendering differs" if ours is None or theirs is None else "the templates differ"
         return Cause("template", f"{differs}: {what}", _SAME_TEMPLATE, "template")
 
-    def _seen(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
-        """Return the cause that the two texts show by themselves."""
+    def _by_texts(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
+        """Return the cause if the two texts alone show it."""
         for token in {side.special_tokens.get("bos_token") for side in (self._a, self._b)} - {None}:
             strip = partial(_without_leading, token or "")
             counts = [(len(text) - len(strip(text))) // len(token or "") for text in (one, other)]
@@ -137,7 +137,7 @@ class TemplateCauses:
         return _same_form(_LATER_FORMS, one, other) or self._swapped_tokens(one, other)
 
     def _swapped_tokens(self, one: str, other: str) -> Cause | None:
-        """Return the cause if one text has a control token wherever the other has another one."""
+        """Return the cause if replacing one control token by another turns one text into the other."""
         at = first_difference(one, other)
         tokens = {**self._a.added, **self._b.added}
         starts = range(max(at - _LONGEST_CONTROL, 0), at + 1)
@@ -158,8 +158,8 @@ class TemplateCauses:
         without = self._write(replace(conversation, generate=False))[0 if longer is one else 1]
         return without is not None and shorter.startswith(without) and without != longer
 
-    def _exchanged(self, conversation: SkewChat, other: str) -> Cause | None:
-        """Return the one difference of variables or templates that turns A's text into B's."""
+    def _by_exchange(self, conversation: SkewChat, other: str) -> Cause | None:
+        """Return the cause if B's template variables, or one piece of B's template, turn A's text into B's."""
         a, b = self._a, self._b
         template, put = _template(a, conversation), _template(b, conversation)
         if template is None or put is None:
@@ -180,9 +180,9 @@ class TemplateCauses:
         return None
 
     def _pieces(self, template: str, other: str) -> list[tuple[str, Writer]]:
-        """Return backend A's template with one piece of B's at a time."""
+        """Return a description and a writer for each way to put one piece of B's template into A's."""
         if (template, other) not in self._exchanges:
-            # A list, for a change made in two places has the same words twice.
+            # A list and not a dict, because the same change in two places has the same description.
             made = [(said, self._writer(put, self._a.template_variables)) for said, put in _exchanges(template, other)]
             self._exchanges[template, other] = [(said, writer) for said, writer in made if writer]
         return self._exchanges[template, other]
@@ -192,7 +192,7 @@ class TemplateCauses:
 
 
 def template_writer(source: str, variables: Mapping[str, object], date: str) -> Writer | None:
-    """Return what renders conversations with a template on a date; None if the template can't be read."""
+    """Return a writer that renders with a template and a date. Return None if the template can't be parsed."""
     try:
         template = ChatTemplate(source)
     except TokenizerUnusable:
@@ -230,7 +230,7 @@ def _same_form(forms: tuple[_Form, ...], one: str, other: str) -> Cause | None:
 
 
 def _exchanges(one: str, other: str) -> Iterator[tuple[str, str]]:
-    """Yield the pieces in which two templates differ, in words, with the first template that has that piece."""
+    """Yield a description of each piece in which the templates differ, and `one` with that piece of `other`."""
     ours, theirs = ([part for part in _TAGS.split(source) if part] for source in (one, other))
     changes = [c for c in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes() if c[0] != "equal"]
     for _, start, end, from_, to in changes if len(changes) <= _MOST_PIECES else ():
@@ -255,7 +255,7 @@ def _without_leading(token: str, text: str) -> str:
 
 
 def _apart(one: str, other: str) -> str:
-    """Return in words where two texts begin to differ."""
+    """Quote both texts around their first difference."""
     start = max(first_difference(one, other) - 10, 0)
     return f"{one[start : start + _SHOWN]!r} and {other[start : start + _SHOWN]!r}"
 

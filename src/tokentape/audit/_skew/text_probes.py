@@ -1,4 +1,4 @@
-"""Probe texts: compare ids, also with BOS and EOS, and the texts that ids decode to."""
+"""Compare how backends encode texts, with and without BOS and EOS, and how they decode ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_EXAMINED = 60
 
 _BLOCKS = (200, 20, 1)
 _MOST_BLOCKS = 20
-"""Sizes of blocks, and how many that differ are looked at more closely."""
+"""Sizes of blocks, and the number of differing blocks that are searched further."""
 
 _NO_CLEAN_UP = (
     "Set clean_up_tokenization_spaces to false, and record ids: text that was cleaned up encodes differently."
@@ -36,7 +36,7 @@ class Differing:
 
 
 def unstable_finding(backend: Backend, letter: str, texts: Collection[str]) -> Skew | None:
-    """Return a finding if a backend gives the same text other ids the second time, or says that it does."""
+    """Return a finding if a backend gives a text different ids a second time, or has dropout in its tokenizer.json."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     tries = 20 if dropout else 1
     asked = list(texts)
@@ -53,7 +53,7 @@ def unstable_finding(backend: Backend, letter: str, texts: Collection[str]) -> S
         return None
     kind: Kind = "model settings" if dropout else "unknown"
     cause = f"{letter} disagrees with itself: it gives the same text other ids the second time"
-    fix = "Compare nothing with this side before it is deterministic."
+    fix = "Make this side deterministic before you compare anything with it."
     if dropout:
         cause = f"{cause}, since model.dropout is {dropout} in its tokenizer.json"
         fix = "Remove dropout from tokenizer.json; it is for training a tokenizer's model."
@@ -61,7 +61,7 @@ def unstable_finding(backend: Backend, letter: str, texts: Collection[str]) -> S
 
 
 def compare_texts(a: Backend, b: Backend, texts: Mapping[str, str], *, special: bool = False) -> list[Differing]:
-    """Return the texts, with their groups, that have different ids."""
+    """Return the texts that get different ids. `texts` maps each text to its group."""
     asked = list(texts)
     if not asked:
         return []
@@ -70,10 +70,10 @@ def compare_texts(a: Backend, b: Backend, texts: Mapping[str, str], *, special: 
 
 
 def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) -> list[Differing]:
-    """Return texts that have different ids, found with few requests: many are encoded as lines of one text.
+    """Find texts that get different ids with few requests: encode many texts as the lines of one block.
 
-    Only the first blocks that differ are looked at more closely; if none of its lines differs by itself, the block is
-    what is returned.
+    Only the first blocks that differ are searched further. A block that differs is returned whole if none of its
+    parts differs alone.
     """
     found: list[Differing] = []
     groups = [texts[at : at + _BLOCKS[0]] for at in range(0, len(texts), _BLOCKS[0])]
@@ -102,7 +102,7 @@ def explain_texts(
     *,
     special: bool = False,
 ) -> tuple[list[Skew], int]:
-    """Return one finding per cause, and how many texts were left unexplained because there were too many."""
+    """Return one finding per cause, and the number of texts beyond `MOST_EXAMINED` that were left unexplained."""
 
     def differs(text: str) -> bool:
         try:
@@ -171,7 +171,7 @@ def _decode_cause(a: Backend, b: Backend, one: str, other: str) -> tuple[Kind, s
         return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
     if _cleaned(one) == other or _cleaned(other) == one:
         letter = "B" if _cleaned(one) == other else "A"
-        what = f"{letter} takes out spaces before punctuation when decoding (clean_up_tokenization_spaces)"
+        what = f"{letter} removes spaces before punctuation when decoding (clean_up_tokenization_spaces)"
         return "decode clean-up", what, _NO_CLEAN_UP
     if one.strip(" ") == other.strip(" "):
         return "decoder", "one side drops or adds a space at the edge of what it decodes", LOAD_THE_FILE

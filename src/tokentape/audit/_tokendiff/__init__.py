@@ -1,6 +1,6 @@
-"""Say where two sequences of token ids differ, and in what.
+"""Find where two sequences of token ids differ, and classify each difference.
 
-`compare` finds the differences. `Retokenizer` makes the other sequence as trainers do: decode, then encode again.
+`compare` finds the differences. `Retokenizer` decodes ids and encodes the text again, as trainers do.
 """
 
 from tokentape.audit._tokendiff.alignment import Segment, first_difference

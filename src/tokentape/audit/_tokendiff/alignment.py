@@ -1,7 +1,7 @@
-"""Align two sequences so that as little as possible is left over: the greedy algorithm of Myers (1986).
+"""Align two sequences with as few unmatched elements as possible: the greedy algorithm of Myers (1986).
 
-Python's `difflib` takes the longest block first. That does not minimize what is left over, and it is quadratic where
-elements repeat, as special tokens do.
+Python's `difflib` takes the longest block first. That leaves more elements unmatched than needed, and takes quadratic
+time if elements repeat, as special tokens do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 Block: TypeAlias = tuple[int, int, int]
-"""(start in one, start in other, length) of a run that both have."""
+"""(start in `one`, start in `other`, length) of a run of equal elements."""
 
 
 class Segment(NamedTuple):
-    """A stretch of both sequences, half-open."""
+    """A half-open range of each of two sequences."""
 
     start: int
     end: int
@@ -30,13 +30,13 @@ _NOWHERE: tuple[int, _Path] = (-1, None)
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the position from which two sequences differ."""
+    """Return the first position at which two sequences differ; if none, the length of the shorter one."""
     both = zip(one, other, strict=False)
     return next((at for at, (x, y) in enumerate(both) if x != y), min(len(one), len(other)))
 
 
 def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block] | None:
-    """Return the runs of a longest common subsequence, in order; None if more than `most` elements are in one only.
+    """Return the runs of a longest common subsequence, in order. Return None if it leaves more than `most` elements.
 
     Time is linear in the lengths and quadratic in the number of elements that differ.
 
@@ -67,10 +67,10 @@ def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int)
 
 
 def anchored_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block]:
-    """Return `common_blocks`, or a cheap approximation where too much differs.
+    """Return `common_blocks`, or a cheap approximation if more than `most` elements differ.
 
-    For the approximation, elements that occur once in each sequence are anchors, as many as keep their order, and what
-    lies between two anchors is aligned by itself. More than `most` differing elements there have nothing in common.
+    The approximation uses elements that occur once in each sequence as anchors, as many as keep their order, and aligns
+    the ranges between anchors one by one. A range with more than `most` differing elements is left unaligned.
     """
     found = common_blocks(one, other, most)
     if found is not None:
@@ -86,7 +86,7 @@ def anchored_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: in
 
 
 def aligned(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> Iterator[tuple[Segment, bool]]:
-    """Yield stretches that together cover both sequences, in order, and if they are equal, by `anchored_blocks`."""
+    """Yield the segments that cover both sequences, in order, each with True if equal. Uses `anchored_blocks`."""
     at = other_at = 0
     for start, other_start, length in [*anchored_blocks(one, other, most), (len(one), len(other), 0)]:
         if (at, other_at) != (start, other_start):
@@ -109,7 +109,7 @@ def _in_order(path: _Path) -> list[Block]:
 
 
 def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield the blocks that are not empty; those that touch are one."""
+    """Yield the blocks that are not empty, with adjacent blocks joined."""
     last: Block = (0, 0, 0)
     for x, y, length in blocks:
         start, other_start, before = last
@@ -124,7 +124,7 @@ def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def anchors(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the longest chain of places, growing in both, of elements that occur once in each sequence."""
+    """Return the positions of elements that occur once in each sequence: the longest chain with the same order."""
     places, other_places = (
         {element: n for n, element in enumerate(side) if many[element] == 1}
         for side, many in ((one, Counter(one)), (other, Counter(other)))

@@ -31,27 +31,27 @@ from tokentape.types import Codes, Provenance, TokenIds
 Severity: TypeAlias = Literal["error", "warning"]
 
 RESOLUTION = 500
-"""Where more tokens of a stretch differ than this, the stretch is one difference."""
+"""The tokens of a gap are aligned exactly if at most this many differ, else as `anchored_blocks` approximates."""
 
 SEGMENTS = 2000
-"""Where more segments differ than this, only those that occur once in each sequence are aligned."""
+"""The segments are aligned exactly if at most this many differ, else as `anchored_blocks` approximates."""
 
 _ASSISTANT = frozenset({Provenance.SAMPLED, Provenance.ASSISTANT})
 _MILD = frozenset({"ids", "json", "spacing", "cut"})
 _SAME_BYTES = frozenset({"ids", "forged"})
 _AROUND = 8
-"""Tokens on each side of a stretch that are looked at."""
+"""The number of tokens to read on each side of a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One stretch that differs. Positions are of tokens, half-open; a sequence that lacks it has an empty range."""
+    """One stretch that differs. Positions are token indexes, half-open. A sequence that lacks it has an empty range."""
 
     kind: str
     """One of `KINDS`."""
     severity: Severity
-    """`error` if sampled tokens or what a model reads changed. `warning` if text outside of the assistant's is written
-    in another way, or if the recorded ids end early."""
+    """`error` if sampled tokens or the meaning of a prompt changed. `warning` if text that the assistant did not write
+    is only spelled differently, or if the recorded ids end early."""
     expected_start: int
     expected_end: int
     recorded_start: int
@@ -62,13 +62,13 @@ class Difference:
     """The spelling of the ids, with special tokens."""
     recorded_text: str
     source: str | None
-    """Where the tokens came from, a name of `Provenance` in small letters; None if unknown."""
+    """The tokens' `Provenance`, in lower case; None if unknown."""
     artifact: str | None = None
-    """With kind `ids`, one of `ARTIFACTS`."""
+    """If the kind is `ids`, one of `ARTIFACTS`."""
 
     @property
     def assistant(self) -> bool | None:
-        """True if the assistant said it; None if unknown."""
+        """True if the assistant wrote the tokens; None if unknown."""
         return None if self.source is None else Provenance[self.source.upper()] in _ASSISTANT
 
     @property
@@ -78,7 +78,7 @@ class Difference:
 
     @property
     def change(self) -> str:
-        """The name in `ARTIFACTS` of where the boundary moved, or of how the text differs."""
+        """The name in `ARTIFACTS` for how the token boundary moved, or for how the text differs."""
         if self.artifact is not None:
             return self.artifact
         if self.kind in ("forged", "control"):
@@ -114,7 +114,7 @@ class Comparison:
         return mask
 
     def segments(self) -> Iterator[tuple[Segment, Difference | None]]:
-        """Yield stretches that together cover both sequences, in order; None goes with those that are equal."""
+        """Yield the segments that cover both sequences, in order, each with its difference, or None if it is equal."""
         at = other_at = 0
         for one in self.differences:
             if one.expected_start > at:
@@ -143,10 +143,10 @@ def compare(
 ) -> Comparison:
     """Find every difference between two sequences of ids.
 
-    `provenance` has the `Provenance` code of each expected token, `recorded_provenance` of each recorded one. Without
-    them every difference but an early end is an error, since it is not known what the assistant said.
+    `provenance` has the `Provenance` code of each expected token, `recorded_provenance` of each recorded token. Without
+    them every difference but an early end is an error, because any token may be the assistant's.
 
-    The differences are complete: put in place of what they name, the recorded ids of each turn `expected` into
+    The differences are complete: replacing the expected range of each by its recorded ids turns `expected` into
     `recorded`. Time is linear in the lengths and quadratic in what differs, within `RESOLUTION` and `SEGMENTS`.
 
     >>> compare([1, 2], [1, 3], tokenizer).kinds          # doctest: +SKIP
@@ -172,7 +172,7 @@ class _Sequence:
         self.control = np.array([spelled[token_id][1] for token_id in self.ids], np.bool_)
 
     def segments(self, start: int, end: int) -> tuple[list[int], list[int | bytes]]:
-        """Return the bounds of the segments, and of each its special token id or the text that it is."""
+        """Return the bounds of the segments, and for each segment its special token id or its bytes."""
         bounds = [start]
         keys: list[int | bytes] = []
         for stop in [*(start + np.flatnonzero(self.control[start:end])).tolist(), end]:
@@ -196,7 +196,7 @@ class _Sequence:
         )
 
     def source(self, start: int, end: int) -> str | None:
-        """Return where a stretch came from: sampled if any of it was. None if that is not known, or it is empty."""
+        """Return the provenance of a stretch: `sampled` if any token is, else that of the first; None if unknown."""
         if self.provenance is None or start == end:
             return None
         codes = self.provenance[start:end]
@@ -204,7 +204,7 @@ class _Sequence:
         return Provenance(int(code)).name.lower()
 
     def source_at(self, position: int) -> str | None:
-        """Return where the token at a position came from, or the last one if the position is the end."""
+        """Return the provenance of the token at a position, or of the last token if the position is the end."""
         position = min(position, len(self.ids) - 1)
         return self.source(position, position + 1) if position >= 0 else None
 
@@ -228,16 +228,16 @@ class _Comparer:
         one, other = self.one, self.other
         whole = self._trimmed()
         if one.content(whole.start, whole.end) == other.content(whole.other_start, whole.other_end):
-            yield from self._other_ids(whole)
+            yield from self._id_differences(whole)
             return
         bounds, keys = one.segments(whole.start, whole.end)
         other_bounds, other_keys = other.segments(whole.other_start, whole.other_end)
         for (start, end, other_start, other_end), same in aligned(keys, other_keys, SEGMENTS):
             part = Segment(bounds[start], bounds[end], other_bounds[other_start], other_bounds[other_end])
-            yield from self._other_ids(part) if same else self._in_gap(part)
+            yield from self._id_differences(part) if same else self._in_gap(part)
 
     def _trimmed(self) -> Segment:
-        """Return what is left without the whole segments that both sequences begin and end with."""
+        """Return both sequences without the segments that they have in common at the start and at the end."""
         one, other = self.one, self.other
         head = _common(one.array, other.array)
         controls = np.flatnonzero(one.control[:head])
@@ -247,10 +247,10 @@ class _Comparer:
         last = tail - int(controls[0]) if len(controls) else 0
         return Segment(start, len(one.ids) - last, start, len(other.ids) - last)
 
-    def _other_ids(self, part: Segment) -> Iterator[Difference]:
+    def _id_differences(self, part: Segment) -> Iterator[Difference]:
         """Yield the differences of a stretch where both sequences spell the same bytes.
 
-        Each is as short as it can be: from one place where both have a token boundary to the next.
+        Each is as short as possible: it runs from one token boundary that both sequences have to the next.
         """
         one, other = self.one, self.other
         n, at, end = part.start, part.start, 0
@@ -271,7 +271,7 @@ class _Comparer:
                 at, other_at = n, m
 
     def _moved(self, part: Segment) -> Difference:
-        """Return the difference of other ids for the same bytes."""
+        """Return the difference of a stretch with the same bytes and different ids."""
         one, other = self.one, self.other
         start, end, other_start, other_end = part
         if one.control[start:end].any() or other.control[other_start:other_end].any():
@@ -288,12 +288,12 @@ class _Comparer:
         return self._difference(part, "ids", artifact)
 
     def _in_gap(self, gap: Segment) -> Iterator[Difference]:
-        """Yield the differences of a stretch of segments that have no partner."""
+        """Yield the differences of a gap, a stretch of segments without a partner in the other sequence."""
         one, other = self.one, self.other
         start, end, other_start, other_end = gap
         region, other_region = one.region(start, end), other.region(other_start, other_end)
         if region.content == other_region.content:
-            yield from self._other_ids(gap)
+            yield from self._id_differences(gap)
             return
         parts = self._parts(gap)
         if not one.control[start:end].any() and not other.control[other_start:other_end].any():
@@ -304,15 +304,15 @@ class _Comparer:
                 return
         for part in parts:
             if one.content(part.start, part.end) == other.content(part.other_start, part.other_end):
-                yield from self._other_ids(part)
+                yield from self._id_differences(part)
             else:
                 yield self._difference(part, self._kind(part, gap, region, other_region))
 
     def _parts(self, gap: Segment) -> list[Segment]:
-        """Return what the alignment of a gap's tokens leaves over.
+        """Align the tokens of a gap, and return the parts that differ.
 
-        Two parts with fewer tokens between them than they have are joined, unless a special token is between: unlike
-        words share some letters by chance, and would fall into pieces.
+        Join two parts if fewer tokens lie between them than they have, and no special token: different words share
+        some tokens by chance.
         """
         found: list[Segment] = []
         one, other = self.one.ids[gap.start : gap.end], self.other.ids[gap.other_start : gap.other_end]

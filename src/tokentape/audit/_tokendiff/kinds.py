@@ -1,4 +1,4 @@
-"""Name what a difference is, from the bytes of both sides and what is around them.
+"""Classify a difference by the bytes of both sides and the text around them.
 
 Text that differs has a *kind*. A token boundary that moved within the same text has two levels: a *class* says between
 which characters it moved, an *artifact* is finer. Artifacts are named after the eight "phantom edits" of arXiv
@@ -31,7 +31,7 @@ CLASSES = {
     "spacing": "other white space, otherwise the same text",
     "text": "other text",
 }
-"""Classes of changed stretches. The last two are of text drift."""
+"""Classes of changed stretches. The last two are for text drift, the others for id drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ ARTIFACTS = {
     "normal-form": Artifact("text", "another Unicode normal form of the same characters"),
     "text": Artifact("text", "other text"),
 }
-"""By name. If several fit a stretch, the first counts."""
+"""Artifacts by name. If several fit a stretch, the first one is used."""
 
 _ORDER = {name: n for n, name in enumerate(ARTIFACTS)}
 
 _AROUND = 64
-"""Bytes on each side of a stretch that are read to see whole words."""
+"""The number of bytes to read on each side of a stretch, to see whole words."""
 
 _PREFIX = re.compile(
     "anti|auto|be|bi|co|counter|de|dis|en|ex|extra|fore|hyper|il|im|in|inter|ir|mega|micro|mid|mis|mono|multi|non|out|"
@@ -84,9 +84,9 @@ _TAIL = re.compile(r"(?:'s|’s|s'|s’|es|s)(?!\w)")
 
 
 def boundary_artifact(one: Sequence[bytes], other: Sequence[bytes], before: bytes = b"", after: bytes = b"") -> str:
-    """Return the artifact of a stretch that two tokenizations spell alike with other tokens.
+    """Return the artifact of a stretch that two sequences split into different tokens.
 
-    `one` and `other` are the bytes of the tokens of each sequence, `before` and `after` the text around the stretch.
+    `one` and `other` have the bytes of each token, `before` and `after` the text around the stretch.
 
     >>> boundary_artifact([b" un", b"bel", b"ievable"], [b" unbelievable"])
     'morpheme'
@@ -105,7 +105,7 @@ def boundary_artifact(one: Sequence[bytes], other: Sequence[bytes], before: byte
 
 
 def text_artifact(left: bytes, right: bytes) -> str:
-    """Return the artifact of a stretch that two sequences spell in two ways."""
+    """Return the artifact of a stretch with different text in two sequences."""
     if b"".join(left.split()) != b"".join(right.split()):
         plain = [normalize("NFKC", side.decode("utf-8", "replace")) for side in (left, right)]
         return "normal-form" if plain[0] == plain[1] else "text"
@@ -143,14 +143,14 @@ def _in_word(left: str, right: str) -> str:
     if (_PREFIX.fullmatch(head) and len(rest) >= 3) or (_ENDING.fullmatch(rest) and len(head) >= 3):
         return "morpheme"
     sentence = left[: len(left) - len(head)].rstrip()
-    # The first word of a sentence, or of the text that is read, has a capital anyway.
+    # The first word of a sentence, or of the text read here, may have a capital without being a name.
     if word[:1].isupper() and word[1:].islower() and sentence and sentence[-1] not in ".!?:\"'“":
         return "proper-noun"
     return "intra-word"
 
 
 def _letters(text: Iterable[str]) -> int:
-    """Return the number of letters and digits that a text begins with."""
+    """Count the letters and digits at the start of a text."""
     return sum(1 for _ in takewhile(str.isalnum, text))
 
 
@@ -158,10 +158,10 @@ KINDS = {
     "ids": "other ids for the same bytes",
     "bytes": "other bytes that are no UTF-8 and look alike as text",
     "forged": "a control token on one side, its letters as text on the other",
-    "control": "a control token that the other side has not, or another one",
+    "control": "a control token that the other side lacks, or another control token",
     "reasoning": "reasoning that is on one side only",
-    "json": "the same JSON value, written otherwise",
-    "boolean": "the same value but for how true, false or null are written",
+    "json": "the same JSON value, written differently",
+    "boolean": "the same value, with true, false or null written differently",
     "spacing": "other white space, otherwise the same text",
     "cut": "the recorded side ends earlier",
     "missing": "text that the recorded side lacks",
@@ -170,23 +170,23 @@ KINDS = {
 }
 
 Stretch: TypeAlias = tuple[int, int]
-"""The bytes of a region that differ, half-open."""
+"""A half-open range of a region's bytes."""
 
 _REASONING = re.compile(r"think|reason|thought|channel\|>analysis", re.IGNORECASE)
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _OBJECT_ENDS = 4
 _DICTIONARY = re.compile(r"\{\s*['\"}]")
 _READ_AGAIN = 20
-"""How many times the length of a text is read at most for objects that are none, such as braces that never close."""
+"""Limit on the characters read for braces that begin no object, as a multiple of the text's length."""
 
 
 class Region:
-    """Whole segments of one sequence in which differences lie."""
+    """Adjacent whole segments of one sequence, with differences in them."""
 
     def __init__(self, content: bytes, opened_by: str = "") -> None:
         self.content = content
         self.opened_by = opened_by
-        """The spelling of the special token before it."""
+        """The spelling of the special token before the region."""
 
     @cached_property
     def text(self) -> str:
@@ -205,12 +205,12 @@ class Region:
         return [self.text[end:start] for end, start in zip(ends, starts, strict=True)]
 
     def value_around(self, stretch: Stretch) -> Any:
-        """Return the object that a stretch lies in; None if it lies in none."""
+        """Return the object that contains a stretch, or None."""
         start, end = self._characters(stretch)
         return next((value for first, last, value in self.values if first <= start and end <= last), None)
 
     def word_around(self, stretch: Stretch) -> str:
-        """Return a stretch with the rest of the word on each side."""
+        """Return the text of a stretch, extended to whole words."""
         start, end = self._characters(stretch)
         while start and self.text[start - 1].isalpha():
             start -= 1
@@ -224,7 +224,7 @@ class Region:
 
 
 def kind_of_text(expected: Region, recorded: Region, left: Stretch, right: Stretch) -> str:
-    """Return the kind of a difference without special tokens, `left` in one region and `right` in the other."""
+    """Return the kind of a difference without special tokens: `left` in `expected`, `right` in `recorded`."""
     one, other = expected.content[slice(*left)], recorded.content[slice(*right)]
     if _reasoning_of(expected, one, recorded) or _reasoning_of(recorded, other, expected):
         return "reasoning"
@@ -243,7 +243,7 @@ def kind_of_text(expected: Region, recorded: Region, left: Stretch, right: Stret
 
 
 def kind_of_values(expected: Region, recorded: Region) -> str | None:
-    """Return `json` or `boolean` if nothing differs but how the objects in the regions are written; else None."""
+    """Return `json` or `boolean` if the regions differ only in how their objects are written, else None."""
     one, other = ([value for _, _, value in region.values] for region in (expected, recorded))
     if not one or len(one) != len(other) or expected.between_values() != recorded.between_values():
         return None
@@ -256,10 +256,10 @@ def is_reasoning(text: str) -> bool:
 
 
 def _reasoning_of(region: Region, own: bytes, other: Region) -> bool:
-    """Return True if the bytes `own` are reasoning of a region and the other region has none of it."""
+    """Return True if `own`, bytes of a region, are reasoning that the other region lacks."""
     if not own.strip():
         return False
-    # Where the delimiters of reasoning are no special tokens, their letters are part of what is missing.
+    # If the delimiters of reasoning are not special tokens, they are part of `own`.
     if re.search(rb"<think(ing)?>.*</think(ing)?>", own, re.DOTALL) is not None:
         return True
     opened = is_reasoning(region.opened_by) and "/" not in region.opened_by
@@ -278,7 +278,7 @@ def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _object_at(text: str, at: int) -> tuple[tuple[Any, int] | None, int]:
-    """Return the object that begins at `at` and where it ends, or None, and how many characters were read for it."""
+    """Return the object that begins at `at` and its end, or None, and the number of characters read in vain."""
     try:
         return json.JSONDecoder().raw_decode(text, at), 0
     except (ValueError, RecursionError) as error:
@@ -299,7 +299,7 @@ def _object_at(text: str, at: int) -> tuple[tuple[Any, int] | None, int]:
 
 
 def _same_value(one: Any, other: Any) -> str | None:
-    """Return `json` for equal values, `boolean` for those that differ in how truth values are written, else None."""
+    """Return `json` if values are equal, `boolean` if only true, false and null are written differently, else None."""
     for kind, words in (("json", False), ("boolean", True)):
         if _plain(one, words=words) == _plain(other, words=words):
             return kind
@@ -307,7 +307,7 @@ def _same_value(one: Any, other: Any) -> str | None:
 
 
 def _plain(value: Any, *, words: bool) -> str:
-    """Return a spelling that equal values share; with `words` also a truth value and the string that names it."""
+    """Return canonical JSON of a value. With `words`, strings that name true, false or null become these values."""
 
     def plain(one: Any) -> Any:
         match one:

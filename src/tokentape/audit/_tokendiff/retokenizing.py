@@ -1,9 +1,9 @@
-"""Decode completions and encode their text again, as a trainer does that keeps only text, and count what changed.
+"""Decode completions and encode their text again, as trainers that keep only text do, and count what changed.
 
-Text can't carry everything, and that is not drift. A completion that was cut within a character ends with bytes that
-are no UTF-8. Those tokens are *unknown*: no encoder can return them, and a longer completion would have had them right.
-SentencePiece tokenizers put a space before a text, some also after special tokens. A completion may stand in either
-place, so one that begins with a space is encoded as the start of a text, and any other as if after a special token.
+Two losses of decoding are not counted as drift. A completion that was cut within a character ends with bytes that are
+not UTF-8. Their tokens are *unknown*: no encoder can return them. And SentencePiece tokenizers put a space before a
+text, some also after special tokens. A completion may follow either, so a completion that begins with a space is
+encoded as the start of a text, and any other as if it followed a special token.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ class RoundTrip:
     """A completion that was decoded and encoded again."""
 
     ids: TokenIds
-    """The sampled ids without those that are unknown."""
+    """The sampled ids without unknown tokens."""
     again: TokenIds
-    """The ids of their text; `ids` itself if they are the same."""
+    """The ids after decoding and encoding; the object `ids` itself if they are equal."""
     content: bytes
     head: int
-    """Number of unknown tokens at the start, which end a character of the context."""
+    """Number of unknown tokens at the start, which complete a character of the context."""
     tail: int
+    """Number of unknown tokens at the end."""
 
     @property
     def drifted(self) -> bool:
-        """True if other ids came back."""
+        """True if encoding returned different ids."""
         return self.again is not self.ids
 
 
 class Retokenizer:
     """Decodes and encodes with one tokenizer. Ids outside of its vocabulary raise `InvalidRequest`.
 
-    Text that spells a special token becomes that token, as in most trainers. With `apart` it stays text, and the
-    tokenizer is not loaded a second time.
+    Text that spells a special token becomes that token, as in most trainers. With `apart`, it stays text, and no second
+    tokenizer is loaded.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, apart: bool = False) -> None:
@@ -57,7 +58,7 @@ class Retokenizer:
         self._pieces: dict[int, bytes] = {}
         at_start, with_space = (b"".join(map(tokenizer.token_bytes, ids)) for ids in self._encoded(["x", " x"]))
         self._adds_space = at_start == b" x"
-        # Some add a space to a text that begins with one, too.
+        # Some tokenizers also add a space to a text that begins with a space.
         self._adds_to_space = with_space == b"  x"
         first = tokenizer.controls[0] if tokenizer.controls else None
         self._anchor = "" if first is None else first.mark if apart else first.content
@@ -69,7 +70,7 @@ class Retokenizer:
         return [self._pieces[token_id] for token_id in listed]
 
     def round_trips(self, completions: Sequence[TokenIds]) -> list[RoundTrip]:
-        """Decode and encode each completion. All go to the encoder at once, so give it some 100k tokens at most."""
+        """Decode and encode each completion. They are encoded in one batch, so pass about 100k tokens at most."""
         known = [self._known(ids) for ids in completions]
         texts = [self._text(ids, content) for ids, content, _, _ in known]
         encoded = self._encoded([anchor + text for anchor, text in texts])
@@ -80,11 +81,11 @@ class Retokenizer:
         return trips
 
     def compare(self, trip: RoundTrip) -> Comparison:
-        """Find where the ids of a round trip differ, and how."""
+        """Find and classify the differences that a round trip made."""
         return compare(trip.ids, trip.again, self.tokenizer)
 
     def _known(self, ids: TokenIds) -> tuple[TokenIds, bytes, int, int]:
-        """Return ids without parts of characters at the ends, their spelling, and how many were removed at each end."""
+        """Return ids without unknown tokens, their bytes, and the number of tokens removed at the start and the end."""
         pieces = self.pieces(ids)
         content = b"".join(pieces)
         try:
@@ -105,7 +106,7 @@ class Retokenizer:
         return ids[head:end], b"".join(pieces[head:end]), head, len(pieces) - end
 
     def _text(self, ids: TokenIds, content: bytes) -> tuple[str, str]:
-        """Return the text to encode, and a special token to put before it, if any."""
+        """Return a special token to put before the text, or an empty string, and the text to encode."""
         text = self._marked(ids) if self._apart else content.decode("utf-8", "replace")
         if not self._adds_space:
             return "", text
@@ -135,7 +136,7 @@ def retokenized(tokenizer: Tokenizer, ids: TokenIds) -> TokenIds:
 
 
 def is_canonical(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Return True if encoding the text of ids gives them again. What is no UTF-8 is never canonical."""
+    """Return True if decoding and encoding ids returns the same ids. Ids that are not UTF-8 are never canonical."""
     try:
         return tokenizer.encode_plain(b"".join(map(tokenizer.token_bytes, ids)).decode()) == list(ids)
     except UnicodeDecodeError:
@@ -143,7 +144,7 @@ def is_canonical(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
 
 
 def check_vocabulary(ids: TokenIds, tokenizer: Tokenizer, where: str) -> None:
-    """Raise `InvalidRequest` if the tokenizer lacks an id, which shows that the ids are of another model."""
+    """Raise `InvalidRequest` if the tokenizer lacks an id: then the ids come from another model."""
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise InvalidRequest(
             f"{where}: id {int(ids.max())} is outside of the tokenizer's {tokenizer.vocab_size} ids; name the model "
@@ -152,11 +153,11 @@ def check_vocabulary(ids: TokenIds, tokenizer: Tokenizer, where: str) -> None:
 
 
 Channel: TypeAlias = Literal["numeric", "id drift", "text drift"]
-"""The cause of a difference between logprobs: the same ids, other ids for the same text, other text."""
+"""The cause of different logprobs. `numeric`: the ids are the same. `id drift`: other ids for the same text."""
 
 
 class Change(NamedTuple):
-    """A stretch of recorded tokens, half-open, that the trainer has in another way."""
+    """A half-open range of recorded tokens that the trainer's ids change."""
 
     start: int
     end: int
@@ -166,19 +167,19 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Recorded ids beside a trainer's."""
+    """Recorded ids matched with a trainer's ids."""
 
     channel: Channel
     partner: npt.NDArray[np.int64]
-    """The trainer's position of each recorded token; -1 if it has no such token there. Shape [tokens]."""
+    """The position of each recorded token in the trainer's ids; -1 if they lack it. Shape [tokens]."""
     first: int
-    """Position of the first recorded token that differs. Tokens before it have the same context."""
+    """Position of the first recorded token that differs. Up to it the context is the same."""
     changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDrift:
-    """Trained tokens that changed, counted over sequences."""
+    """Counts of trained tokens that changed, summed over sequences."""
 
     sequences: int = 0
     changed_sequences: int = 0
@@ -188,7 +189,7 @@ class TokenDrift:
     """The number of changed stretches of each of `CLASSES`."""
 
     def added(self, mask: npt.NDArray[np.bool_], found: Pairing | None) -> TokenDrift:
-        """Return the counts with one more sequence, `mask` its trained tokens; None stands for one without drift."""
+        """Return the counts with one more sequence. `mask` has its trained tokens, `found` is None without drift."""
         more = replace(self, sequences=self.sequences + 1, tokens=self.tokens + int(mask.sum()))
         if found is None:
             return more
@@ -203,12 +204,12 @@ class TokenDrift:
 
     @property
     def share(self) -> float:
-        """The share of the tokens that changed."""
+        """The share of trained tokens that changed."""
         return self.changed_tokens / self.tokens if self.tokens else 0.0
 
 
 def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pairing:
-    """Pair a trainer's ids with the recorded ones. A trainer's sequence that ends early was cut, which is no drift."""
+    """Match recorded ids with a trainer's ids. If the trainer's ids only end early, that is no drift."""
     found = compare(recorded, trainers, tokenizer)
     differences = [difference for difference in found.differences if difference.kind != "cut"]
     partner = found.partners()

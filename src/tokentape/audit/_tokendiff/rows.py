@@ -1,4 +1,4 @@
-"""Two files or data directories of ids, compared row by row, and written as text, as JSON and for CI systems."""
+"""Compare two files or data directories of ids row by row, and write the result as text, as JSON or for CI systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Comparison, Difference,
 from tokentape.chat._tokenizer import Tokenizer
 
 _TEXT = 60
-"""Characters of a side to show."""
+"""The number of characters to show of each side."""
 _MOST_IDS = 256
 _ABSENT = "absent"
 _VALUES = {"mask": "a token carries loss on one side only", "logprobs": "a token has another log-probability"}
@@ -30,35 +30,35 @@ _RULES = {**KINDS, **_VALUES, _ABSENT: "a row that only one side has"}
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """How one value per token, which both sides have, differs over the tokens that both have."""
+    """How the mask or the logprobs differ over the tokens that both sides have."""
 
     tokens: int
     differing: int
     first: int
     """Position on the recorded side of the first token that differs; -1 if none does."""
     largest: float
-    """Largest absolute difference that is a number."""
+    """Largest absolute difference; NaN is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowComparison:
-    """One row of both sides, compared."""
+    """The comparison of one row."""
 
     name: str
     line: int
-    """Of the recorded side."""
+    """The row's line on the recorded side, or on the only side that has it."""
     comparison: Comparison | None
-    """None for a row that only one side has."""
+    """None if only one side has the row."""
     only: str | None = None
-    """Which side that is: `expected` or `recorded`."""
+    """The only side that has the row, `expected` or `recorded`; None if both have it."""
     mask: ValueChange | None = None
-    """Which tokens carry loss; None if a side doesn't say."""
+    """How the masks of tokens that carry loss differ; None if a side has no mask."""
     logprobs: ValueChange | None = None
-    """Of the tokens that carry loss on both sides, as far as they say; None if a side has none."""
+    """How logprobs differ, over the tokens in the mask of each side that has one; None if a side has no logprobs."""
 
     @property
     def same(self) -> bool:
-        """True if both sides have it, with the same ids and values."""
+        """True if both sides have the row, with the same ids and values."""
         return self.comparison is not None and not self.comparison.differences and not self.changed_values
 
     @property
@@ -71,10 +71,11 @@ class RowComparison:
 def compare_rows(
     expected: Iterable[IdRow], recorded: Iterable[IdRow], tokenizer: Tokenizer, max_delta: float = 1e-3
 ) -> Iterator[RowComparison]:
-    """Compare rows of the same name, the first with the first where a name repeats; two single rows whatever they are.
+    """Compare rows with the same name, in order if a name repeats. Compare two single rows whatever their names.
 
-    A name without a partner belongs to the one name that begins with it. Logprobs may be `max_delta` nats apart. Rows
-    wait in memory until the other side has come to them, so files in the same order take next to none.
+    A row without a partner is compared with the only unmatched row with a name that begins with the row's name.
+    Logprobs may be `max_delta` nats apart. Rows wait in memory for their partners, so files in the same order take
+    almost no memory.
     """
     for one, other in _pairs(expected, recorded):
         if one is None or other is None:
@@ -101,7 +102,7 @@ def compare_rows(
 
 def _changed(one: npt.NDArray[Any], other: npt.NDArray[Any], places: npt.NDArray[Any], most: float) -> ValueChange:
     apart = np.abs(one.astype(np.float64) - other)
-    # Neither side has a number there, or only one has.
+    # NaN on both sides is no difference, NaN on one side is.
     differ = ~(apart <= most) & ~(np.isnan(one) & np.isnan(other))
     first = int(places[differ][0]) if differ.any() else -1
     return ValueChange(len(one), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
@@ -135,7 +136,7 @@ def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tup
 
 
 def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[IdRow, IdRow]]:
-    """Yield rows with the only one of `long` with a name that begins with theirs; whole parts of a name come first."""
+    """Pair rows with the only row of `long` with a name that begins with theirs; a match up to a colon comes first."""
     ordered = sorted(long, key=attrgetter("name"))
     names = [row.name for row in ordered]
     for name, many in Counter(row.name for row in short).items():
@@ -183,7 +184,7 @@ def row_summary(row: RowComparison) -> str:
 
 
 def _value_lines(row: RowComparison) -> dict[str, str]:
-    """Return a sentence for each value per token that differs, by its name."""
+    """Return a sentence for each of `mask` and `logprobs` that differs."""
     said = {}
     for name, one in row.changed_values.items():
         largest = f", by up to {one.largest:.3g} nats" if name == "logprobs" else ""
@@ -198,9 +199,9 @@ def printed(
     most: int,
     fail_on: Literal["error", "warning"] = "warning",
 ) -> Iterator[str]:
-    """Yield the lines of a format: text, json, junit, sarif or github.
+    """Yield the lines of a report in a format: text, json, junit, sarif or github.
 
-    `recorded` names the recorded side, and `fail_on` is the least that fails.
+    `recorded` is the name of the recorded side, `fail_on` the lowest severity that fails.
     """
     if file_format not in ("text", "json"):
         yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows), fail_on)
@@ -231,7 +232,7 @@ def _ci_case(row: RowComparison) -> CiCase:
         found = [CiFinding(_ABSENT, "error", f"{row.name}: absent", row_summary(row))]
         return CiCase(row.name, found, row_summary(row), row.line, [])
     values = _value_lines(row)
-    # Values first: annotations stop at some number.
+    # Values first, because CI systems limit the number of annotations.
     found = [CiFinding(name, "error", f"{row.name}: {name}", said) for name, said in values.items()]
     for one in row.comparison.differences:
         place = {

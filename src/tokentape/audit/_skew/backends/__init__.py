@@ -1,4 +1,4 @@
-"""Backends: everything that an audit can compare, with one interface. `open_backend` opens what a user names."""
+"""Backends: everything that an audit can compare, with one interface. `open_backend` opens one by name."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def open_backend(name: str, options: BackendOptions | None = None) -> Backend:
     """Open a backend by name, such as `models/qwen3`, `auto:models/qwen3` or `vllm:http://127.0.0.1:8000`.
 
     Raises:
-        InvalidRequest: nothing has that name.
-        TokenizerUnusable: it exists, but can't be read.
+        InvalidRequest: no file or folder has that name.
+        TokenizerUnusable: the file or folder can't be read.
         EngineError: the server does not answer.
 
     """
@@ -83,12 +83,12 @@ def _detected(path: Path) -> str:
     if path.suffix in _SUFFIXES:
         return _SUFFIXES[path.suffix]
     raise InvalidRequest(
-        f"can't tell what {path} is; say it with one of {_prefixes()}" if path.exists() else _nothing_at(path)
+        f"can't tell what {path} is; put one of these before it: {_prefixes()}" if path.exists() else _nothing_at(path)
     )
 
 
 def _nothing_at(path: str | Path) -> str:
-    return f"there is no {path}; a backend is a file or folder here, or one of {_prefixes()}"
+    return f"there is no {path}; expected a file or folder, or a name that begins with one of {_prefixes()}"
 
 
 def _prefixes() -> str:

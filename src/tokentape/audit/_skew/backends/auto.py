@@ -1,4 +1,4 @@
-"""The backend of transformers' AutoTokenizer on a folder, which most trainers run."""
+"""The backend that loads a folder with transformers' AutoTokenizer, as most trainers do."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class AutoBackend(Backend):
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
             cleans_up=bool(tokenizer.clean_up_tokenization_spaces),
-            notes=("templates are shown the date of this machine's clock",) if options.date is not None else (),
+            notes=("templates get this machine's date, not the given one",) if options.date is not None else (),
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
@@ -103,7 +103,7 @@ class AutoBackend(Backend):
 
 
 def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
-    """Return True if transformers made the same tokenizer of two folders: the same parts and the same switches."""
+    """Return True if transformers loaded the same tokenizer from two folders, with equal parts and settings."""
     one, other = ({**(side.facts.spec or {}), "truncation": None, "padding": None} for side in (a, b))
     names = ("special_tokens", "cleans_up", "vocab_size")
     switches = [[getattr(side.facts, name) for name in names] for side in (a, b)]
@@ -112,7 +112,7 @@ def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
 
 
 def unlike_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
-    """Return in words where two folders make transformers pad, or truncate, on different sides."""
+    """Describe the difference if transformers pads or truncates on different sides for two folders."""
     sides = [(name, *(getattr(one._tokenizer, name) for one in (a, b))) for name in ("padding_side", "truncation_side")]
     return [f"{name} is {one} in A and {other} in B" for name, one, other in sides if one != other]
 

@@ -1,4 +1,4 @@
-"""The interface of a backend: something that maps text and messages to ids, and facts about it."""
+"""The interface of backends, which map texts and conversations to ids, and the facts about a backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ text spells as control tokens. `mask`: says which tokens of a rendering carry lo
 
 @dataclass(frozen=True, slots=True)
 class SkewChat:
-    """The input of a chat template."""
+    """The input of a chat template. `generate` asks for the generation prompt."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -28,7 +28,7 @@ class SkewChat:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The result of rendering a conversation."""
+    """The result of rendering a conversation. `mask` is True for tokens that carry loss; None if unknown."""
 
     ids: list[int]
     text: str | None
@@ -38,7 +38,7 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class BackendToken:
-    """An added token, which is matched in text before anything else is done."""
+    """An added token, which is matched in a text before the text is split and encoded."""
 
     id: int
     content: str
@@ -66,17 +66,17 @@ class BackendFacts:
     """One more than the highest id."""
     template: str | None = None
     tool_template: str | None = None
-    """Source of its `tool_use` variant, which writes conversations with tools."""
+    """Source of its `tool_use` variant, which renders conversations with tools."""
     templates: Mapping[str, str] | None = None
     """Sources of its other variants by name; None if unknown, or if the user gave a template."""
     configuration: Mapping[str, Any] | None = None
     """Ids and embedding rows of config.json and generation_config.json, see `model_configuration`."""
     max_length: float | None = None
-    """The number of ids at which transformers truncates; None if there is no limit, or no such folder."""
+    """The number of ids at which transformers truncates; None if there is no limit, or it is unknown."""
     loading: Settings | None = None
-    """What transformers reads beside tokenizer.json, see `loading_settings`; None for what is not such a folder."""
+    """Settings that transformers reads from files other than tokenizer.json, see `loading_settings`."""
     date: str | None = None
-    """The date that templates are shown here, ISO 8601; None is today."""
+    """The date that templates get, ISO 8601; None is today."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Other variables of the template: special tokens, template kwargs."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Backend:
     reopened_as: str | None = None
     """The name by which another process can open this backend for encoding; None if it can't."""
     refused: Collection[str] = ()
-    """Texts that it was asked to encode, and refused: they have no ids."""
+    """Texts that it refused to encode."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """Return the ids of each text; with `special`, with the BOS and EOS that the backend puts around it."""
@@ -106,7 +106,8 @@ class Backend:
     def render(self, conversation: SkewChat) -> Rendering:
         """Return the ids of a conversation.
 
-        Raises `TemplateRefused` if the backend refuses it, `UnsupportedParameter` if it can't be asked at all.
+        Raises `TemplateRefused` if the backend refuses the conversation, `UnsupportedParameter` if it has no way to
+        render such a conversation.
         """
         raise TemplateRefused(f"{self.facts.name} has no chat template")
 

@@ -1,4 +1,4 @@
-"""The backend of the vocabulary in a GGUF file: what llama.cpp does with it, written as a tokenizer.json.
+"""The backend of GGUF files: a tokenizer.json that encodes as llama.cpp does with the file's vocabulary.
 
 llama.cpp does not normalize text for byte-level vocabularies. The name in `tokenizer.ggml.pre` says how it splits text;
 a file without one gets llama.cpp's default split, whatever the model was trained with.
@@ -25,14 +25,14 @@ _SPLIT_OF = {
     **dict.fromkeys(["gpt-4o", "llama4", "kanana2", "talkie"], "o200k_base"),
     **{name: name for name in ("tekken", "deepseek-v3", "kimi-k2")},
 }
-"""By `tokenizer.ggml.pre`, as read in llama.cpp's llama-vocab.cpp of November 2026."""
+"""Names of splits by `tokenizer.ggml.pre`, from llama.cpp's llama-vocab.cpp of November 2026."""
 
 _WHOLE_WORDS = (*_LLAMA3, "tekken")
-"""Names with which a word that is a token takes its id without merging, and BOS is added if the file says nothing."""
+"""Values of `tokenizer.ggml.pre` with which a word that is a token is not merged, and BOS is added by default."""
 
 _NO_BOS = ("glm4", "chatglm-bpe")
 _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
-"""What llama.cpp takes, by model, where the file names no id."""
+"""The special token ids that llama.cpp uses if the file names none, by `tokenizer.ggml.model`."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
@@ -40,7 +40,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
     """Open a GGUF file. Needs the package `gguf`.
 
-    Raises `TokenizerUnusable` if it is damaged, or has a kind of vocabulary that is not known here.
+    Raises `TokenizerUnusable` if it is damaged, or if its vocabulary or split is of an unknown kind.
     """
     path = Path(path)
     try:
@@ -57,10 +57,11 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         case "gpt2":
             pre = metadata.get("ggml.pre")
             if pre is None:
-                notes.append("the file has no tokenizer.ggml.pre: llama.cpp splits text by its default, for no model")
+                notes.append("the file has no tokenizer.ggml.pre: llama.cpp uses its default split, made for no model")
             split = _SPLIT_OF.get(pre or "default")
             if split is None:
-                raise TokenizerUnusable(f"{path}: tokenizer.ggml.pre is {pre!r}, a split that is not known here")
+                known = ", ".join(_SPLIT_OF)
+                raise TokenizerUnusable(f"{path}: tokenizer.ggml.pre is {pre!r}, an unknown split; expected {known}")
             spec = _byte_level_spec(metadata, split, whole_words=pre in _WHOLE_WORDS)
         case "llama":
             spec = _sentencepiece_spec(metadata)
@@ -180,7 +181,7 @@ def _common(
 
 
 def _special_id(metadata: Mapping[str, Any], which: str) -> int | None:
-    """Return the id that llama.cpp takes for a special token; None if it takes none."""
+    """Return the id that llama.cpp uses for a special token; None if it uses none."""
     count = len(metadata["ggml.tokens"])
     default = _DEFAULT_IDS[metadata["ggml.model"]].get(which)
     if default is not None and (default >= count or (which == "bos" and metadata.get("ggml.pre") in _NO_BOS)):

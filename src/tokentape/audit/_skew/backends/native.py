@@ -30,7 +30,7 @@ _O200K_RANKS = 190_000
 
 
 class SentencePieceBackend(Backend):
-    """`sentencepiece` on a model file. It never reads control tokens in text, and has no chat template."""
+    """Runs `sentencepiece` on a model file. It encodes control tokens in text as text, and has no chat template."""
 
     def __init__(self, name: str, path: str, options: BackendOptions) -> None:
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
@@ -65,7 +65,7 @@ class SentencePieceBackend(Backend):
 
 
 class MistralBackend(Backend):
-    """mistral-common on a file. It never reads control tokens in text, and renders without a chat template."""
+    """Runs mistral-common on a file. It encodes control tokens in text as text, and renders without a chat template."""
 
     def __init__(self, name: str, path: str, options: BackendOptions) -> None:
         file = Path(path) / "tekken.json" if Path(path).is_dir() else Path(path)
@@ -126,10 +126,10 @@ class MistralBackend(Backend):
 
 
 class TiktokenBackend(TemplateBackend):
-    """tiktoken on a file of ranks, which has neither the expression that splits text nor the control tokens.
+    """Runs tiktoken on a file of ranks. Such a file has no split expression and no control tokens.
 
-    `path#NAME` names one of `SPLITS`; the default depends on the number of ranks. The control tokens are those of a
-    tokenizer_config.json in the same folder.
+    `path#NAME` names the split, one of `SPLITS`; the default depends on the number of ranks. The control tokens come
+    from tokenizer_config.json in the same folder.
     """
 
     def __init__(self, name: str, path: str, options: BackendOptions) -> None:
@@ -141,7 +141,7 @@ class TiktokenBackend(TemplateBackend):
         split = split or ("o200k_base" if len(ranks) > _O200K_RANKS else "cl100k_base")
         if split not in SPLITS or len(SPLITS[split]) > 1:
             known = ", ".join(one for one, expressions in SPLITS.items() if len(expressions) == 1)
-            raise InvalidRequest(f"tiktoken takes one expression to split by; known are {known}, found {split!r}")
+            raise InvalidRequest(f"found split {split!r}; tiktoken takes a split of one expression: {known}")
         config = read_json(file.parent / "tokenizer_config.json")
         added = {
             token["content"]: BackendToken(
@@ -159,7 +159,7 @@ class TiktokenBackend(TemplateBackend):
                 mergeable_ranks=ranks,
                 special_tokens={token.content: token.id for token in added.values()},
             )
-        except Exception as error:  # of its Rust core, which has no narrower kinds
+        except Exception as error:  # its Rust core raises nothing narrower
             raise TokenizerUnusable(f"tiktoken does not take {file}: {error}") from error
         self.reopened_as = f"tiktoken:{file}#{split}"
         self._template, self._options = find_template(file.parent, config, options), options
@@ -178,7 +178,7 @@ class TiktokenBackend(TemplateBackend):
             date=options.date,
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
-            notes=(f"the split is taken to be that of {split}; name another with #NAME",) if assumed else (),
+            notes=(f"the split is assumed to be {split}; name another with #NAME",) if assumed else (),
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
@@ -202,7 +202,7 @@ class TiktokenBackend(TemplateBackend):
 
 
 def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[BackendToken]) -> dict[str, Any]:
-    """Return what tiktoken does as a tokenizer.json: the merges are all pairs of tokens that make a token, by rank."""
+    """Return a tokenizer.json that encodes as tiktoken does: its merges are all pairs that make a token, by rank."""
     merges: list[list[str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -228,7 +228,7 @@ def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[BackendToken])
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read the tokens of a file of ranks: lines of base64 and a number.
+    """Map tokens to ranks, read from a file with lines of a token in base64 and its rank.
 
     Raises `TokenizerUnusable` if the file has other lines.
     """

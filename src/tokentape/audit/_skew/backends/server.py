@@ -1,4 +1,4 @@
-"""The backend of a running server, which tokenizes, decodes and renders at its own endpoints."""
+"""The backend of a running server, which encodes, decodes and renders at the server's endpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokentape.types import Message
 _AT_ONCE = 16
 KINDS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "gateway": "gateway"}
 _OWNERS = {**{kind: kind for kind in KINDS}, "tokentape": "gateway"}
-"""Kinds by the owner that servers name in `/v1/models`."""
+"""Kinds of servers by `owned_by` in `/v1/models`."""
 _PATHS = {
     "vllm": ("/version",),
     "gateway": ("/version",),
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class _ServerInfo(msgspec.Struct):
-    """What a server says of itself, at the path of its kind."""
+    """The answer of a server at one of `_PATHS`."""
 
     version: str = ""
     build_info: str = ""
@@ -48,7 +48,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 class ServerBackend(Backend):
-    """A server of one of the kinds of `engines.tokenizing`. Use `open_server`."""
+    """A running server of one of `KINDS`. Use `open_server`."""
 
     def __init__(self, name: str, kind: str, http: HttpClient, loop: _Loop, options: BackendOptions) -> None:
         self._http, self._loop = http, loop
@@ -66,7 +66,7 @@ class ServerBackend(Backend):
         if self._chat_ids(SkewChat(_HELLO)) is not None:
             abilities.add("render")
         self.echoes = self._kind == "vllm" and "render" in abilities
-        """True if it tells the prompt that it sampled from."""
+        """True if replies have the ids of the prompt that the server sampled from."""
         ignored = [what for what, given in (("template", options.template), ("date", options.date)) if given]
         self.facts = BackendFacts(
             name=name,
@@ -91,19 +91,19 @@ class ServerBackend(Backend):
         return [self._texts[ids] for ids in asked]
 
     def render(self, conversation: SkewChat) -> Rendering:
-        """See `Backend`. Servers parse arguments in JSON text before their template sees them: not comparable."""
+        """See `Backend`. Arguments as JSON text are not supported: servers parse them before they render."""
         if any(_has_text_arguments(message) for message in conversation.messages):
-            raise UnsupportedParameter("a server's template is never shown arguments as text", "messages")
+            raise UnsupportedParameter("servers parse arguments that are JSON text before they render", "messages")
         last = conversation.messages[-1]["role"] if conversation.messages else ""
         if self._kind == "llamacpp" and last == "assistant":
-            raise UnsupportedParameter("llama.cpp goes on writing a last message of the assistant's", "messages")
+            raise UnsupportedParameter("llama.cpp continues a last message of role assistant", "messages")
         ids = self._chat_ids(conversation)
         if ids is None:
             raise TemplateRefused("the server refuses this conversation; see its log for the reason")
         return Rendering(ids, None)
 
     def echo(self, conversation: SkewChat) -> list[int] | None:
-        """Return the prompt that the server says it sampled from; None if it refuses or does not say."""
+        """Return the prompt ids that the server's reply reports; None if it refuses or reports none."""
         messages = [_wire(message) for message in conversation.messages]
         return self._loop.run(server_prompt_ids(self._http, self._model, messages, conversation.tools, self._kwargs))
 
@@ -148,7 +148,7 @@ def open_server(name: str, kind: str, url: str, options: BackendOptions) -> Serv
 
 
 class _Loop:
-    """An event loop in a thread of its own, so that an audit can run where another loop does."""
+    """An event loop in its own thread, so that an audit can run inside of another event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -166,7 +166,7 @@ class _Loop:
 
 
 async def _all(asked: Any) -> list[Any]:
-    """Ask all, some at once, and return the answers in order."""
+    """Await coroutines, at most `_AT_ONCE` at a time, and return the results in order."""
     free = asyncio.Semaphore(_AT_ONCE)
 
     async def one(coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -177,7 +177,7 @@ async def _all(asked: Any) -> list[Any]:
 
 
 async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, str]:
-    """Return a server's kind, detected if not given, and the name of its first model, empty if unknown.
+    """Return a server's kind, detected if `kind` is None, and the name of its first model, empty if unknown.
 
     Raises `InvalidRequest` if the kind can't be detected, `EngineError` and its kinds if the server can't be reached.
     """
@@ -191,7 +191,7 @@ async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, st
         kind = _OWNERS.get(first.owned_by) or await _detected(http)
     if kind is None:
         raise InvalidRequest(
-            f"can't tell what server that is: at /v1/models it is {first.owned_by!r}, expected one of "
+            f"can't tell the server's kind: owned_by in /v1/models is {first.owned_by!r}, expected one of "
             f"{', '.join(_OWNERS)}; name its kind"
         )
     return kind, first.id
@@ -206,7 +206,7 @@ async def _detected(http: HttpClient) -> str | None:
 
 
 async def _server_info(kind: str, http: HttpClient) -> _ServerInfo | None:
-    """Return what a server says at the paths of a kind; None if it is not of that kind."""
+    """Return the server's answer at the paths of a kind. Return None if the server is not of that kind."""
     for path in _PATHS[kind]:
         try:
             info = msgspec.json.decode(await http.get(path), type=_ServerInfo)

@@ -1,7 +1,7 @@
 """The backend of a tokenizer.json, from a file or built in memory, run by `tokenizers`, with its chat template.
 
-The template is rendered as transformers renders it: control tokens that messages spell are control tokens, and the text
-that the template writes is encoded without the tokenizer's own BOS and EOS.
+The template is rendered as transformers does: control tokens that messages spell become control tokens, and the
+rendered text is encoded without the tokenizer's own BOS and EOS.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class BackendOptions:
 
 
 class TemplateBackend(Backend):
-    """The base of backends that render a chat template here."""
+    """The base class of backends that render a chat template in this process."""
 
     _options: BackendOptions
     _template: ChatTemplate | None
 
     def rendered_text(self, template: ChatTemplate | None, conversation: SkewChat) -> str:
-        """Return what the template writes. Raises `TemplateRefused`."""
+        """Return the rendered text. Raises `TemplateRefused`."""
         if template is None:
             raise TemplateRefused("there is no chat template")
         return template.render(
@@ -79,7 +79,7 @@ class TemplateBackend(Backend):
 
 
 class SpecBackend(TemplateBackend):
-    """A tokenizer.json. `config` is the content of a tokenizer_config.json."""
+    """Runs a tokenizer.json with `tokenizers`. `spec` and `config` are parsed, `source` is the text of `spec`."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class SpecBackend(TemplateBackend):
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """See `Backend`. Raises `InvalidRequest` for text that is not valid Unicode.
 
-        Raises `TokenizerUnusable` for a text that `tokenizers` can't encode, as without a token for unknown pieces.
+        Raises `TokenizerUnusable` if `tokenizers` can't encode a text, for example without a token for unknown pieces.
         """
         try:
             return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
@@ -142,7 +142,7 @@ class SpecBackend(TemplateBackend):
             raise InvalidRequest("a text holds a lone surrogate, which is not valid Unicode") from error
         except Exception as error:  # the library raises nothing narrower
             name = self.facts.name
-            raise TokenizerUnusable(f"{name}: `tokenizers` loads it, and can't encode text by it: {error}") from error
+            raise TokenizerUnusable(f"{name}: `tokenizers` loads it, but can't encode text with it: {error}") from error
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
@@ -167,7 +167,8 @@ def open_json(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise TokenizerUnusable(
-            f"no tokenizer.json in {folder}. For other files say what they are: spm:, tiktoken:, mistral: or gguf:"
+            f"no tokenizer.json in {folder}. For other files, put their kind before the path: spm:, "
+            "tiktoken:, mistral: or gguf:"
         )
     config = read_json(folder / "tokenizer_config.json")
     notes = ["tokenizer_config.json has `auto_map`: code in the folder, not run here"] if "auto_map" in config else []
@@ -202,7 +203,7 @@ def require(module: str) -> Any:
 def load_spec(spec: Mapping[str, Any], source: str | None = None) -> tokenizers.Tokenizer:
     """Load the tokenizer of a tokenizer.json, without truncation and padding. `source` is its text.
 
-    Raises `TokenizerUnusable` if `tokenizers` does not take it.
+    Raises `TokenizerUnusable` if `tokenizers` rejects it.
     """
     tokenizer = from_text(source if source is not None else json.dumps(spec, ensure_ascii=False))
     tokenizer.no_truncation()
@@ -250,14 +251,14 @@ def _marked_template(template: ChatTemplate) -> ChatTemplate:
 
 
 def without_marks(template: str) -> str:
-    """Return the template with comments, which write nothing, in place of the tags of `{% generation %}` blocks."""
+    """Return the template with the tags of `{% generation %}` blocks turned into comments."""
     return _GENERATION.sub(r"{#\1 \3#}", template)
 
 
 def _with_marks(template: str) -> str:
-    """Return the template with two private characters in place of the tags of `{% generation %}` blocks.
+    """Return the template with the tags of `{% generation %}` blocks replaced by private characters.
 
-    White space around the tags is removed as around the original ones.
+    White space around them is trimmed as around the tags.
     """
 
     def marked(tag: re.Match[str]) -> str:
@@ -269,7 +270,7 @@ def _with_marks(template: str) -> str:
 
 
 def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without marks, and the ranges between them."""
+    """Return the text without the private characters of `_with_marks`, and the ranges that they enclosed."""
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
     at = start = 0
