@@ -73,7 +73,7 @@ def save_picture(url: str, path: Path) -> None:
         page = browser.new_page(viewport={"width": 1200, "height": 900}, locale="en-US", timezone_id="UTC")
         page.goto(url)
         page.locator(".chart").first.wait_for(timeout=60_000)
-        page.locator(".listhead", has_text="so far").wait_for(state="detached", timeout=600_000)
+        page.locator(".listhead", has_text="still missing").wait_for(state="detached", timeout=600_000)
         page.screenshot(path=path)
         browser.close()
 

@@ -136,6 +136,20 @@ def test_turns_and_sessions_are_gone_to(page: Page, site: Site) -> None:
         page.wait_for_selector(".row [data-i]")
 
 
+def test_a_session_of_a_filtered_list_keeps_to_it_in_another_tab(page: Page, site: Site) -> None:
+    page.goto(site.at("/sessions?search=small-00&sort=session&order=asc"))
+    until(page, "document.querySelectorAll('td.session a').length === 10")
+    address = page.locator("td.session a").nth(8).get_attribute("href")
+    with page.context.new_page() as other:
+        other.goto(site.at(str(address)[1:]))
+        other.wait_for_selector(".row [data-i]")
+        other.keyboard.press("J")
+        until(other, "document.title === 'small-009 · Tokentape'")
+        other.wait_for_selector(".row [data-i]")
+        other.keyboard.press("J")
+        other.get_by_text("No more session in the list").wait_for()
+
+
 def test_the_tree_follows_the_turn_in_view(page: Page, site: Site) -> None:
     page.set_viewport_size({"width": 1000, "height": 300})
     one = recorded(site, "shop")

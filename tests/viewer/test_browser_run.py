@@ -56,7 +56,7 @@ def figures(page: Page) -> dict[str, str]:
 def opened(page: Page, site: str, query: str = "") -> None:
     page.goto(f"{site}/view#/run{query}")
     page.wait_for_selector(".chart")
-    until(page, "!document.querySelector('.listhead').textContent.includes('so far')")
+    until(page, "!document.querySelector('.listhead').textContent.includes('still missing')")
 
 
 def run_beside(work: Coroutine[Any, Any, None]) -> None:
@@ -77,8 +77,9 @@ def test_each_version_is_pointed_at_by_keys_and_leads_to_its_sessions(
     versions = run_answer(page, site)["weights"]
     for one in [versions[-1], *reversed(versions)]:
         shown = figures(page)
+        assert shown["Reward"].endswith(f"at weights {one['weights']}")
         assert float(shown["Drift"].split()[0]) == pytest.approx(100 * one["drift"], rel=1e-3)
-        assert float(shown["Sampled tokens per session"]) == pytest.approx(one["length"], rel=1e-3)
+        assert float(shown["Sampled tokens per session"].split("at")[0]) == pytest.approx(one["length"], rel=1e-3)
         assert float(shown["Truncated turns"].split()[0]) == pytest.approx(100 * one["truncated"], rel=1e-3)
         forks = 100 * sum(one["forks"].values()) / one["turns"]
         assert float(shown["Forks per 100 turns"].split()[0]) == pytest.approx(forks, rel=1e-3)
@@ -106,6 +107,35 @@ def test_groups_are_those_of_a_key_and_lead_to_their_sessions(page: Page, site: 
     page.locator(".groups tbody a").first.click()
     page.wait_for_selector("td.session a")
     assert page.locator("td.session a").count() == SESSIONS // 4
+
+
+def test_groups_with_equal_rewards_are_counted_and_shown_alone(page: Page, site: str) -> None:
+    opened(page, site)
+    groups = run_answer(page, site)["groups"]
+    (equal,) = (one["value"] for one in groups if len(one["rewards"]) > 1 and len(set(one["rewards"])) == 1)
+    button = page.get_by_role("button", name="1 group with equal rewards (no advantage)")
+    button.click()
+    assert page.locator(".groups tbody td.key").all_inner_texts() == [equal]
+    button.click()
+    assert page.locator(".groups tbody tr").count() == len(groups)
+
+
+def test_a_run_that_is_being_measured_says_what_is_missing(page: Page, site: str) -> None:
+    answer = run_answer(page, site) | {"measured": 5, "of": SESSIONS}
+    page.route("**/api/run", lambda route: route.fulfill(json=answer))
+    page.route("**/api/run?*", lambda route: route.fulfill(json=answer))
+    page.goto(f"{site}/view#/run")
+    text = f"Measuring 5 of {SESSIONS} sessions, newest first; earlier weights are still missing"
+    page.get_by_text(text).wait_for()
+
+
+def test_the_best_versions_are_named(page: Page, site: str) -> None:
+    opened(page, site)
+    versions = run_answer(page, site)["weights"]
+    most = max(one["mean"] for one in versions if one["mean"] is not None)
+    (best,) = (one["weights"] for one in versions if one["mean"] == most)
+    text = page.locator(".chart", has=page.get_by_role("heading", name="Reward")).inner_text()
+    assert f"Best: {most:.4g} at weights {best}." in text
 
 
 def test_what_is_not_recorded_is_said_to_be(page: Page, site: str) -> None:

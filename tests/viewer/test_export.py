@@ -217,7 +217,7 @@ def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: View
         page.on("request", lambda request: problems.extend([request.url] if request.url[:5] != "file:" else []))
         page.goto(f"file://{tmp_path}/one.html")
         page.wait_for_selector(".row [data-i]")
-        page.get_by_role("button", name="Side by side").click()
+        page.get_by_role("button", name="Recorded vs. ").click()
         page.wait_for_selector(".sides")
         assert page.title() == f"{NAME} · Tokentape"
         page.goto(f"file://{tmp_path}/run.html#/run?group=nothing&search=nothing")
@@ -229,8 +229,25 @@ def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: View
         assert _count(page, "td.session a") == SESSIONS + 1
         page.locator("td.session a").nth(1).click()
         page.wait_for_selector(".row [data-i]")
+        page.keyboard.press("?")
+        keys = page.get_by_role("dialog").inner_text()
+        assert ("all sessions" in keys, "overview" in keys) == (True, False)
+        page.goto(f"file://{tmp_path}/run.html#/session/old")
+        page.get_by_text(f"it has the tokens of the newest {SESSIONS + 1} sessions").wait_for()
         assert page.evaluate("window.hurt") is None
         assert problems == []
+
+
+@pytest.mark.browser
+def test_the_file_says_how_many_sessions_it_has(
+    browser: Browser, viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokentape.viewer._export.MAX_PAGE", 3)
+    (tmp_path / "run.html").write_bytes(export_page(viewer).html)
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"file://{tmp_path}/run.html#/sessions")
+        page.get_by_text(f"the newest 3 of {SESSIONS + 1} sessions; the other ones are not in this file").wait_for()
 
 
 def _count(page: Page, selector: str) -> int:

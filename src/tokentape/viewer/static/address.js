@@ -9,10 +9,10 @@ export function parse(parts) {
   return { id: found.id, leaf: number(found.leaf), turn: number(found.turn), token: number(found.token), side: found.with, mode: found.view };
 }
 
-/** The link of an address; what is null or undefined is left out. */
-export function link({ id, leaf, turn, token, side, mode }) {
+/** The link of an address; what is null or undefined is left out. `list` is the query of the list that the session is of. */
+export function link({ id, leaf, turn, token, side, mode, list = "" }) {
   const parts = Object.entries({ session: id, leaf, turn, token, with: side, view: mode }).filter(([, value]) => value !== null && value !== undefined);
-  return `#/${parts.flat().map(encodeURIComponent).join("/")}`;
+  return `#/${parts.flat().map(encodeURIComponent).join("/")}${list && `?${list}`}`;
 }
 
 /** The leaf of an address: that leaf, the newest one after its turn, or without either the newest, main ones first. */

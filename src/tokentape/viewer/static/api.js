@@ -1,5 +1,7 @@
 // What the server is asked. The key stays in this tab and travels in a header only.
 
+import { count } from "./dom.js";
+
 const BASE = new URL("../api/", import.meta.url);
 const KEY = "tokentape.key";
 
@@ -23,12 +25,18 @@ export function setKey(key) {
 /** The answers that an exported file has in it, by path. */
 const inFile = JSON.parse(document.getElementById("answers")?.textContent ?? "null");
 
+/** How many sessions an exported file has with their tokens. */
+function holds() {
+  const whole = Object.keys(inFile).filter((path) => /^sessions\/[^/]+$/.test(path)).length;
+  return whole === 1 ? "1 session" : `the newest ${count(whole)} sessions`;
+}
+
 /** An answer of an exported file: base64 of what is compressed. */
 function answerInFile(path, query) {
   const part = query?.with ?? query?.group;
   // A run by a key that the file does not have is that by the first one.
   const found = inFile[part ? `${path}?${encodeURIComponent(part)}` : path] ?? (query?.group ? inFile[path] : undefined);
-  if (found === undefined) throw new Refused(404, "This file does not have it: it was exported without.");
+  if (found === undefined) throw new Refused(404, `This file does not have it: it has the tokens of ${holds()}.`);
   const bytes = Uint8Array.from(atob(found), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
 }

@@ -28,6 +28,11 @@ function nextTheme() {
   say(`Theme: ${document.documentElement.dataset.theme ?? "system"}`);
 }
 
+/** Views that this page does not have. */
+const missing = () => [about?.only_session && "run", !about?.overview && "overview"];
+
+const help = () => toggleHelp(missing());
+
 function drawTop() {
   const here = location.hash.split(/[/?]/)[1] || "sessions";
   const link = (name, text) =>
@@ -42,7 +47,7 @@ function drawTop() {
     about && !about.text && h("span", { class: "note", title: about.why_no_text }, "ids only"),
     hasKey() && h("button", { class: "quiet", onclick: signOut }, "Sign out"),
     h("button", { class: "quiet", onclick: nextTheme, title: "Theme (t)" }, h("span", { class: "word" }, "Theme: "), theme),
-    h("button", { class: "quiet", onclick: toggleHelp, title: "Keys (?)", "aria-label": "Keys" }, "?"),
+    h("button", { class: "quiet", onclick: help, title: "Keys (?)", "aria-label": "Keys" }, "?"),
   );
 }
 
@@ -128,7 +133,8 @@ const stored = localStorage.getItem("tokentape.theme");
 if (THEMES.includes(stored) && stored !== "system") document.documentElement.dataset.theme = stored;
 
 const go = (hash) => () => (location.hash = hash);
-listen({ "?": toggleHelp, t: nextTheme, "g s": go("#/sessions"), "g r": go("#/run"), "g o": go("#/overview") });
+const goIfThere = (view) => () => missing().includes(view) || go(`#/${view}`)();
+listen({ "?": help, t: nextTheme, "g s": go("#/sessions"), "g r": goIfThere("run"), "g o": goIfThere("overview") });
 addEventListener("hashchange", show);
 drawTop();
 show();

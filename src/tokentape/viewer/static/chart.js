@@ -67,6 +67,7 @@ export function chart(title, lines, { versions, text = real, about, none }) {
       ...lines.map(({ name, values }, order) =>
         h("span", { class: `of c${order}${known(values[at]) ? "" : " none"}` }, known(values[at]) ? text(values[at]) : "not recorded", name && h("small", {}, h("bdi", {}, ` ${name}`))),
       ),
+      h("small", { class: "at" }, "at weights ", h("bdi", {}, versions[at])),
     );
   };
   return { element, show };
@@ -86,7 +87,7 @@ function runs(values) {
 /** Rewards of a group as dots on a line from the least to the most of all groups. */
 export function strip(values, least, most) {
   const image = s("svg", { class: "strip", viewBox: "0 0 104 12", "aria-hidden": "true" });
-  image.append(s("line", { class: "zero", x1: 2, x2: 102, y1: 6, y2: 6 }));
-  for (const value of values) image.append(s("circle", { cx: 2 + (100 * (value - least)) / (most - least || 1), cy: 6, r: 2.6 }));
+  image.append(s("line", { class: "zero", x1: 3, x2: 101, y1: 6, y2: 6 }));
+  for (const value of values) image.append(s("circle", { cx: 4 + (96 * (value - least)) / (most - least || 1), cy: 6, r: 2.6 }));
   return image;
 }

@@ -5,11 +5,12 @@ import { fill, h } from "./dom.js";
 /** @type {Map<string, (event: KeyboardEvent) => void>} */
 let bound = new Map();
 
+/** Names, what it does, and the view that it leads to where a page may be without it. */
 const ALWAYS = [
   [["?"], "this list"],
   [["g", "s"], "all sessions"],
-  [["g", "r"], "run"],
-  [["g", "o"], "overview"],
+  [["g", "r"], "run", "run"],
+  [["g", "o"], "overview", "overview"],
   [["t"], "theme: as the system, light, dark"],
 ];
 
@@ -76,8 +77,8 @@ export function listen(always) {
   });
 }
 
-/** Show or hide the list of keys. */
-export function toggleHelp() {
+/** Show or hide the list of keys, without those of the views that `missing` names. */
+export function toggleHelp(missing) {
   const dialog = document.getElementById("help");
   if (dialog.open) {
     dialog.close();
@@ -94,7 +95,7 @@ export function toggleHelp() {
   fill(
     dialog,
     h("h2", { id: "help-title" }, "Keys"),
-    h("div", { class: "columns" }, ...[...sections, { title: "Everywhere", keys: ALWAYS }].map((one) => h("section", {}, ...table(one)))),
+    h("div", { class: "columns" }, ...[...sections, { title: "Everywhere", keys: ALWAYS.filter(([, , view]) => !missing.includes(view)) }].map((one) => h("section", {}, ...table(one)))),
     h("form", { method: "dialog" }, h("button", {}, "Close")),
   );
   dialog.showModal();

@@ -1,5 +1,6 @@
 // The sessions: searched, filtered, sorted, a page at a time.
 
+import { link } from "./address.js";
 import { Refused, getJson } from "./api.js";
 import { count, counted, fill, h, real, say, when } from "./dom.js";
 import { FILTERS, filterForm } from "./filters.js";
@@ -41,14 +42,33 @@ const MEANINGS = {
 
 /** Ids in the order in which they were last listed: for going from session to session. */
 let listed = [];
+/** The query of that list. */
+let listedBy = "";
 
-/** Go to the session that is so many further in the list; whether there is one. */
-export async function toNeighbour(id, by, signal) {
-  if (!listed.includes(id)) listed = (await getJson("sessions", { limit: 500 }, signal)).sessions.map((one) => one.session_id);
+function listedAs({ sessions }, query) {
+  listed = sessions.map((one) => one.session_id);
+  listedBy = query;
+}
+
+/** What the server is asked for, by what the address of a list says, without the page. */
+function asked({ page, keys, from, to, ...rest }) {
+  // From the first moment of a day to before the first of the next, where the reader is.
+  const day = (text, more) => text && new Date(`${text}T00:00`).setDate(new Date(`${text}T00:00`).getDate() + more) / 1000;
+  return { ...rest, since: day(from, 0), until: day(to, 1) };
+}
+
+/** Go to the session that is so many further in the list that `query` filters and sorts; whether there is one. */
+export async function toNeighbour(id, by, query, signal) {
+  if (!listed.includes(id) || listedBy !== String(query)) {
+    let found;
+    do found = await getJson("sessions", { ...asked(Object.fromEntries(query)), limit: 500 }, signal);
+    while (found.measured < found.of);
+    listedAs(found, String(query));
+  }
   const at = listed.indexOf(id);
   const next = at < 0 ? undefined : listed[at + by];
   if (next === undefined) say(`No ${by > 0 ? "more" : "earlier"} session in the list as it was shown last`);
-  else location.hash = `#/session/${encodeURIComponent(next)}`;
+  else location.hash = link({ id: next, list: String(query) });
   return next !== undefined;
 }
 
@@ -78,7 +98,7 @@ class ListPage {
     this.heads = h("tr");
     this.chips = h("span", { class: "chips" });
     this.columns = h("div", { class: "menubox" });
-    this.asRun = h("a", {}, "these as a run");
+    this.asRun = h("a", {}, "Charts of these sessions");
     fill(
       this.view.main,
       h(
@@ -164,19 +184,17 @@ class ListPage {
     history.replaceState(null, "", `#/sessions?${query}`);
   }
 
-  /** What the server is asked for, without the page. */
-  #query() {
-    const { page, keys, from, to, ...rest } = this.wanted;
-    // From the first moment of a day to before the first of the next, where the reader is.
-    const day = (text, more) => text && new Date(`${text}T00:00`).setDate(new Date(`${text}T00:00`).getDate() + more) / 1000;
-    return { ...rest, since: day(from, 0), until: day(to, 1) };
+  /** What the links of sessions say of this list: filters, and an order that is not the usual one. */
+  #ofList() {
+    const usual = { sort: "created", order: "desc", page: this.wanted.page, keys: this.wanted.keys };
+    return String(new URLSearchParams(Object.entries(this.wanted).filter(([name, value]) => value !== "" && value !== usual[name])));
   }
 
   async #load() {
-    const asked = (this.asked = (this.asked ?? 0) + 1);
+    const turn = (this.turn = (this.turn ?? 0) + 1);
     let found;
     try {
-      found = await getJson("sessions", { ...this.#query(), offset: this.#page * PAGE, limit: PAGE }, this.view.signal);
+      found = await getJson("sessions", { ...asked(this.wanted), offset: this.#page * PAGE, limit: PAGE }, this.view.signal);
     } catch (error) {
       if (error instanceof Refused && error.status === 400) {
         this.total.textContent = error.message;
@@ -184,9 +202,9 @@ class ListPage {
       }
       throw error;
     }
-    if (asked !== this.asked) return;
+    if (turn !== this.turn) return;
     this.found = found;
-    listed = found.sessions.map((one) => one.session_id);
+    listedAs(found, this.#ofList());
     this.#draw();
     clearTimeout(this.going);
     if (found.measured < found.of) this.going = setTimeout(() => this.#load().catch(this.view.failed), 200);
@@ -217,11 +235,13 @@ class ListPage {
   #draw() {
     const { total, measured, of, unreadable, sessions } = this.found;
     const filtered = FILTERS.some((name) => this.wanted[name]);
+    // An exported file has the newest sessions only.
+    const part = this.view.about.exported && sessions.length < total ? `the newest ${count(sessions.length)} of ` : "";
     this.total.textContent =
-      `${counted(total, "session")}${filtered ? " found" : ""}` +
+      `${part}${counted(total, "session")}${part ? "; the other ones are not in this file" : ""}${filtered ? " found" : ""}` +
       (of === undefined ? "" : measured < of ? `, among ${count(measured)} of ${count(of)} measured so far` : `, among the ${count(of)} newest`) +
       (unreadable ? `, ${count(unreadable)} unreadable` : "");
-    this.asRun.href = `#/run?${new URLSearchParams(Object.entries(this.#query()).filter(([name, value]) => value && !["sort", "order"].includes(name)))}`;
+    this.asRun.href = `#/run?${new URLSearchParams(Object.entries(asked(this.wanted)).filter(([name, value]) => value && !["sort", "order"].includes(name)))}`;
     const keys = this.#shownKeys();
     fill(this.heads, ...COLUMNS.map((column) => this.#head(column)), ...keys.map((key) => h("th", { scope: "col", class: "key" }, h("bdi", {}, key))));
     const focused = document.activeElement?.closest?.("tr")?.dataset.id;
@@ -231,7 +251,7 @@ class ListPage {
     this.#drawColumns(keys);
     fill(
       this.chips,
-      this.wanted.group_key && h("button", { class: "chip", onclick: () => this.#filterGroup("", ""), "aria-label": "Remove the group" }, h("bdi", {}, `group ${this.wanted.group_key} = ${this.wanted.group_value}`), " ✕"),
+      this.wanted.group_key && h("button", { class: "chip", onclick: () => this.#filterGroup("", ""), "aria-label": "Remove the group" }, h("bdi", {}, `${this.wanted.group_key} = ${this.wanted.group_value}`), " ✕"),
       ...this.#pairs().map((pair) => h("button", { class: "chip", onclick: () => this.#filterMetadata(pair, false), "aria-label": `Remove ${pair}` }, h("bdi", {}, pair), " ✕")),
     );
     const pages = Math.ceil(total / PAGE);
@@ -285,7 +305,7 @@ class ListPage {
     const row = h(
       "tr",
       { "data-id": one.session_id, onclick: (event) => this.#opened(event, one.session_id) },
-      h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("a", { href: `#/session/${encodeURIComponent(one.session_id)}` }, one.session_id)),
+      h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("a", { href: link({ id: one.session_id, list: this.#ofList() }) }, one.session_id)),
       cell("created time", when(one.created_at)),
       cell("verdict"),
       cell("role"),
@@ -325,7 +345,8 @@ class ListPage {
     if (drift === null) return void put("drift", this.view.about.text ? h("span", { class: "dim", title: "the tokenizer lacks an id of it" }, "–") : "–");
     const { changed_tokens: changed, tokens } = drift;
     const kinds = Object.entries(drift.classes).map(([kind, times]) => `${kind} ${times}`);
-    put("drift", changed ? h("span", { class: "badge drift", title: kinds.join(", ") }, `≠ ${count(changed)} of ${count(tokens)}`) : h("span", { class: "dim" }, "none"));
+    const of = `of ${counted(tokens, "sampled token")}: ${kinds.join(", ")}`;
+    put("drift", changed ? h("span", { class: "badge drift", title: of }, `≠ ${counted(changed, "token")}`) : h("span", { class: "dim" }, "none"));
   }
 
   /** Measure sessions that are listed. If that fails, the list stays. */
@@ -356,7 +377,7 @@ class ListPage {
 
   #opened(event, id) {
     if (event.target.closest("a, button") || String(getSelection())) return;
-    location.hash = `#/session/${encodeURIComponent(id)}`;
+    location.hash = link({ id, list: this.#ofList() });
   }
 
   #move(by) {

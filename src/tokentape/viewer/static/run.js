@@ -7,6 +7,18 @@ import { bindKeys } from "./keys.js";
 import { poll } from "./polling.js";
 
 const EVERY = 4000;
+/** So many of the versions with the best reward are named. */
+const BEST = 4;
+/** What headings of the table mean, where the heading is short. */
+const MEANINGS = {
+  length: "sampled tokens per session",
+  mean: "mean reward of the sessions that these weights began",
+  sd: "standard deviation of these rewards",
+  ratio: "mean of exp(trainer's logprob - recorded logprob)",
+  k3: "estimate of the KL divergence between trainer and sampler, per token",
+  ess: "effective sample size, as a share of the tokens",
+};
+
 const FILTERS = ["search", "metadata", "group_key", "group_value", "verdict", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
 
 const percent = (share) => (share === null ? "not recorded" : `${real(100 * share)} %`);
@@ -24,6 +36,7 @@ class RunPage {
     this.filters = Object.fromEntries(filters.map((name) => [name, view.query.get(name) ?? ""]).filter(([, value]) => value));
     this.group = view.query.get("group") ?? "";
     this.sorted = ["", 1];
+    this.onlyEqual = false;
     this.at = null;
     document.title = "Run · Tokentape";
   }
@@ -73,8 +86,10 @@ class RunPage {
 
   #drawHead({ measured, of, most, weights, unreadable }) {
     const all = `${of === most ? "the newest " : ""}${counted(of, "session")}`;
-    const progress = measured < of ? `${count(measured)} of ${all} measured so far` : all;
-    const filters = Object.entries(this.filters).flatMap(([name, value]) => value.split("\n").map((one) => (name === "metadata" ? one : `${name.replace("_", " ")} ${one}`)));
+    const progress = measured < of ? `Measuring ${count(measured)} of ${all}, newest first; earlier weights are still missing` : all;
+    const { group_key: key, group_value: of_key = "", ...others } = this.filters;
+    const filters = Object.entries(others).flatMap(([name, value]) => value.split("\n").map((one) => (name === "metadata" ? one : `${name.replace("_", " ")} ${one}`)));
+    if (key) filters.push(`${key} = ${of_key}`);
     this.latest = h("span", { class: "dim", "aria-live": "polite" });
     fill(
       this.parts.head,
@@ -83,7 +98,7 @@ class RunPage {
       unreadable > 0 && h("span", { class: "badge bad", title: "left out of all figures; `tokentape verify` says why" }, `${count(unreadable)} unreadable`),
       ...filters.map((text) => h("span", { class: "badge" }, h("bdi", {}, text))),
       filters.length > 0 && h("a", { href: "#/run" }, "all sessions"),
-      !this.view.about.exported && h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "list"),
+      !this.view.about.exported && h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "Sessions of this run"),
       h("span", { class: "space" }),
       this.latest,
     );
@@ -103,11 +118,11 @@ class RunPage {
     const versions = of("weights");
     const figure = (title, lines, options) => chart(title, lines, { versions, ...options });
     this.charts = [
-      figure("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: "Mean of the sessions that these weights began, and one standard deviation.", none: "No session has a reward." }),
+      figure("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: h("span", {}, "Mean of the sessions that these weights began, and one standard deviation.", best(weights)), none: "No session has a reward." }),
       figure("Sampled tokens per session", [{ values: of("length") }], { about: "Mean of the sessions that these weights began.", none: "No turn is recorded." }),
       figure("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "There is no tokenizer to measure it with." }),
-      figure("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective share", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column `trainer_logprobs`." }),
-      figure("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: "By cause.", none: "No turn is recorded." }),
+      figure("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective sample size", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column `trainer_logprobs`." }),
+      figure("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: causes.length ? "By cause." : "None in this run.", none: "No turn is recorded." }),
       figure("Truncated turns", [{ values: of("truncated") }], { text: percent, about: "Of the turns that were not aborted, those that ended by their token budget.", none: "Why turns ended is not recorded." }),
       figure("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Turns that were aborted, and calls that continued one.", none: "Files of trajectories do not have aborted turns." }),
       figure("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "Of all sessions together, since the first turn of these weights could begin.", none: "Turns have no times." }),
@@ -125,7 +140,8 @@ class RunPage {
       ...Object.entries(keys).map(([key, values]) => h("option", { value: key, selected: key === group }, `${key} (${counted(values, "value")})`)),
     );
     const [by, order] = this.sorted;
-    const shown = by ? groups.toSorted((a, b) => order * ((a[by] ?? Infinity) - (b[by] ?? Infinity))) : groups;
+    const some = this.onlyEqual ? groups.filter(collapsed) : groups;
+    const shown = by ? some.toSorted((a, b) => order * ((a[by] ?? Infinity) - (b[by] ?? Infinity))) : some;
     const heads = [["", "Group"], ["sessions", "Sessions"], ["mean", "Mean reward"], ["sd", "Spread"], ["", "Rewards"], ["length", "Sampled per session"], ["drift", "Drift"], ["", "Weights"]];
     const head = ([key, text]) =>
       h("th", { scope: "col", "aria-sort": key && key === by ? (order > 0 ? "ascending" : "descending") : null }, key ? h("button", { class: "sort", onclick: () => this.#sort(key) }, `${text}${key === by ? (order > 0 ? " ↑" : " ↓") : ""}`) : text);
@@ -139,7 +155,7 @@ class RunPage {
         h("label", { for: "group", class: "dim" }, "by"),
         select,
         group && h("span", { class: "dim" }, `${counted(total, "group")}${total > groups.length ? `, the ${count(groups.length)} newest` : ""}`),
-        without > 0 && h("span", { class: "badge warn", title: "all rewards are equal: every advantage is 0" }, `${count(without)} without spread`),
+        without > 0 && h("button", { class: "quiet", "aria-pressed": String(this.onlyEqual), title: "Show only these groups", onclick: () => this.#toggleEqual() }, h("span", { class: "badge warn" }, `${counted(without, "group")} with equal rewards (no advantage)`)),
       ),
       groups.length > 0 &&
         h(
@@ -173,13 +189,14 @@ class RunPage {
     fill(
       this.parts.table,
       h("summary", {}, "All figures as a table"),
+      h("p", { class: "dim about" }, Object.entries(MEANINGS).map(([name, meaning]) => `${name}: ${meaning}`).join("; "), "."),
       h(
         "div",
         { class: "tablebox", tabindex: "0", role: "region", "aria-label": "Figures" },
         h(
           "table",
           {},
-          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "weights"), ...columns.map(([name]) => h("th", { scope: "col" }, name.replaceAll("_", " "))))),
+          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "weights"), ...columns.map(([name]) => h("th", { scope: "col", title: MEANINGS[name] }, name.replaceAll("_", " "))))),
           h("tbody", {}, ...weights.toReversed().map((one) => h("tr", {}, h("td", { class: "weights" }, this.#link(this.#sessionsOf(one), h("bdi", {}, one.weights))), ...columns.map(([name, text]) => h("td", { class: "number" }, or(one[name], text)))))),
         ),
       ),
@@ -207,8 +224,15 @@ class RunPage {
     this.#drawGroups(this.found);
   }
 
+  #toggleEqual() {
+    this.onlyEqual = !this.onlyEqual;
+    this.#drawGroups(this.found);
+    this.parts.groups.querySelector("[aria-pressed]")?.focus();
+  }
+
   #setGroup(key) {
     this.group = key;
+    this.onlyEqual = false;
     history.replaceState(null, "", `#/run?${new URLSearchParams({ ...this.filters, group: key })}`);
     this.#look().catch(this.view.failed);
   }
@@ -236,6 +260,15 @@ class RunPage {
     const { weights: version, first_at: first, turns } = weights[here];
     fill(this.latest, h("bdi", {}, `weights ${version}`), ` · ${counted(turns, "turn")}${first ? ` · from ${when(first)}` : ""}`);
   }
+}
+
+/** The greatest mean reward and the versions that have it. */
+function best(weights) {
+  const most = Math.max(...weights.map((one) => one.mean ?? -Infinity));
+  const having = weights.filter((one) => one.mean === most).map((one) => h("bdi", {}, one.weights));
+  if (having.length === weights.length) return null;
+  const named = having.slice(0, BEST).flatMap((one, n) => (n ? [", ", one] : [one]));
+  return h("span", {}, ` Best: ${real(most)} at weights `, ...named, having.length > BEST && ` and ${count(having.length - BEST)} more`, ".");
 }
 
 /** Whether all rewards of a group are equal. */

@@ -201,7 +201,7 @@ class SessionPage {
   async toNeighbour(by) {
     holdKeys();
     try {
-      if (!(await toNeighbour(this.id, by, this.view.signal))) bindKeys(sessionKeys(this));
+      if (!(await toNeighbour(this.id, by, this.view.query, this.view.signal))) bindKeys(sessionKeys(this));
     } catch (error) {
       this.view.failed(error);
     }
@@ -383,13 +383,13 @@ class SessionPage {
   #link({ leaf = this.leaf, turn, token }) {
     const side = this.side === this.view.about.against[0] ? null : this.side;
     const mode = this.mode === "conversation" ? null : this.mode;
-    return link({ id: this.id, leaf, turn, token, side, mode });
+    return link({ id: this.id, leaf, turn, token, side, mode, list: String(this.view.query) });
   }
 
   otherSide() {
     const sides = this.#sides();
     if (sides.length > 1) this.setSide(sides[(sides.indexOf(this.side) + 1) % sides.length]);
-    say(this.side ? `Drift against: ${sideName(this.side)}` : "Nothing to compare with");
+    say(this.side ? `Compared with: ${sideName(this.side)}` : "Nothing to compare with");
   }
 
   #watch() {

@@ -4,7 +4,10 @@ import { sideName } from "./compare.js";
 import { count, counted, fill, h, real, when } from "./dom.js";
 import { verdictBadge } from "./tree.js";
 
-export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Side by side" };
+export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Recorded vs. retokenized" };
+
+/** The view that has both sides, by what the record is compared with. */
+const besideName = (side) => (side === null || side === "retokenized" ? MODES.beside : `Recorded vs. ${side === "rerendered" ? "rerendered" : "branch"}`);
 
 /**
  * Draw the heading of a session.
@@ -42,7 +45,7 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
  */
 export function drawTools(place, { mode, side, sides, comparison, problem }, page) {
   const tab = ([name, text]) =>
-    h("button", { "aria-pressed": String(mode === name), onclick: () => page.setMode(name), disabled: name === "beside" && !sides.length }, text);
+    h("button", { "aria-pressed": String(mode === name), onclick: () => page.setMode(name), disabled: name === "beside" && !sides.length }, name === "beside" ? besideName(side) : text);
   const select = h(
     "select",
     { id: "side", onchange: (event) => page.setSide(event.target.value) },
@@ -52,9 +55,9 @@ export function drawTools(place, { mode, side, sides, comparison, problem }, pag
     place,
     h("button", { class: "totree", "aria-expanded": "false", onclick: () => page.showTree() }, "Turns"),
     h("div", { class: "segmented", role: "group", "aria-label": "View" }, ...Object.entries(MODES).map(tab)),
-    sides.length && h("label", { for: "side" }, "drift against"),
+    sides.length && h("label", { for: "side" }, "compare with"),
     sides.length && select,
-    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [...comparison.classes().map(([name, times]) => `${name} ${times}`), counted(comparison.about.changed_tokens, "token")].join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}` : "no drift"),
+    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: comparison.classes().map(([name, times]) => `${name} ${times}`).join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}, ${counted(comparison.about.changed_tokens, "token")}` : "no drift"),
     comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
     comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
     mode !== "beside" && problem && h("span", { class: "dim" }, problem),

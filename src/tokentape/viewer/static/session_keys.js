@@ -53,9 +53,9 @@ export function sessionKeys(page) {
       [["W"], "change of weights before", () => page.toNext(weights(), -1, "change of weights")],
     ]),
     of("Views", [
-      [["s"], "side by side, or the conversation", () => page.setMode(page.beside ? "conversation" : "beside")],
+      [["s"], "recorded vs. retokenized, or the conversation", () => page.setMode(page.beside ? "conversation" : "beside")],
       [["v"], "every token, or the conversation", () => page.setMode(page.mode === "conversation" ? "tokens" : "conversation")],
-      [["d"], "drift against the other", () => page.otherSide()],
+      [["d"], "compare with the next side", () => page.otherSide()],
       [["c"], "copy the chosen ids, or all", ids],
       [["y"], "copy the link", () => copy(page.permalink(page.selection?.i), "the link")],
     ]),
