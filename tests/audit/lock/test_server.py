@@ -75,7 +75,7 @@ def test_a_server_that_tells_nothing_is_not_taken_for_unchanged(server: FakeServ
 
 def test_a_server_of_an_unknown_kind_is_refused(server: FakeServer, lock: Lock) -> None:
     server.reset({"/v1/models": models("somebody")})
-    with pytest.raises(InvalidRequest, match="it is 'somebody', expected one of vllm"):
+    with pytest.raises(InvalidRequest, match="is 'somebody', expected one of vllm"):
         asyncio.run(observe_server(lock, server.url))
 
 
