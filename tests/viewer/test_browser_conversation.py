@@ -268,7 +268,7 @@ def test_only_rows_near_the_view_are_drawn_side_by_side(page: Page, site: Site, 
     run_beside(site.store.write(SessionInfo("letters", 1.0), SETUP, turn))
     page.goto(site.at("/session/letters/view/beside"))
     page.wait_for_selector(".sides.changed")
-    differences = int(page.locator(".driftcount").inner_text().split()[1].replace(",", ""))
+    differences = int(page.locator(".driftcount").inner_text().split()[3].replace(",", ""))
     assert differences > 1000
     assert page.evaluate("document.querySelectorAll('*').length") < 5_000
     page.keyboard.press("p")

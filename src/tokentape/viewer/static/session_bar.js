@@ -57,7 +57,7 @@ export function drawTools(place, { mode, side, sides, comparison, problem }, pag
     h("div", { class: "segmented", role: "group", "aria-label": "View" }, ...Object.entries(MODES).map(tab)),
     sides.length && h("label", { for: "side" }, "compare with"),
     sides.length && select,
-    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: comparison.classes().map(([name, times]) => `${name} ${times}`).join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}, ${counted(comparison.about.changed_tokens, "token")}` : "no drift"),
+    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [counted(comparison.changes.length, "difference"), ...comparison.classes().map(([name, times]) => `${name} ${times}`)].join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.about.changed_tokens, "token")}, ${counted(comparison.changes.length, "difference")}` : "no drift"),
     comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
     comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
     mode !== "beside" && problem && h("span", { class: "dim" }, problem),
