@@ -25,7 +25,7 @@ from tokentape.demo import MODEL
 from tokentape.engines._base import ChatServer, Engine, EngineInfo, LogprobsMode
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import served_as
+from tokentape.engines._identity import refuse_gateway, served_as
 from tokentape.engines._image_processor import find_image_processor
 from tokentape.engines._remote import RemoteEngine
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
@@ -247,7 +247,9 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
     from tokentape.engines._opening import open_engine
 
     _log.info("asking %s what it serves, and comparing it with the model folder", url)
+    http = HttpClient(url, api_key=config.api_key, timeouts=config.timeouts)
     try:
+        await refuse_gateway(http)
         engine = await open_engine(
             config.kind,
             url,
@@ -259,6 +261,8 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
         )
     except EngineUnavailable as error:
         raise EngineUnavailable(f"{url}: {error}") from None
+    finally:
+        await http.close()
     return engine if guard is None else await guard(engine)
 
 

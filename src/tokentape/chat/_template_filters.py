@@ -212,7 +212,9 @@ def _refuse_format(text: str, values: tuple[Any, ...]) -> None:
     usage().items(text.count("{"))
     fields = [one for one in string.Formatter().parse(text) if one[1] is not None]
     if any("{" in (spec or "") or not re.fullmatch(r"\w*", field or "") for _, field, spec, _ in fields):
-        raise jinja2.TemplateError("it formats with a width that is given, or with a part of a value")
+        raise jinja2.TemplateError(
+            "its string format takes the width from an argument (`{:{}}`), or a part of a value (`{0.x}`, `{0[x]}`)"
+        )
     kinds = {kind for *_, kind in fields if kind}
     written = len(fields) * max((_written(one, kinds) for one in values), default=0)
     _refuse_formatted([n for *_, spec, _ in fields for n in _NUMBERS.findall(spec or "")], written)

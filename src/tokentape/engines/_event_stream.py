@@ -31,7 +31,7 @@ class SseReader:
 
     @property
     def pending(self) -> bool:
-        """Whether an event has begun and not ended. At the end of a stream this means that the stream was cut off."""
+        """Whether an event has begun and not ended. True at the end of a stream means that the stream was cut off."""
         return bool(self._line or self._data)
 
     def feed(self, chunk: bytes) -> list[bytes]:

@@ -67,18 +67,19 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def served_cards(http: HttpClient) -> list[Card]:
-    """Return the models that `/v1/models` lists.
-
-    Raises `EngineError` or a subclass, also if it lists none, and `InvalidRequest` for a Tokentape gateway.
-    """
+    """Return the models that `/v1/models` lists. Raises `EngineError` or a subclass, also if it lists none."""
     cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
-    if any(card.owned_by == "tokentape" for card in cards):
-        raise InvalidRequest(
-            "this is the address of a Tokentape gateway, not of an engine; give the engine's own address", "engine_url"
-        )
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
     return cards
+
+
+async def refuse_gateway(http: HttpClient) -> None:
+    """Raise `InvalidRequest` if the server is a Tokentape gateway: its record would get the calls of this one too."""
+    if any(card.owned_by == "tokentape" for card in await served_cards(http)):
+        raise InvalidRequest(
+            "this is the address of a Tokentape gateway, not of an engine; give the engine's own address", "engine_url"
+        )
 
 
 def chosen(cards: Sequence[Card], name: str | None) -> Card:

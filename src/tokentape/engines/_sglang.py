@@ -46,8 +46,8 @@ _CACHE_SALT = (0, 5, 18)
 class SglangEngine(RemoteEngine):
     """An SGLang server. Open it with `open`.
 
-    A completion also ends at the model's own end-of-sequence ids if there are `stop_token_ids`: the server has one
-    switch for both. Without `stop_token_ids` neither ends it.
+    SGLang's `ignore_eos` switches off both `stop_token_ids` and the model's own end-of-sequence ids. So with
+    `stop_token_ids` a completion also ends at the latter; without them it ends at stop strings and `max_tokens` only.
     """
 
     _abort_path = "/abort_request"

@@ -305,9 +305,10 @@ class TransformersEngine:
     async def push_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False
     ) -> None:
-        """Use other weights from this process, by their names in the model's state dict; see `update_weights`.
+        """Sample with these tensors of this process from now on, named as in the model's state dict.
 
-        They are copied, on another thread. Of two tied ones one is enough; with `partial`, the others stay.
+        See `update_weights`. Returns once a thread has copied them. Of two tied weights one is enough. With `partial`,
+        weights that are not given keep their values.
 
         Raises:
             EngineError: a tensor is unknown or of another shape, or unless `partial` one is missing.

@@ -67,7 +67,10 @@ class Pins:
 
     @classmethod
     def read(cls, pinned: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = True) -> Self:
-        """Return the pins given as JSON objects. Without `strict` numbers may be strings. Raises `InvalidRequest`."""
+        """Return the pins of two JSON objects: what callers can't change, and what holds where a call sets nothing.
+
+        Numbers may be strings unless `strict`. Raises `InvalidRequest` for an unknown name or a wrong value.
+        """
         return cls(_read(pinned, "pin", strict=strict), _read(defaults, "default", strict=strict))
 
     def with_session(self, metadata: Mapping[str, Any]) -> Pins:

@@ -77,7 +77,7 @@ def _names(folder: DirFileSystem) -> list[str]:
 
 
 def _write(folder: DirFileSystem, name: str, source: IO[bytes]) -> None:
-    """Write a file. On a local disk it is durable when this returns."""
+    """Write `source` to the file `name`. On a local disk it is durable (fsynced) when this returns."""
     path = f"{folder.path}/{name}"
     if "file" in folder.fs.protocol:
         with durable_file(Path(path)) as sink:

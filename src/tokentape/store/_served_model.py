@@ -42,7 +42,7 @@ def read_served_model(directory: str | Path) -> ServedModel | None:
     try:
         return ServedModel(**json.loads(path.read_bytes()))
     except (TypeError, ValueError):
-        raise StoreCorrupt(f"{path} is damaged; delete it and name the model folder instead") from None
+        raise StoreCorrupt(f"{path} is damaged; delete it and pass the model folder instead") from None
 
 
 def served_tokenizer(served: ServedModel | None) -> Tokenizer | str:

@@ -206,7 +206,7 @@ class Snapshots:
             return read(connection, *arguments)
 
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
-        """Read the contents. Return their digest and the fields of a manifest."""
+        """Read a snapshot's trajectories. Return the digest of their lines, and the fields of its manifest."""
         hasher, names, sessions = hashlib.sha256(), ExtraNames(), []
         counts, verdicts = Counter[str](), Counter[str]()
         for stored in self.sessions(snapshot_id):

@@ -343,8 +343,8 @@ class _Tally:
         if self._tokenizer is None:
             if not np.array_equal(one.token_ids[: len(ids)], ids):
                 raise InvalidRequest(
-                    f"session {one.session_id!r}, leaf {one.leaf}: the trainer has other ids than were recorded, and "
-                    "there is no tokenizer to tell whether it has another text: name the model folder"
+                    f"session {one.session_id!r}, leaf {one.leaf}: the trainer's ids differ from the recorded "
+                    "ones; to compare the texts too, pass the model folder"
                 )
             partner = np.where(np.arange(len(one.token_ids)) < len(ids), np.arange(len(one.token_ids)), -1)
             return Pairing("numeric", partner, len(one.token_ids))

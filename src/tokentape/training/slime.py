@@ -45,11 +45,13 @@ def generating(
     directory: Path | str | None = None,
     stop_rule: StopRule | None = None,
 ) -> Callable[..., Awaitable[list[Any]]]:
-    """Return a function for `--custom-generate-function-path`: runs the agent, a `Sample` per branch of its session.
+    """Return a function for slime's `--custom-generate-function-path` that runs the agent.
+
+    It returns a `Sample` for each branch of the agent's session.
 
     A rollout whose agent raised, took longer than `seconds`, sampled nothing or was aborted becomes one sample without
-    loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions are recorded in `directory`, or
-    not kept.
+    loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions stay in `directory`; without one
+    they are deleted once they are read. `stop_rule` is given every sample.
     """
     found = imported(agent, "agent")
 

@@ -138,7 +138,7 @@ def test_a_phantom_edit_without_another_way_stays_one(qwen: Renderer) -> None:
 
 def test_a_ban_on_an_engine_without_alternatives_is_refused(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, alternatives=False)
-    with pytest.raises(InvalidRequest, match="no alternatives per token"):
+    with pytest.raises(InvalidRequest, match="returns no top logprobs"):
         run(engine, qwen, ProbeSettings(ban=True), RIGHTS)
     with pytest.raises(InvalidRequest, match="temperature 0"):
         run(engine, qwen, ProbeSettings(ban=True, temperature=1.0), RIGHTS)

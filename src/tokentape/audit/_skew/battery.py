@@ -41,7 +41,7 @@ def texts() -> dict[str, tuple[str, ...]]:
 
 
 def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield each control token alone, in words, and with white space around it."""
+    """Yield texts with each control token: alone, between letters, and with white space around it."""
     for token in tokens:
         yield token
         yield f"a{token}b"
