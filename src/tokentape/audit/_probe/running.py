@@ -91,8 +91,8 @@ async def run_trials(
         raise InvalidRequest("ids are banned in greedy decoding only: set temperature 0", "ban")
     if settings.ban and "top_logprobs" not in engine.info.sampling:
         raise InvalidRequest(
-            f"the engine {engine.info.name} returns no top logprobs, which a probe with banned ids needs; probe without "
-            "them, or use an engine that does",
+            f"the engine {engine.info.name} returns no top logprobs, which a probe with banned ids needs; probe "
+            "without them, or use an engine that does",
             "ban",
         )
     room = asyncio.Semaphore(settings.concurrency)
