@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,49 @@ NAMING_CONFIGS = ("config.json", "processor_config.json", "preprocessor_config.j
 """Files that name image, audio and other control tokens."""
 
 
+_HAS_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
+
+
 def from_text(source: str) -> tokenizers.Tokenizer:
     """Load the text of a tokenizer.json with `tokenizers`. Raises `TokenizerUnusable` if the library refuses it."""
+    refuse_short_merges(source)
     try:
         return tokenizers.Tokenizer.from_str(source)
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:
+        if not is_refusal(error):
+            raise
         raise TokenizerUnusable(f"tokenizers {tokenizers.__version__} does not take it: {error}") from error
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether a library in Rust raises this for a file or an input: its panics are no `Exception`."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def refuse_short_merges(source: str) -> None:
+    """Raise `TokenizerUnusable` if the prefix of continued pieces does not fit the merges of a tokenizer.json.
+
+    `tokenizers` removes as many bytes as the prefix has from the second piece of each merge. If the piece is shorter,
+    it panics. If a character is cut, the whole process may end, which nothing can catch.
+    """
+    if not _HAS_PREFIX.search(source):
+        return
+    try:
+        model = json.loads(source)["model"]
+        prefix, merges = model["continuing_subword_prefix"], model.get("merges") or ()
+        seconds = [(one.split(" ") if isinstance(one, str) else one)[1] for one in merges]
+        size = len(prefix.encode())
+        pieces = {piece: piece.encode() for piece in seconds}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return  # `tokenizers` says what is wrong with such a file
+    for piece, raw in pieces.items():
+        cut = raw[size : size + 1]
+        if len(raw) < size or (cut and cut[0] & 0xC0 == 0x80):
+            raise TokenizerUnusable(
+                f"continuing_subword_prefix is {prefix!r} in tokenizer.json, and {piece!r}, the second piece of a"
+                " merge, does not begin with it: `tokenizers` can't load that. Set continuing_subword_prefix to what"
+                " the merges were made with, null for most models, or take tokenizer.json from the original model."
+            )
 
 
 def _token_text(value: Any) -> str | None:

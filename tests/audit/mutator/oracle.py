@@ -8,6 +8,8 @@ for "the audit missed a difference", and not for "the audit raised a false alarm
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +51,14 @@ def attempt(call: Callable[[], Any]) -> Any:
         raise Refused(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
+def _try_apart(file: Path) -> None:
+    """Load a file in another process. Raises `Refused` if the process is ended by it, as by a panic within a panic."""
+    load = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1])"
+    code = subprocess.run([sys.executable, "-c", load, str(file)], capture_output=True, timeout=300).returncode
+    if code < 0:
+        raise Refused(f"the process ends with signal {-code}")
+
+
 class View:
     """What plain `tokenizers` and transformers make of one model folder; what is asked twice is kept."""
 
@@ -58,12 +68,17 @@ class View:
 
     @cached_property
     def as_loaded(self) -> tokenizers.Tokenizer:
+        return self._loaded()
+
+    def _loaded(self) -> tokenizers.Tokenizer:
+        if attempt(lambda: self.model.docs[TOKENIZER]["model"].get("continuing_subword_prefix")):
+            _try_apart(self.folder / TOKENIZER)
         return attempt(lambda: tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER)))
 
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer without truncation and padding."""
-        made = attempt(lambda: tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER)))
+        made = self._loaded()
         made.no_truncation()
         made.no_padding()
         return made

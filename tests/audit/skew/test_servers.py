@@ -37,6 +37,24 @@ def test_a_token_that_a_server_spells_otherwise_is_found_by_the_vocabulary(kind:
     assert " pears" in shown, [(one.kind, one.example, one.where) for one in report.findings]
 
 
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_merges_in_another_order_in_a_server_are_found_by_a_text_for_which_they_compete(ignore_merges: bool) -> None:
+    """Each token is spelled alike by both sides, and no text of the battery has both merges."""
+    model = {**base(TINY).spec["model"], "ignore_merges": ignore_merges}
+    swapped = list(model["merges"])
+    one, other = (swapped.index(merge) for merge in (["D", "e"], ["e", "gg"]))
+    swapped[one], swapped[other] = swapped[other], swapped[one]
+    ours, theirs = (
+        base(TINY).side(spec={**base(TINY).spec, "model": {**model, "merges": merges}})
+        for merges in (model["merges"], swapped)
+    )
+    assert ours.encode(["Degg"]) != theirs.encode(["Degg"])
+    with serving("vllm", theirs) as url:
+        report = audit(ours, f"vllm:{url}")
+    shown = [one.example for one in report.findings if "competing merges" in one.where]
+    assert "Degg" in shown, [(one.kind, one.example, one.where) for one in report.findings]
+
+
 def test_a_gateway_is_asked_for_texts_only() -> None:
     with serving("gateway", healthy(TINY)) as url:
         side = open_backend(f"gateway:{url}")

@@ -177,12 +177,15 @@ class _Run:
         else:
             spelled = re.compile("|".join(map(re.escape, added)) or "(?!)")
             groups = {name: [text for text in some if not spelled.search(text)] for name, some in groups.items()}
-        spellings = groups.pop("vocabulary") if self._asks_a_server() else ()
+        lines = {"competing merges": groups.pop("competing merges", ())}
+        if self._asks_a_server():
+            lines["vocabulary"] = groups.pop("vocabulary")
         texts = battery.by_text(groups)
-        self.tried["encode"] = len(texts) + len(spellings)
+        self.tried["encode"] = len(texts) + sum(map(len, lines.values()))
         self.longest = max(map(len, texts))
         differing = compare_texts(self.a, self.b, texts)
-        differing += compare_in_blocks(self.a, self.b, spellings, "vocabulary")
+        for group, some in lines.items():
+            differing += compare_in_blocks(self.a, self.b, some, group)
         self._add(*explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
         if not self._able("special", "special", "BOS and EOS"):
             return

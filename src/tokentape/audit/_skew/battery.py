@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tokentape.audit._skew.backends.base import Backend, SkewChat, with_text_arguments
 from tokentape.audit._skew.known_parts import is_byte_level
-from tokentape.audit._skew.parts import Spec, lacking_merges, part_of
+from tokentape.audit._skew.parts import Merge, Spec, applied_merges, lacking_merges, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.types import Message, Tool
@@ -74,6 +74,8 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
     if len(specs) == 1:  # the merges of the other side are not known
         spellings |= dict.fromkeys(map(_merged, spellings))
     found = {"vocabulary": tuple(spellings)}
+    if len(specs) == 1:
+        found["competing merges"] = tuple(dict.fromkeys(map(_merged, _competing_texts(specs[0]))))
     parts = set(differing)
     if parts & {"merges", "settings"}:
         found["merges"] = tuple(dict.fromkeys(_merge_texts(*specs)))
@@ -129,6 +131,31 @@ def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
         rivals = (one for one in {**ours, **theirs} if len(one) == 2 and (one[0] == right or one[1] == left))
         for one in islice(rivals, _MOST_RIVALS):
             yield _text(left + right + one[1] if one[0] == right else one[0] + left + right, byte_level=byte_level)
+
+
+def _competing_texts(spec: Spec) -> Iterator[str]:
+    """Yield texts in which two merges compete for a piece, each merge with its nearest rivals by rank.
+
+    Merges compete only for a piece that ends one and begins the other. A merge that is moved past any rival is moved
+    past its nearest one.
+    """
+    byte_level = is_byte_level(spec)
+    at_piece: dict[str, tuple[list[Merge], list[Merge]]] = {}
+    applied = [merge for merge in applied_merges(part_of(spec, "merges")) if len(merge) == 2]
+    ranks: dict[Merge, int] = {merge: rank for rank, merge in enumerate(applied)}
+    for merge in ranks:
+        for piece, begins in ((merge[1], 0), (merge[0], 1)):
+            at_piece.setdefault(piece, ([], []))[begins].append(merge)
+    for piece, (ending, beginning) in at_piece.items():
+        by_rank = [(ranks[one], side, one) for side, some in enumerate((ending, beginning)) for one in some]
+        for ordered in (sorted(by_rank), sorted(by_rank, reverse=True)):
+            last: list[Merge | None] = [None, None]
+            for _, side, one in ordered:
+                last[side] = one
+                if (rival := last[1 - side]) is not None:
+                    before, after = (one, rival) if side == 0 else (rival, one)
+                    if text := _text(before[0] + piece + after[1], byte_level=byte_level):
+                        yield text
 
 
 def _strings(part: str, spec: Spec) -> Iterator[str]:

@@ -192,6 +192,12 @@ def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge
     return found
 
 
+def applied_merges(merges: Sequence[Merge]) -> list[Merge]:
+    """Return the merges of a list that are applied in some text, each once, in their order."""
+    ranks = _ranks(merges)
+    return [merge for merge in dict.fromkeys(merges) if _applied(merge, ranks)]
+
+
 def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) -> bool:
     """Return True if merging the text of each token gives that token, so that `ignore_merges` has no effect."""
     if not isinstance(model["vocab"], Mapping):

@@ -13,6 +13,7 @@ from tokentape.audit._model_files import max_length, model_configuration
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, added_of, hashes, makes_masks
 from tokentape.chat._template import plain_message, read_source
+from tokentape.chat._tokenizer_files import is_refusal, refuse_short_merges
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
 _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
@@ -29,11 +30,15 @@ class AutoBackend(Backend):
             from transformers import AutoTokenizer
         except ImportError:
             raise TokenizerUnusable("transformers is not installed; run: pip install 'tokentape[hf]'") from None
+        if (file := Path(path) / "tokenizer.json").is_file():
+            refuse_short_merges(file.read_text(encoding="utf-8", errors="replace"))
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 path, use_fast=self.use_fast, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # transformers raises the errors of its tokenizers and files
+        except BaseException as error:  # transformers raises the errors of its tokenizers and files
+            if not is_refusal(error):
+                raise
             raise TokenizerUnusable(f"AutoTokenizer can't load {path}: {type(error).__name__}: {error}") from error
         if options.template is not None:
             tokenizer.chat_template = read_source(options.template)

@@ -28,7 +28,7 @@ from tokentape.audit._model_files import (
 )
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
-from tokentape.chat._tokenizer_files import from_text, named_special_tokens, read_json
+from tokentape.chat._tokenizer_files import from_text, is_refusal, named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -140,7 +140,9 @@ class SpecBackend(TemplateBackend):
             return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
         except TypeError as error:
             raise InvalidRequest("a text holds a lone surrogate, which is not valid Unicode") from error
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:
+            if not is_refusal(error):
+                raise
             name = self.facts.name
             raise TokenizerUnusable(f"{name}: `tokenizers` loads it, but can't encode text with it: {error}") from error
 

@@ -1,0 +1,75 @@
+"""Files on which `tokenizers` panics, or ends the process: an error with what to do, from every face of the audit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokentape.chat import _tokenizer_files as tokenizer_files
+from tokentape.demo import MODEL
+from tokentape.errors import TokenizerUnusable
+
+PANICS, ENDS = "##", "#"
+"""A prefix longer than the second pieces of merges, and one that ends within a character of such a piece."""
+
+
+def _folder(tmp_path: Path, prefix: str) -> Path:
+    folder = tmp_path / "mutant"
+    shutil.copytree(MODEL, folder)
+    spec = json.loads((folder / "tokenizer.json").read_bytes())
+    if prefix == ENDS:
+        spec["model"]["merges"].insert(0, ["a", "\u0120"])
+        spec["model"]["vocab"]["a\u0120"] = 1 + max(spec["model"]["vocab"].values())
+    spec["model"]["continuing_subword_prefix"] = prefix
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokentape", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("prefix", [PANICS, ENDS])
+def test_the_library_does_panic_or_end_the_process(tmp_path: Path, prefix: str) -> None:
+    load = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1])"
+    file = _folder(tmp_path, prefix) / "tokenizer.json"
+    done = subprocess.run([sys.executable, "-c", load, str(file)], capture_output=True, text=True, timeout=300)
+    assert "PanicException" in done.stderr if prefix == PANICS else done.returncode < 0
+
+
+@pytest.mark.parametrize("prefix", [PANICS, ENDS])
+@pytest.mark.parametrize("side", ["", "auto:"])
+def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path: Path, side: str, prefix: str) -> None:
+    done = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
+    assert done.returncode == 1, done.stderr
+    assert f"continuing_subword_prefix is {prefix!r}" in done.stderr
+    assert "Set continuing_subword_prefix to" in done.stderr
+    assert not {"Traceback", "panicked"} & {word for line in done.stderr.splitlines() for word in line.split()}
+
+
+def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_check(tmp_path: Path) -> None:
+    lock = tmp_path / "tokentape.lock"
+    assert _run("lock", MODEL, "-o", lock).returncode == 0
+    done = _run("check", lock, _folder(tmp_path, ENDS))
+    assert done.returncode == 1, done.stderr
+    assert "continuing_subword_prefix" in done.stderr
+
+
+def test_any_panic_of_the_library_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_files, "refuse_short_merges", lambda source: None)
+    source = (_folder(tmp_path, PANICS) / "tokenizer.json").read_text()
+    with pytest.raises(TokenizerUnusable, match=r"tokenizers [\d.]+ does not take it: slice index"):
+        tokenizer_files.from_text(source)
+
+
+@pytest.mark.parametrize("merges", [[["a", "##b"], ["a", "##\u0120"]], ["a ##b", "a ##\u0120"]])
+def test_a_prefix_that_fits_the_merges_loads(merges: object) -> None:
+    model = {"vocab": {"a": 0, "##b": 1, "ab": 2, "##\u0120": 3, "a\u0120": 4}, "merges": merges}
+    source = json.dumps({"model": {"type": "BPE", "continuing_subword_prefix": "##", **model}})
+    assert tokenizer_files.from_text(source).get_vocab_size() == 5
