@@ -283,7 +283,7 @@ def test_a_certificate_wrong_for_one_tool_on_a_late_turn_is_caught(
             assert talk.counted("bridge_revocations_total", "contextual") == 1
 
     asyncio.run(run())
-    (line,) = [record.getMessage() for record in caplog.records if "not what the template writes" in record.msg]
+    (line,) = [record.getMessage() for record in caplog.records if "differs from the template" in record.msg]
     assert "local bridge for tool" in line
     assert "LATE" not in line
 
