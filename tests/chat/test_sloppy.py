@@ -446,6 +446,7 @@ def test_a_schema_may_say_nothing(parameters: Any) -> None:
         (GPT_OSS, "assistant<|channel|>final<|message|>well", "", "well"),
         (GPT_OSS, "<|channel|>An answer", "", "An answer"),
         (GPT_OSS, "<|channel|>analysis", "", ""),
+        (GPT_OSS, "<|channel|>in a final an", "", "in a final an"),
         (
             GPT_OSS,
             "<|channel|>final<|message|>one<|end|><|start|>assistant<|channel|>final<|message|>two",

@@ -123,8 +123,8 @@ class ChannelScanner:
         if found is not None:
             return self._is_type_or_less(text[found.end() :]) and self._is_header(text[: found.start()])
         *before, last = text.split() or [""]
-        whole = self._words.issuperset(before) and (not last or last in self._words)
-        return whole or (cut_off and any(word.startswith(last) for word in self._words))
+        begins = cut_off and any(word.startswith(last) for word in self._words)
+        return self._words.issuperset(before) and (not last or last in self._words or begins)
 
     def _is_type_or_less(self, after: str) -> bool:
         """Return whether a text has at most one word that is unknown, such as the type after a recipient."""
