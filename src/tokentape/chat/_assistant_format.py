@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokentape.chat._call_syntax import (
@@ -20,7 +20,6 @@ from tokentape.chat._call_syntax import (
     OTHER_VALUE,
     PROBE_ID,
     QUESTION,
-    REASONING,
     VALUE,
     CallShape,
     CallSyntax,
@@ -29,22 +28,17 @@ from tokentape.chat._call_syntax import (
     find_shape,
     read_calls,
 )
-from tokentape.chat._template import REASONING_FIELDS
+from tokentape.chat._reasoning_format import (
+    FRAME,
+    Reasoning,
+    continued,
+    read_reasoning,
+    reasoning_never_shown,
+    shortest_close,
+)
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message
-
-_FRAME = re.compile(f"({MARK.pattern})(\\w+)({MARK.pattern})")
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """The delimiters of reasoning, white space at their outer sides included."""
-
-    open: str
-    close: str
-    opened_by_prompt: bool
-    """The generation prompt already opened it: sampled ids start inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +135,13 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     base = _read_base(ask, prompt, _opening_mark(render([*earlier, QUESTION], True)))
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
     said = {"role": "assistant", "content": CONTENT}
-    answer, continued = ask([QUESTION, said], False), _continued(ask, said)
-    if CONTENT not in answer or CONTENT not in continued:
+    answer, followed = ask([QUESTION, said], False), continued(ask, said)
+    if CONTENT not in answer or CONTENT not in followed:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
     content_suffix = ""
     with contextlib.suppress(TemplateRefused):
         content_suffix = _after(ask([QUESTION, said, QUESTION], True), CONTENT)
-    header = _read_header(continued, base)
+    header = _read_header(followed, base)
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
@@ -175,12 +169,12 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             if CONTENT in after:
                 content_after_calls = turn_close(ask, speaking, CONTENT, generation_prompt)
                 before_content = after.partition(CONTENT)[0]
-    reasoning = _read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
+    reasoning = read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
     if reasoning is None:
-        reasoning = _reasoning_never_shown(ask, tokenizer, header, generation_prompt)
+        reasoning = reasoning_never_shown(ask, tokenizer, header, generation_prompt)
     content_reopen = ""
     if reasoning is not None:
-        reasoning, content_reopen = _shortest_close(ask, reasoning, shape, content_open)
+        reasoning, content_reopen = shortest_close(ask, reasoning, shape, content_open)
         opened, closed = (generation_prompt.rfind(one.strip()) for one in (reasoning.open, reasoning.close))
         reasoning = replace(reasoning, opened_by_prompt=reasoning.opened_by_prompt and opened >= closed)
     return AssistantFormat(
@@ -218,17 +212,6 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
         again = begins[-marks.count(marks[0]) :] if marks else []
         return TurnClose(last, prompted[: again[0]] if again else prompted)
     return TurnClose(last, last)
-
-
-def _continued(render: Render, message: Message) -> str:
-    """Render a turn that another question follows.
-
-    Some templates take that with a generation prompt only, and some take a single exchange only.
-    """
-    for generate in (False, True):
-        with contextlib.suppress(TemplateRefused):
-            return render([QUESTION, message, QUESTION], generate)
-    return render([QUESTION, message], False)
 
 
 def _needed_before_question(render: Render) -> tuple[Message, ...]:
@@ -320,36 +303,10 @@ def _after(text: str, sentinel: str) -> str:
     return after
 
 
-def _read_header(continued: str, base: str) -> str:
+def _read_header(followed: str, base: str) -> str:
     """Return what the template writes before the content of a turn that the conversation has moved on from."""
-    before = continued[: continued.index(CONTENT)]
+    before = followed[: followed.index(CONTENT)]
     return before[common_prefix(before, base) :]
-
-
-def _prompt_opening(header: str, generation_prompt: str) -> str:
-    """Return what the generation prompt writes after the assistant's header."""
-    opening = generation_prompt[common_prefix(generation_prompt, header) :]
-    return opening if opening.strip() else _last_delimiter(generation_prompt)
-
-
-def _reasoning_never_shown(
-    render: Render, tokenizer: Tokenizer, header: str, generation_prompt: str
-) -> Reasoning | None:
-    """Return reasoning that the prompt opens and the template strips from history, if there is any.
-
-    No rendering shows how it closes. The likely close, `</x>` for `<x>`, is tried on the template: one that knows it
-    strips what comes before it.
-    """
-    opening = generation_prompt[common_prefix(generation_prompt, header) :]
-    tag = re.fullmatch(r"([<\[]\W*)(\w.*)", tokenizer.spell_marks(opening).strip())
-    if tag is None:
-        return None
-    closing = f"{tag[1]}/{tag[2]}"
-    message = {"role": "assistant", "content": f"{REASONING}{closing}{CONTENT}"}
-    text = _continued(render, message)
-    if REASONING in text or CONTENT not in text:
-        return None
-    return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)
 
 
 def _read_channels(
@@ -358,7 +315,7 @@ def _read_channels(
     """Return the framing that reasoning and content share: a mark, a word, a mark."""
     if reasoning is None:
         return None
-    frames = [_FRAME.fullmatch(text.strip()) for text in (reasoning.open, content_open)]
+    frames = [FRAME.fullmatch(text.strip()) for text in (reasoning.open, content_open)]
     close = MARK.match(reasoning.close.strip())
     if frames[0] is None or frames[1] is None or close is None or frames[0].group(1, 3) != frames[1].group(1, 3):
         return None
@@ -369,94 +326,3 @@ def _read_channels(
     return Channels(
         frames[0][3], close[0], frames[0][2], call_open, tuple(dict.fromkeys(marks)), tuple(dict.fromkeys(words))
     )
-
-
-def _last_delimiter(text: str) -> str:
-    """Return the last control token, or else the last word, with the white space after it."""
-    core = text.rstrip()
-    marks = list(MARK.finditer(core))
-    if marks and marks[-1].end() == len(core):
-        return text[marks[-1].start() :]
-    words = core.split()
-    return text[core.rindex(words[-1]) :] if words else text
-
-
-def _read_reasoning(
-    render: Render,
-    prompt: str,
-    header: str,
-    generation_prompt: str,
-    shape: CallShape | None,
-    calls: CallSyntax | None,
-) -> Reasoning | None:
-    """Return the delimiters of reasoning before content; before a call where the template shows it only there."""
-    found = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
-    if found is None and shape is not None and calls is not None:
-        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
-        opening = calls.section_open + calls.open
-        if found is not None:
-            found = found[0], found[1].partition(opening)[0] if opening.strip() else found[1]
-    if found is None or not found[1].strip():
-        return None
-    before, close = found
-    if before.startswith(prompt):
-        opening = before[len(prompt) :]
-        if opening.strip():
-            return Reasoning(opening, close, opened_by_prompt=False)
-        return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
-    opening = _last_delimiter(before)
-    if opening.strip() in header:
-        # The same opens the content: what differs is the word before it.
-        framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
-        at = before.rfind(header[: common_prefix(header, generation_prompt)])
-        # A prompt that closes reasoning does not stand before any.
-        turn = before[at:] if at >= 0 else ""
-        differing = turn[common_prefix(turn, header) :] if framed is None else framed[0]
-        if not differing.strip() and re.match(r"[\w#:]", opening):
-            return None  # A word that opens content as well tells nothing.
-        opening = differing if differing.strip() else opening
-    opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
-    return Reasoning(opening, close, opened_by_prompt=opened > closed)
-
-
-def _spoken(render: Render, message: Message, following: str, *later: Message) -> tuple[str, str] | None:
-    """Return the text before reasoning and the text right after it in its turn; None if it is not shown."""
-    try:
-        text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}, *later], False)
-    except TemplateRefused:
-        return None
-    start = text.find(REASONING)
-    end = text.find(following, start)
-    return None if start < 0 or end < 0 else (text[:start], text[start + len(REASONING) : end])
-
-
-def _shortest_close(
-    render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
-) -> tuple[Reasoning, str]:
-    """Return reasoning that closes where calls follow, and within a conversation, as where content does at its end.
-
-    And what opens the content after it.
-    """
-    close = reasoning.close
-    shared = len(close)
-    if shape is not None:
-        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
-        if found is not None:
-            shared = common_prefix(close, found[1])
-    within = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT, QUESTION)
-    if within is not None:
-        # What only the last turn says before its content closes no reasoning.
-        shared = min(shared, common_prefix(close, within[1]))
-    if content_open.strip() and close.rstrip().endswith(content_open.strip()):
-        shared = min(shared, close.rindex(content_open.strip()) or shared)
-    if not close[shared:].strip():
-        return reasoning, ""
-    shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
-    if not close[:shared].strip():
-        return reasoning, ""
-    return replace(reasoning, close=close[:shared]), close[shared:]
-
-
-def _ends_of_delimiters(text: str) -> Iterator[int]:
-    """Return where a control token, a tag or a line ends."""
-    return (found.end() for found in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))

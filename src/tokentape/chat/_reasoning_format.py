@@ -1,0 +1,169 @@
+"""The reasoning in an assistant turn: what a template opens and closes it with, found out by asking it.
+
+Part of `_assistant_format`, which asks the rest of a turn. All texts are marked text (see `tokenizer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tokentape.chat._call_syntax import (
+    CONTENT,
+    KEY,
+    NAME,
+    QUESTION,
+    REASONING,
+    VALUE,
+    CallShape,
+    CallSyntax,
+    Render,
+    common_prefix,
+)
+from tokentape.chat._template import REASONING_FIELDS
+from tokentape.chat._tokenizer import MARK, Tokenizer
+from tokentape.errors import TemplateRefused
+from tokentape.types import Message
+
+FRAME = re.compile(f"({MARK.pattern})(\\w+)({MARK.pattern})")
+"""A control token, a word, a control token: what frames a part of a turn in a channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The delimiters of reasoning, white space at their outer sides included."""
+
+    open: str
+    close: str
+    opened_by_prompt: bool
+    """The generation prompt already opened it: sampled ids start inside."""
+
+
+def continued(render: Render, message: Message) -> str:
+    """Render a turn that another question follows.
+
+    Some templates take that with a generation prompt only, and some take a single exchange only.
+    """
+    for generate in (False, True):
+        with contextlib.suppress(TemplateRefused):
+            return render([QUESTION, message, QUESTION], generate)
+    return render([QUESTION, message], False)
+
+
+def read_reasoning(
+    render: Render,
+    prompt: str,
+    header: str,
+    generation_prompt: str,
+    shape: CallShape | None,
+    calls: CallSyntax | None,
+) -> Reasoning | None:
+    """Return the delimiters of reasoning before content; before a call where the template shows it only there."""
+    found = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
+    if found is None and shape is not None and calls is not None:
+        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
+        opening = calls.section_open + calls.open
+        if found is not None:
+            found = found[0], found[1].partition(opening)[0] if opening.strip() else found[1]
+    if found is None or not found[1].strip():
+        return None
+    before, close = found
+    if before.startswith(prompt):
+        opening = before[len(prompt) :]
+        if opening.strip():
+            return Reasoning(opening, close, opened_by_prompt=False)
+        return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
+    opening = _last_delimiter(before)
+    if opening.strip() in header:
+        # The same opens the content: what differs is the word before it.
+        framed = re.search(rf"{FRAME.pattern}\s*\Z", before)
+        at = before.rfind(header[: common_prefix(header, generation_prompt)])
+        # A prompt that closes reasoning does not stand before any.
+        turn = before[at:] if at >= 0 else ""
+        differing = turn[common_prefix(turn, header) :] if framed is None else framed[0]
+        if not differing.strip() and re.match(r"[\w#:]", opening):
+            return None  # A word that opens content as well tells nothing.
+        opening = differing if differing.strip() else opening
+    opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
+    return Reasoning(opening, close, opened_by_prompt=opened > closed)
+
+
+def _spoken(render: Render, message: Message, following: str, *later: Message) -> tuple[str, str] | None:
+    """Return the text before reasoning and the text right after it in its turn; None if it is not shown."""
+    try:
+        text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}, *later], False)
+    except TemplateRefused:
+        return None
+    start = text.find(REASONING)
+    end = text.find(following, start)
+    return None if start < 0 or end < 0 else (text[:start], text[start + len(REASONING) : end])
+
+
+def shortest_close(
+    render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
+) -> tuple[Reasoning, str]:
+    """Return reasoning that closes where calls follow, and within a conversation, as where content does at its end.
+
+    And what opens the content after it.
+    """
+    close = reasoning.close
+    shared = len(close)
+    if shape is not None:
+        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
+        if found is not None:
+            shared = common_prefix(close, found[1])
+    within = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT, QUESTION)
+    if within is not None:
+        # What only the last turn says before its content closes no reasoning.
+        shared = min(shared, common_prefix(close, within[1]))
+    if content_open.strip() and close.rstrip().endswith(content_open.strip()):
+        shared = min(shared, close.rindex(content_open.strip()) or shared)
+    if not close[shared:].strip():
+        return reasoning, ""
+    shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
+    if not close[:shared].strip():
+        return reasoning, ""
+    return replace(reasoning, close=close[:shared]), close[shared:]
+
+
+def _ends_of_delimiters(text: str) -> Iterator[int]:
+    """Return where a control token, a tag or a line ends."""
+    return (found.end() for found in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))
+
+
+def reasoning_never_shown(
+    render: Render, tokenizer: Tokenizer, header: str, generation_prompt: str
+) -> Reasoning | None:
+    """Return reasoning that the prompt opens and the template strips from history, if there is any.
+
+    No rendering shows how it closes. The likely close, `</x>` for `<x>`, is tried on the template: one that knows it
+    strips what comes before it.
+    """
+    opening = generation_prompt[common_prefix(generation_prompt, header) :]
+    tag = re.fullmatch(r"([<\[]\W*)(\w.*)", tokenizer.spell_marks(opening).strip())
+    if tag is None:
+        return None
+    closing = f"{tag[1]}/{tag[2]}"
+    message = {"role": "assistant", "content": f"{REASONING}{closing}{CONTENT}"}
+    text = continued(render, message)
+    if REASONING in text or CONTENT not in text:
+        return None
+    return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)
+
+
+def _prompt_opening(header: str, generation_prompt: str) -> str:
+    """Return what the generation prompt writes after the assistant's header."""
+    opening = generation_prompt[common_prefix(generation_prompt, header) :]
+    return opening if opening.strip() else _last_delimiter(generation_prompt)
+
+
+def _last_delimiter(text: str) -> str:
+    """Return the last control token, or else the last word, with the white space after it."""
+    core = text.rstrip()
+    marks = list(MARK.finditer(core))
+    if marks and marks[-1].end() == len(core):
+        return text[marks[-1].start() :]
+    words = core.split()
+    return text[core.rindex(words[-1]) :] if words else text
