@@ -129,7 +129,7 @@ def test_bytes_that_no_token_spells_have_no_probability() -> None:
 
 
 def test_no_bytes_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="no bytes"):
+    with pytest.raises(InvalidRequest, match="expected at least one byte"):
         bytes_logprob(MODEL, b"", SPELLINGS)
 
 

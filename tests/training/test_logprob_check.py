@@ -206,7 +206,7 @@ def test_rows_that_can_not_be_compared_are_refused(recorded: Sequence[Trajectory
         check_logprobs([one], rows={key: TrainerRow(None, one.logprobs[1:])})
     with pytest.raises(InvalidRequest, match="give the model"):
         check_logprobs([one], rows={key: TrainerRow(one.token_ids, None)})
-    with pytest.raises(InvalidRequest, match="no tokenizer"):
+    with pytest.raises(InvalidRequest, match="pass the model folder"):
         check_logprobs([one], rows={key: TrainerRow(one.token_ids[::-1], one.logprobs)})
 
 

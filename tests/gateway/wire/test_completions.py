@@ -122,7 +122,8 @@ def test_stream_equals_non_stream(client: OpenAI) -> None:
     assert streamed["finish_reason"] == [choice.finish_reason]
     assert streamed["tokens"] == choice.logprobs.tokens
     assert streamed["offsets"] == choice.logprobs.text_offset
-    assert streamed["top"] == choice.logprobs.top_logprobs
+    # A call of another test may have been in the batch of one of the two: other batches round otherwise.
+    assert streamed["top"] == [pytest.approx(one, abs=1e-3) for one in choice.logprobs.top_logprobs]
     assert chunks[-1].usage == whole.usage
     assert [bool(((c.choices and c.choices[0].model_extra) or {}).get("prompt_token_ids")) for c in chunks][:2] == [
         True,
