@@ -195,8 +195,8 @@ class NumbersTally:
         """Return the statistics of all sequences added so far."""
         if not self._tokens:
             return Numbers(not_finite=self._not_finite)
-        # (sum of weights)^2 / (sum of squares)
-        effective = np.exp(2 * self._logs[::2] - self._logs[1::2])
+        # (sum of weights)^2 / (sum of squares) is from 1 to their number; logs of 1e15 round to a value outside.
+        effective = np.exp(2 * self._logs[::2] - self._logs[1::2]).clip(1, [self._tokens, self._sequences])
         return Numbers(
             tokens=self._tokens,
             not_finite=self._not_finite,
