@@ -151,7 +151,7 @@ def _given(told: Told, recorded: Recorded, trajectories: dict[str, list[Any]]) -
 def columns_of_leaves(recorded: Recorded, session: str) -> Iterator[str]:
     """Yield where column `b` is not what `Judge.give_all` gave: at each trained token its place in that trajectory."""
     for one in recorded[session].trajectories():
-        values = one.columns.get("b", ())
+        values = one.columns.get("b", [None] * len(one.loss_mask))
         wrong = [at for at, trained in enumerate(one.loss_mask) if trained and values[at] != one.leaf * 4096.0 + at]
         if wrong:
             yield f"{session} leaf {one.leaf}: column b is wrong at tokens {wrong[:5]}"
