@@ -409,7 +409,7 @@ def test_without_a_tokenizer_the_ids_are_shown(page: Page, of_file: tuple[str, T
     page.goto(f"{url}/view#/session/shop/view/tokens")
     page.wait_for_selector(".row [data-i]")
     shot(page, "ids-only")
-    shown = page.locator(".row [data-i]").all_inner_texts()
+    shown = page.locator(".row [data-i]").all_text_contents()
     assert [int(text) for text in shown] == one.token_ids[: len(shown)].tolist()
     assert page.get_by_text("ids only").count() == 1
     assert page.get_by_role("button", name="Recorded vs. retokenized").is_disabled()

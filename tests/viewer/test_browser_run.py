@@ -153,7 +153,7 @@ def test_the_run_goes_on_with_what_is_recorded(
     turn = make_turn("later", 0, weight_version=HOSTILE, created_at=1e6)
     run_beside(recorded.write(SessionInfo("later", 1e6, {"task": HOSTILE}), turn))
     page.locator(".groups tbody tr").wait_for()
-    assert page.locator(".groups tbody bdi").first.inner_text() == HOSTILE
+    assert page.locator(".groups tbody bdi").first.text_content() == HOSTILE
     assert page.locator("main img").count() == 0
     run_beside(recorded.delete_session("later"))
 
