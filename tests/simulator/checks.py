@@ -1,4 +1,4 @@
-"""What is wrong with a record, given what clients were told and what the engine sampled."""
+"""Compare a record with the ledger of what clients received, and with what the engine sampled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.simulator.engine import Sampled
-from tests.simulator.told import Told
+from tests.simulator.ledger import Ledger
 from tests.simulator.world import World
 from tokentape.store import StoredSession, verify
 from tokentape.types import Turn
@@ -17,19 +17,19 @@ Recorded = dict[str, StoredSession]
 _Turns = set[tuple[str, int]]
 
 
-def check(told: Told, recorded: Recorded) -> Iterator[str]:
+def check(ledger: Ledger, recorded: Recorded) -> Iterator[str]:
     """Yield what is wrong."""
     # It costs as much as half of the rest, and loading checks the digests too.
-    if told.world.rng.random() < 0.25:
-        yield from (f"verify: {one}" for one in verify(told.world.directory).findings)
+    if ledger.world.rng.random() < 0.25:
+        yield from (f"verify: {one}" for one in verify(ledger.world.directory).findings)
     trajectories = {name: stored.trajectories() for name, stored in recorded.items()}
     shown = {(name, seq) for name, found in trajectories.items() for one in found for seq in one.turns}
     yield from _trained(recorded, trajectories)
-    yield from _sampled(told, recorded)
-    yield from _acknowledged(told, recorded, shown)
-    yield from _unread(told.world, recorded, shown)
-    yield from _answers(told, recorded)
-    yield from _given(told, recorded, trajectories)
+    yield from _sampled(ledger, recorded)
+    yield from _acknowledged(ledger, recorded, shown)
+    yield from _unread(ledger.world, recorded, shown)
+    yield from _answers(ledger, recorded)
+    yield from _given(ledger, recorded, trajectories)
 
 
 def _trained(recorded: Recorded, trajectories: dict[str, list[Any]]) -> Iterator[str]:
@@ -44,14 +44,14 @@ def _trained(recorded: Recorded, trajectories: dict[str, list[Any]]) -> Iterator
         yield from (f"{name}: leaf {one.leaf} is continued" for one in found if one.leaf in inner)
 
 
-def _sampled(told: Told, recorded: Recorded) -> Iterator[str]:
+def _sampled(ledger: Ledger, recorded: Recorded) -> Iterator[str]:
     """Each turn is what the engine sampled from its context, and nothing comes back that was deleted."""
     for name, stored in recorded.items():
-        deleted = [one for one in told.removals if one.session == name and not one.drops and 0 <= one.done < math.inf]
+        deleted = [one for one in ledger.removals if one.session == name and not one.drops and 0 <= one.done < math.inf]
         since = max((one.sent for one in deleted), default=0.0)
         # One without tokens was aborted before the engine was asked.
         for turn in (one for one in stored.turns if len(one.completion_ids)):
-            calls = [one for one in told.world.sampled if _gave(one, context_of(stored, turn.seq), turn)]
+            calls = [one for one in ledger.world.sampled if _gave(one, context_of(stored, turn.seq), turn)]
             if not calls:
                 yield f"{name} turn {turn.seq}: not what the engine sampled"
             elif max(one.began for one in calls) < since:
@@ -76,14 +76,14 @@ def _gave(call: Sampled, context: list[int], turn: Turn) -> bool:
     return all(one == sampled or (one == "unknown" and not known) for one, (sampled, known) in pairs)
 
 
-def _acknowledged(told: Told, recorded: Recorded, shown: _Turns) -> Iterator[str]:
-    """What a client received is there, unless somebody deleted it, or read it out before it was dropped."""
-    read_out = {key: ids for one in told.snapshots if one.confirmed for key, ids in one.turns.items()}
-    for one in told.received:
+def _acknowledged(ledger: Ledger, recorded: Recorded, shown: _Turns) -> Iterator[str]:
+    """Yield received turns that are in no trajectory, unless deleted, or exported before they were dropped."""
+    read_out = {key: ids for one in ledger.snapshots if one.confirmed for key, ids in one.turns.items()}
+    for one in ledger.received:
         where = f"{one.session} turn {one.turn}"
-        if told.removed(one.session, one.asked, drops=False):
+        if ledger.removed(one.session, one.asked, drops=False):
             continue
-        if one.session not in recorded and told.removed(one.session, drops=True):
+        if one.session not in recorded and ledger.removed(one.session, drops=True):
             if read_out.get((one.session, one.turn)) != one.ids:
                 yield f"{where} was acknowledged, and dropped before it was read out"
             continue
@@ -97,7 +97,7 @@ def _acknowledged(told: Told, recorded: Recorded, shown: _Turns) -> Iterator[str
             yield f"{where} is not what was acknowledged"
         elif (one.session, one.turn) not in shown:
             yield f"{where} was acknowledged and is in no trajectory"
-    for contents in told.snapshots:
+    for contents in ledger.snapshots:
         yield from (f"{name} was dropped and is there again" for name in sorted(contents.dropped & recorded.keys()))
 
 
@@ -121,31 +121,31 @@ def _unread(world: World, recorded: Recorded, shown: _Turns) -> Iterator[str]:
     yield from (f"{session} turn {seq} was handed to no client and is trained" for session, seq in sorted(unread))
 
 
-def _answers(told: Told, recorded: Recorded) -> Iterator[str]:
+def _answers(ledger: Ledger, recorded: Recorded) -> Iterator[str]:
     """A call with a key has one reply, whatever becomes of its attempts."""
     for name, stored in recorded.items():
         keys = Counter(one.key for one in stored.answers if one.key is not None)
         yield from (f"{name}: {count} answers to one key {key}" for key, count in keys.items() if count > 1)
     replies: dict[str, dict[tuple[Any, ...], str]] = defaultdict(dict)
-    for exchange in told.world.exchanges:
+    for exchange in ledger.world.exchanges:
         if exchange.key is not None and (found := exchange.replies):
             which = tuple((about["session_id"], about["turn"], tuple(ids)) for about, _, ids in found)
             replies[exchange.key][which] = found[0][0]["session_id"]
     for key, different in replies.items():
-        if len(different) > 1 and not any(map(told.removed, different.values())):
+        if len(different) > 1 and not any(map(ledger.removed, different.values())):
             yield f"key {key} has {len(different)} replies"
 
 
-def _given(told: Told, recorded: Recorded, trajectories: dict[str, list[Any]]) -> Iterator[str]:
+def _given(ledger: Ledger, recorded: Recorded, trajectories: dict[str, list[Any]]) -> Iterator[str]:
     """Rewards and columns are those that were given, in the record or in the snapshot that was read out last."""
     for name, found in trajectories.items():
-        if not told.removed(name):
-            yield from told.faults_of(name, found)
-    for contents in told.snapshots:
+        if not ledger.removed(name):
+            yield from ledger.faults_of(name, found)
+    for contents in ledger.snapshots:
         for name in sorted(contents.dropped):
-            if name not in recorded and not told.removed(name, drops=False):
+            if name not in recorded and not ledger.removed(name, drops=False):
                 mine = [one for one in contents.trajectories if one.session_id == name]
-                yield from told.faults_of(name, mine)
+                yield from ledger.faults_of(name, mine)
 
 
 def columns_of_leaves(recorded: Recorded, session: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulator.told import Contents, Received, Removal, Told, prompt_faults
+from tests.simulator.ledger import Contents, Ledger, Received, Removal, prompt_faults
 from tests.simulator.world import messages_in, replies_in
 
 
@@ -16,11 +16,11 @@ from tests.simulator.world import messages_in, replies_in
 class Client:
     """One client. Its calls are sent again until they are answered."""
 
-    told: Told
+    ledger: Ledger
     name: str
 
     def __post_init__(self) -> None:
-        self.world, self.rng = self.told.world, self.told.world.rng
+        self.world, self.rng = self.ledger.world, self.ledger.world.rng
 
     async def run(self) -> None:
         raise NotImplementedError
@@ -31,14 +31,14 @@ class Client:
         status, data = (0, b"") if answer is None else answer
         self.world.note(f"{self.name} {method} {path} {status}")
         if status == 500:
-            self.told.faults.append(f"status 500: {data.decode()[:200]}")
+            self.ledger.faults.append(f"status 500: {data.decode()[:200]}")
         if not status:
             # Longer than anything of it is under way.
             await asyncio.sleep(5.0)
         return status, data
 
     def unexpected(self, status: int, what: str) -> None:
-        self.told.faults.append(f"{what} was answered with status {status}")
+        self.ledger.faults.append(f"{what} was answered with status {status}")
 
 
 class Agent(Client):
@@ -72,7 +72,7 @@ class Agent(Client):
 
     async def call(self, step: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """Return the messages of the reply to one call, asked up to five times."""
-        rng, world, told = self.rng, self.world, self.told
+        rng, world, ledger = self.rng, self.world, self.ledger
         most, choices, asked = rng.choice([3, 64, 64]), rng.choice([1, 1, 1, 1, 2, 3]), world.loop.now
         body: dict[str, Any] = {"model": "m", "messages": messages, "return_token_ids": True, "max_tokens": most}
         body |= {"n": choices} if choices > 1 else {}
@@ -81,7 +81,7 @@ class Agent(Client):
         for attempt in range(5):
             headers = {"x-stainless-retry-count": str(attempt)} | ({} if key is None else {"idempotency-key": key})
             patience = rng.choice([0.001, 0.01, 0.05]) if rng.random() < world.faults.impatient else 30.0
-            told.calls += 1
+            ledger.calls += 1
             answer = await world.request("POST", f"{self.base}/v1/chat/completions", body, headers, patience)
             world.note(f"{self.name} {step} {attempt} {None if answer is None else answer[0]}")
             status, data = answer or (0, b"")
@@ -96,28 +96,28 @@ class Agent(Client):
                     await self._reuse(key, body, received[0].session)
                 return [self._message(one) for one in messages_in(data)]
             if status == 500 or (400 <= status < 500 and not self._is_gone(status, asked)):
-                told.faults.append(f"status {status}: {data.decode()[:200]}")
+                ledger.faults.append(f"status {status}: {data.decode()[:200]}")
             if 400 <= status < 500:
                 return None
             await asyncio.sleep(rng.choice([0.0, 0.01, 0.5, 3.0]))
         return None
 
     def _is_gone(self, status: int, asked: float) -> bool:
-        """Return whether somebody removed the session meanwhile, or had dropped it before."""
-        if any(one.drops and one.done >= 0 and one.session == self.name for one in self.told.removals):
+        """Return whether a client removed the session in the meantime, or had dropped it before."""
+        if any(one.drops and one.done >= 0 and one.session == self.name for one in self.ledger.removals):
             return status in (404, 409)
-        return status == 404 and self.told.removed(self.name, asked)
+        return status == 404 and self.ledger.removed(self.name, asked)
 
     def _check(self, received: list[Received], messages: list[dict[str, Any]], most: int, choices: int) -> None:
         """Take a reply in, and compare it with what was asked for."""
-        self.told.received += received
+        self.ledger.received += received
         if len(received) != choices:
-            self.told.faults.append(f"{self.name}: {choices} choices were asked for, and {len(received)} came")
+            self.ledger.faults.append(f"{self.name}: {choices} choices were asked for, and {len(received)} came")
         for one in received:
-            wrong = list(prompt_faults(self.world, messages, one.prompt, whole=not self.told.removed(one.session)))
+            wrong = list(prompt_faults(self.world, messages, one.prompt, whole=not self.ledger.removed(one.session)))
             if len(one.ids) > most:
                 wrong.append(f"{len(one.ids)} tokens, and at most {most} were asked for")
-            self.told.faults += [f"{one.session} turn {one.turn}: {what}" for what in wrong]
+            self.ledger.faults += [f"{one.session} turn {one.turn}: {what}" for what in wrong]
 
     def _message(self, reply: dict[str, str]) -> dict[str, Any]:
         """Return the message of a reply as it is sent back: some harnesses leave reasoning out."""
@@ -130,8 +130,8 @@ class Agent(Client):
         """Send another body with the key of a call that was answered."""
         other = {**body, "messages": [*body["messages"], {"role": "user", "content": "Else?"}]}
         answer = await self.world.request("POST", f"{self.base}/v1/chat/completions", other, {"idempotency-key": key})
-        if answer is not None and answer[0] == 200 and not self.told.removed(session):
-            self.told.faults.append(f"{self.name}: another body got the reply of key {key}")
+        if answer is not None and answer[0] == 200 and not self.ledger.removed(session):
+            self.ledger.faults.append(f"{self.name}: another body got the reply of key {key}")
 
 
 class Stranger(Agent):
@@ -140,7 +140,7 @@ class Stranger(Agent):
     base = ""
 
     def _is_gone(self, status: int, asked: float) -> bool:
-        return status in (404, 409) and any(one.drops for one in self.told.removals)
+        return status in (404, 409) and any(one.drops for one in self.ledger.removals)
 
     async def run(self) -> None:
         for step in range(self.rng.randint(1, 4)):
@@ -158,29 +158,29 @@ class Judge(Client):
     async def run(self) -> None:
         for _ in range(self.rng.randint(4, 20)):
             await asyncio.sleep(self.rng.choice([0.01, 0.1, 0.5]))
-            if self.told.received:
-                await self.give(self.rng.choice(self.told.received))
+            if self.ledger.received:
+                await self.give(self.rng.choice(self.ledger.received))
 
     async def give(self, one: Received) -> None:
         """Give something to a turn, its leaf or its session."""
-        told, kind = self.told, self.rng.choice(["session", "leaf", "turn", "column"])
+        ledger, kind = self.ledger, self.rng.choice(["session", "leaf", "turn", "column"])
         self.number += 4096.0
-        told.changes[one.session] += 1
+        ledger.changes[one.session] += 1
         seq = None if kind == "session" else one.turn
         if kind == "column":
             body = {"turn": seq, "columns": {"a": [self.number + at for at in range(len(one.ids))]}}
-            possible = told.columns.setdefault((one.session, one.turn), {None})
+            possible = ledger.columns.setdefault((one.session, one.turn), {None})
             status, _ = await self.ask("POST", f"/sessions/{one.session}/columns", body)
         else:
-            possible = told.rewards.setdefault((one.session, kind, seq), {None})
+            possible = ledger.rewards.setdefault((one.session, kind, seq), {None})
             body = {"value": self.number} | ({} if seq is None else {kind: seq})
             status, _ = await self.ask("POST", f"/sessions/{one.session}/reward", body)
-        told.changes[one.session] += 1
+        ledger.changes[one.session] += 1
         if status == 201:
             possible.clear()
         if status in (0, 201, 503):
             possible.add(self.number)
-        elif 400 <= status < 500 and not told.removed(one.session) and (kind != "leaf" or status != 404):
+        elif 400 <= status < 500 and not ledger.removed(one.session) and (kind != "leaf" or status != 404):
             self.unexpected(status, f"a {kind} of {one.session} turn {one.turn}")
 
     async def give_all(self, session: str) -> None:
@@ -220,7 +220,7 @@ class Operator(Client):
             await asyncio.sleep(self.rng.choice([0.01, 0.1, 0.5, 2.0]))
             session = self.rng.choice(["s0", "s1", "s2"])
             removal = Removal(session, self.world.loop.now)
-            self.told.removals.append(removal)
+            self.ledger.removals.append(removal)
             status, _ = await self.ask("DELETE", f"/sessions/{session}")
             if status == 204:
                 removal.done = self.world.loop.now
@@ -247,10 +247,10 @@ class Consumer(Client):
 
     async def take(self) -> Contents | None:
         """Take a snapshot of everything, or of what is new since the last one, and read it."""
-        told = self.told
-        since = told.snapshots[-1] if told.snapshots and self.rng.random() < 0.4 else None
-        before, changes = list(told.received), dict(told.changes)
-        expected = {(one.session, one.turn): told.reward_of(one.session, one.turn) for one in before}
+        ledger = self.ledger
+        since = ledger.snapshots[-1] if ledger.snapshots and self.rng.random() < 0.4 else None
+        before, changes = list(ledger.received), dict(ledger.changes)
+        expected = {(one.session, one.turn): ledger.reward_of(one.session, one.turn) for one in before}
         status, data = await self.ask("POST", "/snapshots", {} if since is None else {"since": since.snapshot_id})
         if status != 201:
             if status not in (0, 400, 503, 507):
@@ -258,8 +258,8 @@ class Consumer(Client):
             return None
         self.world.reached["snapshot"] += 1
         # Nothing may be given to a session meanwhile, else it is not known what belongs to it.
-        ended = {session for session, count in told.changes.items() if count % 2 == 0}
-        calm = {one for one in ended if told.changes[one] == changes.get(one) and not told.removed(one)}
+        ended = {session for session, count in ledger.changes.items() if count % 2 == 0}
+        calm = {one for one in ended if ledger.changes[one] == changes.get(one) and not ledger.removed(one)}
         manifest = json.loads(data)
         body = await self.read(manifest["snapshot_id"])
         if body is None:
@@ -267,13 +267,13 @@ class Consumer(Client):
         sessions = tuple(one["session_id"] for one in manifest["sessions"])
         contents = Contents(manifest["snapshot_id"], body, sessions, since)
         if contents.digest != manifest["digest"]:
-            told.faults.append(f"snapshot {contents.snapshot_id} has digest {contents.digest}")
-        told.faults += told.missing_in(contents, before)
+            ledger.faults.append(f"snapshot {contents.snapshot_id} has digest {contents.digest}")
+        ledger.faults += ledger.missing_in(contents, before)
         for one in contents.trajectories:
             session, leaf = one.session_id, one.leaf
             if session in calm and one.reward not in expected.get((session, leaf), {one.reward}):
-                told.faults.append(f"snapshot {contents.snapshot_id}: leaf {leaf} of {session} has {one.reward}")
-        told.snapshots.append(contents)
+                ledger.faults.append(f"snapshot {contents.snapshot_id}: leaf {leaf} of {session} has {one.reward}")
+        ledger.snapshots.append(contents)
         return contents
 
     async def read(self, snapshot_id: int) -> bytes | None:
@@ -288,10 +288,10 @@ class Consumer(Client):
 
     async def confirm(self, contents: Contents, *, drop: bool) -> None:
         """Confirm a snapshot, and have its sessions dropped."""
-        told, removals = self.told, []
+        ledger, removals = self.ledger, []
         if drop:
             removals = [Removal(session, self.world.loop.now, drops=True) for session in contents.sessions]
-            told.removals += removals
+            ledger.removals += removals
         contents.confirmed, contents.held = True, False
         body = {"digest": contents.digest, "drop_sessions": drop}
         status, data = await self.ask("POST", f"/snapshots/{contents.snapshot_id}/confirm", body)
@@ -306,10 +306,10 @@ class Consumer(Client):
         for session in sorted(contents.dropped):
             status, _ = await self.ask("POST", "/sessions", {"session_id": session})
             if status == 201:
-                told.faults.append(f"{session} was dropped, and its id was used again")
+                ledger.faults.append(f"{session} was dropped, and its id was used again")
 
     async def read_again(self) -> None:
         """Read what is still held: it has to be what it was."""
-        for one in self.told.snapshots:
+        for one in self.ledger.snapshots:
             if one.held and await self.read(one.snapshot_id) != one.body:
-                self.told.faults.append(f"snapshot {one.snapshot_id} is not what it was")
+                self.ledger.faults.append(f"snapshot {one.snapshot_id} is not what it was")

@@ -186,7 +186,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
         "        finally:\n            self._read_to_end = True\n            self._readers -= 1",
     ),
 }
-"""Chosen from the sources by somebody who had not read the simulator."""
+"""Chosen from the sources by an engineer who had not read the simulator."""
 
 MUTANTS = {**OWN, **BLIND}
 

@@ -1,4 +1,4 @@
-"""One seed: clients play in a world, and what they were told is compared with what is recorded."""
+"""One seed: clients act in a world, and their ledger is compared with the record."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 from tests.simulator import engine as engine_module
 from tests.simulator.checks import check, columns_of_leaves
 from tests.simulator.clients import Agent, Client, Consumer, Judge, Operator, Stranger, Trainer
+from tests.simulator.ledger import Ledger
 from tests.simulator.loop import running
-from tests.simulator.told import Told
 from tests.simulator.world import Faults, World
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
@@ -59,26 +59,26 @@ def play(seed: int, renderer: Renderer, reached: Counter[str]) -> Outcome:
     try:
         with running(rng) as loop:
             world = World(loop, renderer, directory, faults, reached)
-            told = Told(world)
+            ledger = Ledger(world)
             try:
-                loop.run_until_complete(_live(told))
+                loop.run_until_complete(_live(ledger))
             finally:
                 for task in asyncio.all_tasks(loop):
                     task.cancel()
                 loop.run_until_complete(asyncio.sleep(1))
-        outcome.calls, outcome.faults, outcome.trace = told.calls, told.faults, world.trace
+        outcome.calls, outcome.faults, outcome.trace = ledger.calls, ledger.faults, world.trace
         outcome.digest = hashlib.sha256("\n".join(world.trace).encode()).hexdigest()[:16]
     finally:
         shutil.rmtree(directory)
     return outcome
 
 
-async def _live(told: Told) -> None:
-    world, loop, rng = told.world, told.world.loop, told.world.rng
+async def _live(ledger: Ledger) -> None:
+    world, loop, rng = ledger.world, ledger.world.loop, ledger.world.rng
     world.of_clients.add(asyncio.current_task())  # type: ignore[arg-type]
     await world.start()
-    clients: list[Client] = [Agent(told, f"s{n}") for n in range(rng.randint(1, 5))]
-    clients += [kind(told, kind.__name__.lower()) for kind, likely in OTHERS.items() if rng.random() < likely]
+    clients: list[Client] = [Agent(ledger, f"s{n}") for n in range(rng.randint(1, 5))]
+    clients += [kind(ledger, kind.__name__.lower()) for kind, likely in OTHERS.items() if rng.random() < likely]
     kills = sorted(loop.steps + rng.randrange(5, 1200) for _ in range(world.faults.kills))
     restarts: list[asyncio.Task[None]] = []
 
@@ -100,21 +100,21 @@ async def _live(told: Told) -> None:
     for one in restarts:
         await one
     world.faults = _only(world.faults)
-    await _look_back(told)
+    await _look_back(ledger)
     recorded = await world.stop()
     for name, stored in sorted(recorded.items()):
         world.note(f"{name} {[(turn.seq, turn.parent, turn.finish_reason, turn.digest) for turn in stored.turns]}")
-    told.faults += check(told, recorded)
-    told.faults += [what for name in told.valued & recorded.keys() for what in columns_of_leaves(recorded, name)]
+    ledger.faults += check(ledger, recorded)
+    ledger.faults += [what for name in ledger.valued & recorded.keys() for what in columns_of_leaves(recorded, name)]
 
 
-async def _look_back(told: Told) -> None:
+async def _look_back(ledger: Ledger) -> None:
     """Read what is held once more, and give values to whole trajectories, when nothing else happens."""
-    await Consumer(told, "reader").read_again()
-    if told.received and told.world.rng.random() < 0.4:
-        told.valued.add(told.world.rng.choice(told.received).session)
-        for session in told.valued:
-            await Judge(told, "judge").give_all(session)
+    await Consumer(ledger, "reader").read_again()
+    if ledger.received and ledger.world.rng.random() < 0.4:
+        ledger.valued.add(ledger.world.rng.choice(ledger.received).session)
+        for session in ledger.valued:
+            await Judge(ledger, "judge").give_all(session)
 
 
 def _only(faults: Faults, *kept: str) -> Faults:

@@ -87,9 +87,9 @@ class World:
         self.reports_weights = self.rng.random() < 0.5
         self.interruptible = self.rng.random() < 0.5
         self.named: object = None
-        """The process that was told which weights sample now."""
+        """The process that last got the version of the weights."""
         self.idle: object = None
-        """The process that has said that its engine is idle, until it is told to go on."""
+        """The process that has reported its engine as idle, until it gets a resume."""
         SimulatedQueue.world = self
         loop.set_task_factory(self._task)
 
@@ -141,7 +141,7 @@ class World:
 
     @property
     def broken(self) -> bool:
-        """Whether the disk has failed some time ago, so that somebody starts the gateway again."""
+        """Whether the disk failed some time ago, so that the gateway is started again."""
         at = None if self.queue is None or self.app is None else self.queue.broken_at
         return at is not None and self.loop.now > at + 0.2
 

@@ -212,7 +212,7 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """A history that goes on after the messages of an earlier root, with another reply to them."""
+    """Return an edge for a root that repeats an earlier root's messages and continues them with another reply."""
     sent = branches.keys[branch.turn.seq][:-1]
     for one in branches.earlier(branch):
         asked = branches.keys[one.seq][:-1]

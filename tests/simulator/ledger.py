@@ -1,4 +1,4 @@
-"""What clients were told, each by its own calls: what a record has to agree with at the end."""
+"""The ledger of the simulated clients: what each received. The record must agree with it at the end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _Place = tuple[str, str, int | None]
 
 
 @dataclass
-class Told:
+class Ledger:
     world: World
     calls: int = 0
     """Requests for a turn that clients sent."""
@@ -97,7 +97,7 @@ class Told:
         self.faults = self.world.faulty
 
     def removed(self, session: str, since: float = -math.inf, *, drops: bool | None = None) -> bool:
-        """Return whether somebody may have removed a session at this time or later."""
+        """Return whether a client may have removed a session at this time or later."""
         return any(
             one.session == session and one.done >= max(since, 0.0) and drops in (None, one.drops)
             for one in self.removals
