@@ -6,13 +6,15 @@ import io
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.training.test_exports import two_branches
 from tokentape.errors import InvalidRequest
+from tokentape.training import exports
 from tokentape.training._samples import Sample
-from tokentape.training._trainer_rows import WITH_ADVANTAGES, trainer_rows, write_trainer_rows
+from tokentape.training._trainer_rows import WITH_ADVANTAGES, accepted_rows, trainer_rows, write_trainer_rows
 
 
 def advantages(trainer: str, samples: list[Sample]) -> list[Any]:
@@ -33,6 +35,25 @@ def test_advantages_of_some_samples_only_are_refused(trainer: str) -> None:
     first, second = two_branches()
     with pytest.raises(InvalidRequest, match="1 of 2 samples have no column"):
         trainer_rows(trainer, [first, replace(second, columns={})])
+
+
+@pytest.mark.parametrize("trainer", ["nemo-rl", "slime"])
+def test_rows_are_built_once_where_nothing_is_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = {"nemo-rl": "nemo_rl_datum", "slime": "slime_sample"}[trainer]
+    built = Mock(wraps=getattr(exports, name))
+    monkeypatch.setattr(exports, name, built)
+    samples = two_branches()
+    assert accepted_rows(trainer, samples)[::2] == (samples, {})
+    assert built.call_count == len(samples)
+
+
+def test_sessions_that_are_refused_are_named_and_the_others_numbered_without_them() -> None:
+    refused, *others = (replace(one, session_id=f"s{n}") for n, one in enumerate([*two_branches(), *two_branches()]))
+    samples = [replace(refused, reward=None), *others]
+    taken, rows, why = accepted_rows("nemo-rl", samples)
+    assert (taken, list(why)) == (others, ["s0"])
+    assert [row["extra_env_info"]["session_id"] for row in rows] == ["s1", "s2", "s3"]
+    assert [row["idx"] for row in rows] == [row["idx"] for row in trainer_rows("nemo-rl", others)]
 
 
 def test_a_number_that_json_lacks_is_refused() -> None:

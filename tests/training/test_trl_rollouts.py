@@ -67,6 +67,28 @@ def test_each_prompt_becomes_one_sequence_in_their_order(client: Client) -> None
         assert given["logprobs"][n] == path.logprobs[path.loss_mask].tolist()
 
 
+def test_prompts_with_images_are_grouped_by_their_pixels(client: Client) -> None:
+    image = pytest.importorskip("PIL.Image")
+
+    def prompt(shade: int) -> list[dict[str, Any]]:
+        parts = [{"type": "image", "image": image.new("L", (2, 2), shade)}, {"type": "text", "text": "What is it?"}]
+        return [{"role": "user", "content": parts}]
+
+    def agent(session: ClientSession, row: Row) -> float:
+        ask(session, "What is it?")
+        return float(row["prompt"][0]["content"][0]["image"].getpixel((0, 0)))
+
+    given = GatewayRollouts(client, agent)([prompt(1), prompt(1), prompt(2), prompt(2)], trainer())
+    assert given["reward"] == [1, 1, 2, 2]
+    groups = [client.session(name).info().metadata["group"] for name in given["session_id"]]
+    assert groups[0] == groups[1] != groups[2] == groups[3]
+
+
+def test_a_group_of_the_user_s_own_is_kept(client: Client) -> None:
+    given = GatewayRollouts(client, one_question, metadata={"group": "mine"})(["a"], trainer())
+    assert client.session(given["session_id"][0]).info().metadata["group"] == "mine"
+
+
 def test_the_weights_are_there_before_the_first_agent_runs(client: Client) -> None:
     seen: list[str] = []
 

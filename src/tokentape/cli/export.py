@@ -25,8 +25,8 @@ from tokentape.errors import InvalidRequest
 from tokentape.store import Store, StoredSession, open_record
 from tokentape.store._exporting import ExportCounts, exported
 from tokentape.store._location import refuse_output
-from tokentape.training._samples import assemble
-from tokentape.training._trainer_rows import accepted, trainer_rows, write_trainer_rows
+from tokentape.training._samples import Sample, assemble
+from tokentape.training._trainer_rows import accepted_rows, trainer_rows, write_trainer_rows
 
 Trainer: TypeAlias = Literal[
     "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", "agent-lightning", "trl"
@@ -126,11 +126,12 @@ def export(
             elif file_format == "parquet":
                 write_parquet(found, file, extra)
             else:
-                samples = assemble(found, group=group).samples
-                if skip_refused:
-                    samples, refused = accepted(file_format, samples)
+                samples: Sequence[Sample] = assemble(found, group=group).samples
                 try:
-                    rows = trainer_rows(file_format, samples)
+                    if skip_refused:
+                        samples, rows, refused = accepted_rows(file_format, samples)
+                    else:
+                        rows = trainer_rows(file_format, samples)
                 except InvalidRequest as error:
                     if error.param == "samples" and not skip_refused:
                         advice = "--skip-refused leaves out the sessions that the format refuses, and counts them"

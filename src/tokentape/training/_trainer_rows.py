@@ -55,10 +55,18 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
     raise InvalidRequest(f"there are no rows for {trainer!r}", "trainer")
 
 
-def accepted(trainer: str, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, str]]:
-    """Return the samples of the sessions that the export takes, and why it refuses each other session, by its id."""
-    taken: list[Sample] = []
-    refused: dict[str, str] = {}
+def accepted_rows(
+    trainer: str, samples: Sequence[Sample]
+) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
+    """Return the samples of the sessions that the export takes, their rows, and why it refuses others, by session id.
+
+    Sessions are tried one by one only if the export refuses all of them together.
+    """
+    try:
+        return samples, trainer_rows(trainer, samples), {}
+    except InvalidRequest:
+        taken: list[Sample] = []
+        refused: dict[str, str] = {}
     for session_id, of_session in groupby(samples, lambda one: one.session_id):
         own = list(of_session)
         try:
@@ -67,7 +75,7 @@ def accepted(trainer: str, samples: Sequence[Sample]) -> tuple[list[Sample], dic
             refused[session_id] = str(error)
         else:
             taken += own
-    return taken, refused
+    return taken, trainer_rows(trainer, taken), refused
 
 
 def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parquet: bool = False) -> None:

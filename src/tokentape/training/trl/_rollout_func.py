@@ -7,6 +7,8 @@ wanted, and the trainer. It returns lists as long as `prompts`: `prompt_ids`, `c
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tokentape._canonical import canonical_json, digest_of
+from tokentape._canonical import digest_of
 from tokentape.client import Client
 from tokentape.engines._distributions import mode_of
 from tokentape.errors import InvalidRequest, TokentapeError
@@ -57,8 +59,8 @@ class GatewayRollouts:
     """Makes TRL's fields of the samples, one per rollout. Another one is for experiments with other ids."""
     stop_rule: StopRule | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of all sessions. Their own say which `step`, `mode`, `prompt` and `group` they are of; a group is the sessions of
-    a step with the same prompt, in whichever process they ran."""
+    """Of all sessions. Each also has its `step`, `mode` and `prompt`, and unless you set one its `group`: the sessions
+    of a step with the same prompt, in whichever process they ran."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Run an agent per prompt and return TRL's fields."""
@@ -70,9 +72,8 @@ class GatewayRollouts:
         shared = {**self.metadata, "step": trainer.state.global_step, "mode": mode}
 
         def run(number: int) -> Rollout:
-            of_prompt = digest_of(canonical_json(prompts[number]).encode())
-            group = f"{trainer.state.global_step}-{of_prompt[:8]}"
-            metadata = {**shared, "prompt": number // generations, "group": group}
+            group = f"{trainer.state.global_step}-{_digest(prompts[number])[:8]}"
+            metadata = {"group": group, **shared, "prompt": number // generations}
             row = row_of(prompts[number])
             return run_agent(self.client, self.agent, row, metadata, select=self.select, max_length=self.max_length)
 
@@ -130,6 +131,12 @@ class GatewayRollouts:
         if self.branches == "last":
             return max(found, key=lambda sample: sample.leaf)
         return max(found, key=lambda sample: int(sample.loss_mask.sum()))
+
+
+def _digest(prompt: Any) -> str:
+    """Return the digest of a prompt. It is the same in every process, also for what JSON can't hold, such as images."""
+    text = json.dumps(prompt, sort_keys=True, default=lambda value: digest_of(pickle.dumps(value)))
+    return digest_of(text.encode())
 
 
 def refuse_temperature(client: Client, temperature: float) -> None:
