@@ -1,7 +1,7 @@
 """Engines: token ids in, token ids and log-probabilities out.
 
-`open_engine` connects to a server; `TransformersEngine.open` runs a model in this process; `FunctionEngine` calls an
-async function, such as the handle that a trainer has of its own engine. All are an `Engine`:
+`open_engine` connects to a server, `TransformersEngine.open` runs a model in this process, and `FunctionEngine` calls
+an async function, such as a trainer's handle of its own engine. Each returns an `Engine`:
 
     engine = await open_engine("vllm", "http://127.0.0.1:8000", vocab_size=len(tokenizer))
     params = SamplingParams(max_tokens=64, stop_token_ids=(2,))
@@ -38,7 +38,7 @@ __all__ = [
     "open_engine",
 ]
 
-# What needs an HTTP client, or may load a model, is imported when it is first used.
+# Modules that import an HTTP client or torch are imported on first use.
 __getattr__ = lazy_names(
     __name__,
     {

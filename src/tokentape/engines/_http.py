@@ -1,7 +1,7 @@
 """The HTTP client of remote engines: connections, timeouts and errors.
 
-Everything that can go wrong between here and an engine becomes one of the errors of `tokentape.errors`. Their texts
-name the path, the status and the limit that was met; never a body, a header or the engine's address.
+Every failure becomes an error of `tokentape.errors`. Its text names the path, the status or the exceeded limit, but
+never quotes a body, a header or the engine's address.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp.connector import Connection
@@ -20,36 +20,29 @@ from aiohttp.connector import Connection
 from tokentape.engines._base import Timeouts
 from tokentape.engines._event_stream import SseReader
 from tokentape.engines._status_errors import retry_after, safe_name, status_error
-from tokentape.errors import (
-    EngineContractError,
-    EngineError,
-    EngineTimeout,
-    EngineUnavailable,
-    InvalidRequest,
-)
+from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 
 MAX_BODY_BYTES = 256 << 20
-"""Largest reply accepted that is not streamed."""
+"""Size limit of a reply that is not streamed."""
 
 _MAX_ERROR_BYTES = 64 << 10
 
 _ERROR_BODY_SECONDS = 2.0
-"""How long the body of an error may take: the status says enough without it."""
-
+"""Time limit for the body of an error. The status is enough if it does not arrive."""
 
 _SESSION_TOKEN = "x-session-token"
 
 _KEPT_TOKENS = 65_536
-"""Sessions; of one that was forgotten the router chooses a server anew."""
+"""Number of sessions with a stored token. For other sessions the router chooses a server again."""
 
 _TOKEN_CHARACTERS = 512
-"""A longer one is not kept."""
+"""Longer tokens are not stored."""
 
 _HIGH_WATER = 1 << 18
-"""Bytes of a body that may wait to be read before the server is made to wait."""
+"""Number of unread bytes of a body after which the client stops receiving."""
 
-# uvicorn, which vLLM and SGLang serve with, closes idle connections after 5 s. We drop them first, so that no
-# request is sent into a connection that is being closed.
+# vLLM and SGLang use uvicorn, which closes idle connections after 5 s. Close them earlier, so that no request is sent
+# on a connection that the server is closing.
 _KEEPALIVE_SECONDS = 3.0
 
 Stage: TypeAlias = Literal["connect", "first_token", "between_tokens", "total"]
@@ -58,19 +51,18 @@ _T = TypeVar("_T")
 
 
 class HttpClient:
-    """Connections to one engine. For one event loop.
+    """The connections to one engine. Use it on one event loop.
 
-    Redirects are not followed, replies not decompressed, and neither proxies nor credentials are taken from the
-    environment: an engine is addressed directly.
+    It does not follow redirects or decompress replies, and ignores proxies and credentials in the environment.
 
     Args:
-        base_url: `http://host:port`, with a path where the engine is mounted below one. An ending `/v1`, which
-            OpenAI clients want, is dropped.
+        base_url: `http://host:port`, with a path if the engine is below one. A final `/v1`, as in the base URLs of
+            OpenAI clients, is removed.
         api_key: sent as a bearer token.
         timeouts: see `Timeouts`.
 
     Raises:
-        InvalidRequest: the address or key can't be used.
+        InvalidRequest: the address or key is invalid.
 
     """
 
@@ -81,39 +73,39 @@ class HttpClient:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
         self._tokens: OrderedDict[str, str] = OrderedDict()
-        """By session what llm-d's router said last of where its cache is; it wants that back with the next call."""
+        """By session the last token that llm-d's router sent, which names the server with the session's cache."""
         self._connector: _Connector | None = None
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
     @property
     def generation(self) -> int:
-        """Grows whenever a connection is opened while no other is alive, as after a restart of the server."""
+        """Counts how often a connection was opened while no other was open, as after a restart of the server."""
         return self._connector.generation if self._connector is not None else 0
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
-        """Return the body of a GET, within the timeout of `stage`. Raises as `post`."""
+        """Return the body of the reply to a GET, within the timeout of `stage`. Raises like `post`."""
         return await self._whole("GET", path, None, {}, _Limit.after(stage, self.timeouts))
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Return the body of the reply to a JSON `body`, within `Timeouts.total`.
 
         Raises:
-            InvalidRequest: the engine refused the request's content (400, 422).
-            TooLarge: the engine takes no body of this size (413).
-            EngineUnavailable: not reachable, or it takes no requests now (429, 502, 503).
-            EngineTimeout: no answer in time.
+            InvalidRequest: the engine refuses the request's content (400, 422).
+            TooLarge: the engine refuses a body of this size (413).
+            EngineUnavailable: the engine can't be reached, or takes no requests now (429, 502, 503).
+            EngineTimeout: the engine did not reply in time.
             EngineContractError: the reply is larger than `MAX_BODY_BYTES`, or compressed.
-            EngineError: anything else.
+            EngineError: any other failure.
 
         """
         return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
 
     async def arrivals(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
-        """Yield the data of the server-sent events of the reply to a JSON `body`, those that arrived together at once.
+        """Yield the server-sent events of the reply to a JSON `body`, as lists of those that arrived together.
 
-        Close it (`contextlib.aclosing`) to give up: the connection is closed with it. Raises as `post` and
-        `SseReader.feed`, and `EngineError` if the stream breaks off or ends within an event.
+        Closing the generator closes the connection. Raises like `post` and `SseReader.feed`, and `EngineError` if the
+        stream breaks off or ends within an event.
         """
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
@@ -131,7 +123,7 @@ class HttpClient:
             raise EngineError(f"the engine's stream at {path} ended within an event; send the request again")
 
     async def close(self) -> None:
-        """Close all connections, running calls included. May be called again."""
+        """Close all connections, also those of running calls. It can be called again."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -148,18 +140,18 @@ class HttpClient:
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit
     ) -> _HttpReply:
-        """Return the reply with its body still to be read. Anything but a 200 is raised."""
+        """Return the reply before its body is read. Raise an error for any status other than 200."""
         if self._closed:
             raise EngineUnavailable("this engine was closed; open it again")
         content = headers if body is None else {**headers, "content-type": "application/json"}
         session = headers.get("x-session-id")
         if session is not None and session in self._tokens:
             content = {**content, _SESSION_TOKEN: self._tokens[session]}
-        # aiohttp warns of more than 1 MiB as bytes, but not of a file.
+        # aiohttp warns about more than 1 MiB of bytes, but not about files.
         data = body if body is None or len(body) <= 1 << 20 else io.BytesIO(body)
         try:
             async with asyncio.timeout_at(limit.at):
-                response = await self._opened().request(
+                response = await self._client_session().request(
                     method, self._base + path, data=data, headers=content, allow_redirects=False
                 )
         except aiohttp.ConnectionTimeoutError:
@@ -198,8 +190,8 @@ class HttpClient:
             refusal.retry_after = retry_after(response.headers.get("Retry-After", ""))
         raise refusal
 
-    def _opened(self) -> aiohttp.ClientSession:
-        """Return the session. It belongs to an event loop, so it is made with the first request."""
+    def _client_session(self) -> aiohttp.ClientSession:
+        """Return the aiohttp session. It belongs to an event loop, so the first request creates it."""
         if self._session is None:
             self._connector = _Connector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(
@@ -214,19 +206,17 @@ class HttpClient:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Keeps no connection on which the server sent more than it was asked for: it is no part of the next reply.
-
-    Counts how often a connection is opened while no other is alive: a server that restarts ends all of them.
-    """
+    """Reuses a connection only if the server has not sent additional data on it, which would corrupt the next reply."""
 
     generation = 0
+    """See `HttpClient.generation`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._alive: set[asyncio.Transport] = set()
 
     async def connect(self, *args: Any, **options: Any) -> Connection:
-        """Return a connection that is free, a new one if there is none."""
+        """Return an idle connection, or else a new one."""
         connection = await super().connect(*args, **options)
         while connection.protocol is not None and connection.protocol.should_close:
             connection.close()
@@ -241,7 +231,7 @@ class _Connector(aiohttp.TCPConnector):
 
 @dataclass(slots=True, order=True)
 class _Limit:
-    """A point in the event loop's time, which is moved on with each token, and which timeout it comes from."""
+    """A deadline in the event loop's time, and the timeout that it comes from. Each token postpones it."""
 
     at: float
     stage: Stage
@@ -253,15 +243,15 @@ class _Limit:
         return cls(asyncio.get_running_loop().time() + seconds, stage, seconds)
 
     def error(self, path: str) -> EngineTimeout:
-        found = "did not finish" if self.stage == "total" else "was silent"
+        fault = "did not finish" if self.stage == "total" else "was silent"
         return EngineTimeout(
-            f"the engine {found} at {path} within {self.seconds:g} s (timeout {self.stage}); is it paused or "
+            f"the engine {fault} at {path} within {self.seconds:g} s (timeout {self.stage}); is it paused or "
             "overloaded?"
         )
 
 
 class _HttpReply:
-    """A reply with its head read."""
+    """A reply after its status and headers were read."""
 
     def __init__(self, response: aiohttp.ClientResponse, path: str) -> None:
         self.status = response.status
@@ -270,11 +260,11 @@ class _HttpReply:
         framed = response.headers.keys() & {"Content-Length", "Transfer-Encoding"}
         connection = None if framed else response.connection
         self._ended_by = connection.protocol if connection is not None else None
-        """The connection, where its end is the end of the body."""
+        """The connection if the end of the body is the end of the connection, else None."""
 
     async def read(self, limit: _Limit) -> bytes:
-        """Return what has arrived of the body, waiting for it; nothing at the end."""
-        # `timeout_at` ends a wait only, and an engine that sends all the time leaves nothing to wait for.
+        """Wait for the next bytes of the body and return them. Return no bytes at the end."""
+        # `timeout_at` only ends waits, and there are none while an engine sends all the time.
         if asyncio.get_running_loop().time() >= limit.at:
             raise limit.error(self._path)
         try:
@@ -304,7 +294,7 @@ class _HttpReply:
         return bytes(received)
 
     async def error_body(self) -> bytes:
-        """Return the body of an error; nothing if it stalls, breaks off or is large."""
+        """Return the body of an error, or no bytes if it stalls, breaks off or is large."""
         end = asyncio.get_running_loop().time() + _ERROR_BODY_SECONDS
         try:
             return await self.read_all(_Limit(end, "total", _ERROR_BODY_SECONDS), _MAX_ERROR_BYTES) or b""
@@ -312,17 +302,17 @@ class _HttpReply:
             return b""
 
     def close(self) -> None:
-        """Close the connection, unless the whole body was read."""
+        """Close the connection unless the whole body was read."""
         self._response.close()
 
 
-async def attempt(answer: Awaitable[_T]) -> _T | None:
-    """Return what a server answers; None if it has no such endpoint or answers something else.
+async def attempt(reply: Awaitable[_T]) -> _T | None:
+    """Return a server's reply, or None if it fails, for example because the server has no such endpoint.
 
-    Raises `EngineUnavailable` and `EngineTimeout`.
+    Raises `EngineUnavailable`, `EngineTimeout` and `InvalidRequest`.
     """
     try:
-        return await answer
+        return await reply
     except (EngineUnavailable, EngineTimeout):
         raise
     except EngineError:
@@ -340,18 +330,15 @@ def _checked_base(base_url: str) -> str:
     try:
         url = urlsplit(base_url)
         port = url.port
-        # The resolver's first step, which not every host survives: `a..b` does not.
+        # The resolver encodes the host too, and fails for some, such as `a..b`.
         (url.hostname or "").encode("idna")
     except ValueError:
         raise InvalidRequest("the engine's address is not a URL; expected http://host:port", "base_url") from None
-    whole = base_url.isascii() and base_url.isprintable() and " " not in base_url and port != 0
-    if not whole or url.scheme not in ("http", "https") or not url.hostname or _more_than_an_address(url):
+    plain = base_url.isascii() and base_url.isprintable() and " " not in base_url and port != 0
+    more = "@" in url.netloc or url.query or url.fragment
+    if not plain or more or url.scheme not in ("http", "https") or not url.hostname:
         raise InvalidRequest(
             "the engine's address must be http://host:port or https://host:port, without user, query or fragment",
             "base_url",
         )
     return base_url.rstrip("/").removesuffix("/v1")
-
-
-def _more_than_an_address(url: SplitResult) -> bool:
-    return "@" in url.netloc or bool(url.query) or bool(url.fragment)

@@ -1,7 +1,8 @@
-"""The image processor of a model: from an image's bytes to the model's inputs and a number of tokens.
+"""Convert images to a model's inputs, and count their tokens.
 
-The one of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too, as transformers implements it on Pillow: slower than on
-torchvision, but without another package, and the same when sampling and when training. Torch is not needed.
+This supports the image processor of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too. transformers' implementation on
+Pillow is slower than that on torchvision, but needs neither torchvision nor torch, and sampling and training can both
+use it.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _log = logging.getLogger(__name__)
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 
 MAX_PIXELS = 50_000_000
-"""Of an image as received: a small file can hold a picture that fills the memory."""
+"""Limit of an image as received: a small file can contain an image that fills the memory."""
 
 _KEPT_COUNTS = 4096
 
 
 class QwenImageProcessor:
-    """Image processor of a model folder; `open` reads one, `from_settings` makes that of a record again.
+    """The image processor of a model folder (`open`) or of a record (`from_settings`).
 
         >>> processor = QwenImageProcessor.open("path/to/model")         # doctest: +SKIP
         >>> processor.arrays([png])["image_grid_thw"]                    # doctest: +SKIP
         array([[1, 4, 8]])
 
     Args:
-        config: the content of `preprocessor_config.json`. `EngineError` is raised if it is of another processor.
-        placeholder_id: the id that stands for a part of an image.
+        config: the content of `preprocessor_config.json`. Raises `EngineError` if it is for another processor.
+        placeholder_id: the id that represents a part of an image.
 
     """
 
@@ -56,9 +57,9 @@ class QwenImageProcessor:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Read a model folder: `preprocessor_config.json`, and `image_token_id` of `config.json`.
+        """Read `preprocessor_config.json` of a model folder, and `image_token_id` from `config.json`.
 
-        Raises `EngineError` if there is no processor, or one that is not supported.
+        Raises `EngineError` if there is no supported processor.
         """
         folder = Path(folder)
         config, model = _read(folder / "preprocessor_config.json"), _read(folder / "config.json")
@@ -69,9 +70,9 @@ class QwenImageProcessor:
 
     @classmethod
     def from_settings(cls, data: bytes) -> Self:
-        """Make the processor of a record with these `settings`, as far as the installed versions are the same.
+        """Return the processor with recorded `settings`. It gives the same results if the libraries are the same.
 
-        Raises `EngineError` if they are not the settings of a processor.
+        Raises `EngineError` if these are not the settings of a processor.
         """
         try:
             settings = json.loads(data)
@@ -81,7 +82,7 @@ class QwenImageProcessor:
 
     @cached_property
     def settings(self) -> Media:
-        """The configuration and the versions of the libraries, as canonical JSON."""
+        """The configuration and the library versions, as canonical JSON."""
         values = {
             "config": self._config,
             "placeholder_id": self.placeholder_id,
@@ -92,20 +93,20 @@ class QwenImageProcessor:
         return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
 
     def tokens(self, image: Media) -> int:
-        """Return how many placeholder ids stand for an image. Raises `InvalidRequest` as `arrays`."""
-        found = self._counts.get(image.sha256)
-        if found is None:
-            found = self.lengths(self.arrays([image.data])["image_grid_thw"])[0]
+        """Return the number of placeholder ids of an image. Raises `InvalidRequest` like `arrays`."""
+        count = self._counts.get(image.sha256)
+        if count is None:
+            (count,) = self.lengths(self.arrays([image.data])["image_grid_thw"])
             if len(self._counts) >= _KEPT_COUNTS:
                 self._counts.clear()
-            self._counts[image.sha256] = found
-        return found
+            self._counts[image.sha256] = count
+        return count
 
     def arrays(self, images: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
         """Return the model's inputs for images, in order.
 
-        `pixel_values`, float32 [patches of all images, values of a patch], and `image_grid_thw`, int64 [images, 3]:
-        patches in time, height and width. Raises `InvalidRequest` for an image that can't be read or is too large.
+        They are `pixel_values`, float32 [patches of all images, values of a patch], and `image_grid_thw`, int64
+        [images, 3], the patches in time, height and width. Raises `InvalidRequest` for an unreadable or large image.
         """
         opened = [_opened(image) for image in images]
         try:
@@ -118,7 +119,7 @@ class QwenImageProcessor:
         }
 
     def lengths(self, image_grid_thw: npt.NDArray[np.int64]) -> list[int]:
-        """Return how many placeholder ids stand for each image of a grid, int64 [images, 3]."""
+        """Return the number of placeholder ids of each image of a grid, int64 [images, 3]."""
         merged = self._processor.merge_size**2
         return [int(patches) // merged for patches in image_grid_thw.prod(-1)]
 
@@ -132,7 +133,7 @@ class QwenImageProcessor:
 
 
 def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
-    """Return the processor of a model folder; None, with the reason in the log, if images can't be processed."""
+    """Return the processor of a model folder. Return None and log the reason if images can't be processed."""
     if not (Path(folder) / "preprocessor_config.json").is_file():
         return None
     if find_spec("PIL") is None:
@@ -146,7 +147,7 @@ def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
 
 
 def _opened(data: bytes) -> Any:
-    """Return an image as transformers opens it: turned upright, without transparency."""
+    """Open an image like transformers: rotated as its EXIF data say, without transparency."""
     from PIL import Image, ImageOps
 
     try:
@@ -154,16 +155,16 @@ def _opened(data: bytes) -> Any:
             width, height = image.size
             if width * height <= MAX_PIXELS:
                 return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # damaged files raise whatever the decoder stumbles over
+    except Exception as error:  # decoders raise any kind of error for damaged files
         raise InvalidRequest(f"an image can't be read ({type(error).__name__})", "messages") from None
     raise InvalidRequest(f"an image has {width} x {height} pixels, {MAX_PIXELS} are allowed", "messages")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
         raise EngineError(f"{path} can't be read ({error.strerror}): the model takes no images") from None
     except ValueError:
         raise EngineError(f"{path} is not JSON") from None
-    return found
+    return content

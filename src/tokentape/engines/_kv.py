@@ -1,8 +1,8 @@
-"""Keys and values of the embedded engine: those of the running batch, and those of finished requests for reuse.
+"""Key-value tensors of the embedded engine: the running batch, and a cache of finished requests.
 
-A batch is left-padded, so that the next token of every row is in the same new column. The attention mask hides the
-padding and position ids count real tokens only, so a row computes what it would compute alone. A model that takes
-images gives the parts of an image positions in three dimensions, and shifts the row's later tokens.
+A batch is padded on the left, so that the next token of every row is in the same new column. The attention mask hides
+the padding and position ids count only real tokens, so a row has the same results as alone. Models that support images
+give the parts of an image three-dimensional positions, and shift the positions of later tokens.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `length` tokens of a context that need not be computed again."""
+    """The cached keys and values of the first `length` tokens of a context."""
 
     length: int
     layers: LayerTensors
-    """May hold more than `length` tokens."""
+    """Can have more than `length` tokens."""
 
 
 NO_PREFIX = Prefix(0, [])
 
 
 class DecodeBatch:
-    """The rows that decode together: their key-value tensors and which columns of them are real."""
+    """The key-value tensors of the rows that decode together, and a mask of their padding."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -51,7 +51,7 @@ class DecodeBatch:
         self._cache = _empty_cache()
         self._mask = torch.zeros((0, 0), dtype=torch.int64, device=self._device)
         self._shifts = torch.zeros((0, 1), dtype=torch.int64, device=self._device)
-        """Per row what to add to the number of tokens so far for the position of the next."""
+        """Per row the difference between the position of the next token and the number of tokens so far."""
 
     def __len__(self) -> int:
         return int(self._mask.shape[0])
@@ -59,19 +59,16 @@ class DecodeBatch:
     def prefill(
         self, contexts: Sequence[Ids], prefixes: Sequence[Prefix], images: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Compute new rows together and append them to the batch.
+        """Compute new rows together, append them to the batch, and return their logits, float32 [new rows, vocab].
 
-        All rows compute as many columns as the one that needs most: another one may recompute a part of its prefix, and
-        no padding ever gets between its tokens.
+        All rows compute as many columns as the row that needs most, so that no row has padding between its tokens. The
+        other rows may recompute a part of their prefix.
 
         Args:
             contexts: one array of ids per new row.
-            prefixes: per row what of its context is already known; at least one token must not be.
-            images: `Request.images` of a row that has any; it must be the only new row, and its prefix must hold all
-                images or none.
-
-        Returns:
-            Logits after each row's last token, float32 [new rows, vocab].
+            prefixes: the cached prefix of each row, which is shorter than its context.
+            images: `Request.images` of a row with images. It must be the only new row, and its prefix must contain
+                all images or none.
 
         """
         lengths = [len(context) for context in contexts]
@@ -103,24 +100,24 @@ class DecodeBatch:
         self, context: Ids, images: Mapping[str, Tensor], reused: int
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the positions of a row with images, int64 [3, 1, fresh], its shift, and the images to compute."""
-        given = {name: values.to(self._device) for name, values in images.items()}
-        kinds = given.pop("mm_token_type_ids")[None]
+        inputs = {name: values.to(self._device) for name, values in images.items()}
+        kinds = inputs.pop("mm_token_type_ids")[None]
         ids = torch.from_numpy(context).to(self._device)[None]
         positions, shift = self.model.model.get_rope_index(
-            ids, mm_token_type_ids=kinds, image_grid_thw=given["image_grid_thw"]
+            ids, mm_token_type_ids=kinds, image_grid_thw=inputs["image_grid_thw"]
         )
-        known = not kinds[0, reused:].any()
-        return positions[:, :, reused:], shift.reshape(1, 1), {} if known else given
+        all_cached = not kinds[0, reused:].any()
+        return positions[:, :, reused:], shift.reshape(1, 1), {} if all_cached else inputs
 
     def decode(self, last_ids: Sequence[int]) -> Tensor:
-        """Feed each row the id sampled last; return the logits after it, float32 [rows, vocab]."""
+        """Append each row's last sampled id. Return the logits after it, float32 [rows, vocab]."""
         ids = torch.tensor(last_ids, dtype=torch.int64, device=self._device).unsqueeze(-1)
         positions = self._mask.sum(-1, keepdim=True) + self._shifts
         self._mask = pad(self._mask, (0, 1), value=1)
         return self._forward(ids, self._mask, positions, self._cache)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, and the columns that are padding for all that stay."""
+        """Drop all other rows, and the columns that are padding in all remaining rows."""
         if not rows:
             self.clear()
             return
@@ -137,7 +134,7 @@ class DecodeBatch:
         self._mask, self._shifts = self._mask.new_zeros((0, 0)), self._shifts.new_zeros((0, 1))
 
     def row(self, row: int) -> LayerTensors:
-        """Copy out one row's keys and values, without padding."""
+        """Return a copy of one row's keys and values, without padding."""
         start = int(self._mask.shape[1] - self._mask[row].sum())
         return [
             (layer.keys[row, :, start:].clone(), layer.values[row, :, start:].clone()) for layer in self._cache.layers
@@ -175,13 +172,13 @@ def _empty_cache() -> Any:
 
 
 def _widened(tensor: Tensor, width: int, dim: int = -1) -> Tensor:
-    """Pad `dim` with zeros on the left."""
+    """Pad dimension `dim` with zeros on the left."""
     missing = width - tensor.shape[dim]
     return pad(tensor, (0, 0) * (-1 - dim) + (missing, 0)) if missing else tensor
 
 
 def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> LayerTensors:
-    """Stack the reused parts of the rows, [rows, heads, reused columns, head size] per tensor."""
+    """Stack the cached parts of the rows, [rows, heads, reused columns, head size] per tensor."""
     reused = max(lengths) - fresh
     template = next(prefix.layers for prefix in prefixes if prefix.length)
 
@@ -198,9 +195,9 @@ def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> 
 
 
 class PrefixCache:
-    """Keys and values of finished requests; the least recently used are dropped first.
+    """Keys and values of finished requests. The least recently used are dropped first.
 
-    Any common prefix is reused, so that a session's next turn computes only what is new.
+    Any common prefix is reused, so that a session's next turn computes only its new tokens.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -209,16 +206,16 @@ class PrefixCache:
         self._entries: OrderedDict[bytes, tuple[Ids, LayerTensors]] = OrderedDict()
 
     def put(self, ids: Ids, layers: LayerTensors) -> None:
-        """Keep what a finished request computed; `layers` holds exactly `ids`."""
+        """Store the keys and values of a finished request. `layers` has exactly the tokens of `ids`."""
         size = _size(layers)
         if size > self._max_bytes:
             return
-        for key, (known, _) in list(self._entries.items()):
-            common = common_prefix(known, ids)
+        for key, (stored, _) in list(self._entries.items()):
+            common = common_prefix(stored, ids)
             if common == len(ids):
                 self._entries.move_to_end(key)
                 return
-            if common == len(known):
+            if common == len(stored):
                 self._drop(key)
         self._entries[ids.tobytes()] = (ids, layers)
         self._bytes += size
@@ -226,19 +223,16 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
 
     def longest(self, context: Ids) -> Prefix:
-        """Return the longest known prefix of `context` that leaves at least its last token to compute."""
-        best, best_key = 0, b""
-        for key, (known, _) in self._entries.items():
-            length = common_prefix(known, context[:-1])
-            if length > best:
-                best, best_key = length, key
-        if not best:
+        """Return the longest cached prefix of `context`. It does not include the context's last token."""
+        lengths = {key: common_prefix(stored, context[:-1]) for key, (stored, _) in self._entries.items()}
+        best = max(lengths, key=lambda key: lengths[key], default=None)
+        if best is None or not lengths[best]:
             return NO_PREFIX
-        self._entries.move_to_end(best_key)
-        return Prefix(best, self._entries[best_key][1])
+        self._entries.move_to_end(best)
+        return Prefix(lengths[best], self._entries[best][1])
 
     def clear(self) -> None:
-        """Forget everything, as new weights require."""
+        """Drop everything, for example because the weights have changed."""
         self._entries.clear()
         self._bytes = 0
 

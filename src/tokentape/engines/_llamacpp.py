@@ -1,21 +1,21 @@
-"""llama.cpp's `llama-server` over HTTP: token ids in and out through its native `/completion`.
+"""llama.cpp's `llama-server` over HTTP, through its native route `/completion`.
 
-The wire facts are in docs/engines.md. Three of them shape this module:
+docs/engines.md describes the route. Three facts explain most of this module:
 
-- Its streams leave out the ids of tokens that end within a character, so streams are never requested. A completion is
-  sampled in pieces of `PIECE` tokens instead, each a whole reply that has all ids; the server keeps the context of
-  one piece for the next.
-- Whole replies leave out the log-probabilities of those tokens, which are then requested one by one.
-- It has no stop ids. A completion ends at the ids that the model file calls end-of-generation; for other stop ids this
+- Streams omit the ids of tokens that end within a character. So this engine never streams, and samples pieces of
+  `PIECE` tokens instead. Each piece is a whole reply with all ids, and the server keeps its context for the next one.
+- Whole replies omit the log-probabilities of those tokens. They are requested one by one afterwards.
+- The server has no stop ids. It ends at the ids that the model file marks as end-of-generation. For other stop ids this
   engine cuts the pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import msgspec
@@ -37,23 +37,22 @@ _COMPLETION = "/completion"
 
 _SEEDS = 1 << 31
 
-# Larger than any logit.
+# A logit bias larger than any logit.
 _CERTAIN = 1e6
 
-# How many alternatives to request first where a log-probability is missing. A sampled token is likely to be among them;
-# if it is not, all are requested.
+# Number of alternatives to request first to find a missing log-probability. If it is not among them, all are requested.
 _LIKELY = 256
 
-# Presence and frequency penalties count the prompt's tokens here, elsewhere the completion's only.
-_UNLIKE = frozenset({"presence_penalty", "frequency_penalty"})
+# These penalties also count the prompt's tokens here. In other engines they count only the completion's.
+_DIFFERENT_PENALTIES = frozenset({"presence_penalty", "frequency_penalty"})
 
 
 class LlamaCppEngine(RemoteEngine):
-    """A llama-server, which serves one model. Open it with `open`.
+    """A llama-server. Open it with `open`.
 
-    A completion also ends at every id that the model file calls end-of-generation: that can't be switched off without
-    changing the distribution. A stream has a delta per `PIECE` tokens; with `stop_strings` or a
-    `json_schema`, which the server follows only within a reply, there is a single one.
+    A completion also ends at every id that the model file marks as end-of-generation, because switching that off would
+    change the distribution. A stream has a delta for every `PIECE` tokens. With `stop_strings` or a `json_schema`,
+    which the server applies only within one reply, it has a single delta.
     """
 
     def __init__(self, http: HttpClient, info: EngineInfo, *, slots: int, plain_id: int) -> None:
@@ -62,7 +61,7 @@ class LlamaCppEngine(RemoteEngine):
         self._slots = _Slots(slots)
 
     @classmethod
-    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+    async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
         props = decode(await http.get("/props"), _Props, "llama-server")
         card = (await served_cards(http))[0]
         rows = 0 if card.meta is None else card.meta.n_vocab
@@ -71,8 +70,8 @@ class LlamaCppEngine(RemoteEngine):
                 f"the engine's model has {rows} ids, expected at least {vocab_size}; was it converted "
                 "from this tokenizer?"
             )
-        spelled = await http.post("/tokenize", msgspec.json.encode({"content": "a", "add_special": False}), {})
-        plain = decode(spelled, _LlamaCppTokens, "llama-server").tokens
+        tokenized = await http.post("/tokenize", msgspec.json.encode({"content": "a", "add_special": False}), {})
+        plain = decode(tokenized, _LlamaCppTokens, "llama-server").tokens
         info = EngineInfo(
             name="llamacpp",
             version=props.build_info,
@@ -80,7 +79,7 @@ class LlamaCppEngine(RemoteEngine):
             vocab_size=vocab_size,
             max_context=props.default_generation_settings.n_ctx,
             logprobs_mode="raw_logprobs",
-            sampling=DISTRIBUTION - _UNLIKE | {"json_schema"},
+            sampling=DISTRIBUTION - _DIFFERENT_PENALTIES | {"json_schema"},
             capabilities=(BEFORE_GRAMMAR,),
             prompt_penalties=frozenset({"repetition_penalty"}),
         )
@@ -93,18 +92,18 @@ class LlamaCppEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample`.
 
-        Equal seeds give equal completions, streamed or not. No more calls run at once than the server has slots: they
-        would drop the context of others between two pieces. `request_id` is not sent: the server does not use it.
+        Equal seeds give equal completions, streamed or not. At most as many calls run as the server has slots, because
+        more calls would replace each other's contexts between two pieces. `request_id` is not sent.
         """
         self._refuse(prompt_ids, params)
-        completion = ReceivedTokens(params, self._info.vocab_size, own_stops=True)
+        completion = ReceivedTokens(params, self.info.vocab_size, own_stops=True)
         context: list[int] = np.asarray(prompt_ids).tolist()
-        budget = min(params.max_tokens, self._info.max_context - len(context))
+        budget = min(params.max_tokens, self.info.max_context - len(context))
         async with self._slots.taken(context) as slot:
             held: list[SampleDelta] = []
             while True:
                 left = budget - completion.tokens
-                # A schema and stop strings are followed within one reply only.
+                # The server applies a schema and stop strings only within one reply.
                 piece = left if params.stop_strings or params.json_schema else min(left, PIECE)
                 delta = await self._piece(context, params, completion, piece, slot.number)
                 context += delta.token_ids
@@ -122,9 +121,9 @@ class LlamaCppEngine(RemoteEngine):
     async def _piece(
         self, context: list[int], params: SamplingParams, completion: ReceivedTokens, tokens: int, slot: int
     ) -> SampleDelta:
-        """Return the next tokens of a completion, with `length` if the server sampled `tokens` of them."""
+        """Sample up to `tokens` more tokens of a completion. The finish_reason is `length` if all were sampled."""
         body = self._request_body(context, params, tokens, slot, after=completion.tokens)
-        reply = decode(await self._http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
+        reply = decode(await self.http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
         if (reply.tokens_evaluated, reply.tokens_predicted) != (len(context), len(reply.tokens)):
             raise EngineContractError(
                 f"the engine counts {reply.tokens_evaluated} prompt and {reply.tokens_predicted} completion tokens; "
@@ -138,31 +137,31 @@ class LlamaCppEngine(RemoteEngine):
                 rows[position] = await self._score([*context, *ids[:position]], ids[position], params.top_logprobs)
         known = [row for row in rows if row is not None]
         delta = completion.delta(ids, [row.logprob for row in known], [row.alternatives for row in known])
-        if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self._info.max_context:
+        if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self.info.max_context:
             raise EngineContractError(f"the engine stopped after {len(ids)} of {tokens} tokens, with room for more")
         return replace(delta, finish_reason=reason, stop=completion.stop(reason, matched))
 
     async def _score(self, context: list[int], token_id: int, top: int) -> _Probability:
-        """Return the log-probability of an id that the server sampled after `context` without reporting it.
+        """Return the log-probability of an id that the server sampled after `context` without a log-probability.
 
-        The same position is sampled again, biased to a token that it does report, with enough alternatives.
+        Sample the position again with enough alternatives, and with a bias to a token that the server reports.
         """
         params = SamplingParams(max_tokens=1, temperature=0)
-        for count in (_LIKELY, self._info.vocab_size + _LIKELY):
+        for count in (_LIKELY, self.info.vocab_size + _LIKELY):
             bias = {"logit_bias": [[self._plain_id, _CERTAIN]], "n_probs": count}
             body = self._request_body(context, params, 1, -1, after=0, **bias)
-            reply = decode(await self._http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
+            reply = decode(await self.http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
             for row in reply.completion_probabilities:
-                for one in row.top_logprobs:
-                    if one.id == token_id:
-                        return _Probability(token_id, one.logprob, row.top_logprobs[: max(top, 1)])
+                for alternative in row.top_logprobs:
+                    if alternative.id == token_id:
+                        return _Probability(token_id, alternative.logprob, row.top_logprobs[: max(top, 1)])
         raise EngineContractError(f"the engine reported no log-probability for id {token_id}, which it sampled")
 
     def _request_body(
         self, context: list[int], params: SamplingParams, tokens: int, slot: int, *, after: int, **more: object
     ) -> bytes:
-        """Return the body of one piece: every field that a server's default could otherwise fill in."""
-        # A server in the state of another piece would go on with other random numbers: one seed per piece.
+        """Return the body of one piece. It sets every field that has a default in the server."""
+        # Each piece gets its own seed, because the server's random state may be that of another call.
         seed = -1 if params.seed is None else (params.seed + after) % _SEEDS
         body: dict[str, object] = {
             "prompt": context,
@@ -174,16 +173,16 @@ class LlamaCppEngine(RemoteEngine):
             "post_sampling_probs": False,
             "id_slot": slot,
             "cache_prompt": True,
-            # Cached pieces moved to other positions are not the context that was sent.
+            # Don't reuse cached tokens at other positions: their keys and values are not exactly those of this context.
             "n_cache_reuse": 0,
-            # The order in which other engines apply them; by default temperature comes last.
+            # The order of the other engines. The server's default applies temperature last.
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
             "min_p": params.min_p,
             "repeat_penalty": params.repetition_penalty,
-            "repeat_last_n": self._info.max_context,
+            "repeat_last_n": self.info.max_context,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "dynatemp_range": 0.0,
@@ -204,11 +203,11 @@ class LlamaCppEngine(RemoteEngine):
         return msgspec.json.encode(body | more)
 
     async def _probe(self, rows: int) -> None:
-        """Sample one token; the ids of the padding, if the model file has any, may come up and do not matter."""
+        """Sample one token to check the reply. Alternatives may have ids of the embedding's padding, below `rows`."""
         params = SamplingParams(max_tokens=1, temperature=0, top_logprobs=2)
         context = [self._plain_id]
         body = self._request_body(context, params, 1, -1, after=0, logit_bias=[[self._plain_id, _CERTAIN]])
-        reply = decode(await self._http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
+        reply = decode(await self.http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
         if reply.tokens != context or len(reply.completion_probabilities) != 1:
             raise EngineContractError(
                 f"the engine returned {len(reply.tokens)} ids and {len(reply.completion_probabilities)} "
@@ -248,7 +247,7 @@ class _Probability(msgspec.Struct):
 
 
 class _LlamaCppReply(msgspec.Struct):
-    """What is asked for of a reply; `response_fields` leaves out the rest, the prompt's text among it."""
+    """The fields of a reply. `response_fields` omits all others, such as the prompt's text."""
 
     tokens: list[int]
     tokens_evaluated: int
@@ -258,16 +257,16 @@ class _LlamaCppReply(msgspec.Struct):
     completion_probabilities: list[_Probability] = []
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
-    """One of the server's slots, and the context that it holds."""
+    """One of the server's slots, and the context that it has cached."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.context: Sequence[int] = ()
+    number: int
+    context: Sequence[int] = ()
 
 
 class _Slots:
-    """The server's slots. A call keeps one for all its pieces, if it can the one that holds most of its context."""
+    """The server's slots. A call keeps one slot for all its pieces: the free one with most of its context."""
 
     def __init__(self, count: int) -> None:
         self._free = [_Slot(number) for number in range(max(count, 1))]
@@ -275,7 +274,7 @@ class _Slots:
 
     @asynccontextmanager
     async def taken(self, context: list[int]) -> AsyncGenerator[_Slot, None]:
-        """A slot for as long as the context lasts; waits for one."""
+        """Wait for a free slot, and reserve it during the context."""
         async with self._one_is_free:
             best = max(self._free, key=lambda slot: common_prefix(slot.context, context))
             self._free.remove(best)
@@ -286,10 +285,9 @@ class _Slots:
 
 
 def _cut(reply: _LlamaCppReply, stop_ids: Sequence[int]) -> tuple[list[int], FinishReason, int | str | None]:
-    """The reply's ids up to the first stop id, and how they end.
+    """Return the reply's ids up to the first stop id, the finish reason, and the matched stop.
 
-    What the server sampled after a stop id that it does not know is no part of the completion: the ids before
-    would have been the same.
+    The server does not know the stop ids and may sample more tokens. They don't affect the ids before them.
     """
     for position, token_id in enumerate(reply.tokens):
         if token_id in stop_ids:
@@ -309,24 +307,16 @@ def _cut(reply: _LlamaCppReply, stop_ids: Sequence[int]) -> tuple[list[int], Fin
 
 
 def _aligned(ids: Sequence[int], reported: Sequence[_Probability]) -> list[_Probability | None]:
-    """For each id its report, None where the server may have left it out.
+    """Return for each id its entry of `reported`, or None if the server may have omitted it.
 
-    The reports are some of the ids in their order. Where it is not clear which of two equal ids a report is of,
-    it is of neither: matched from the front and from the back, they must meet.
+    `reported` has entries for some of the ids, in their order. If an entry could belong to either of two equal ids, it
+    counts for neither: matching from the front and from the back must give the same result.
     """
     front = _matched(ids, reported)
     back = _matched(ids[::-1], reported[::-1])[::-1]
-    return [one if one is not None and one is other else None for one, other in zip(front, back, strict=True)]
+    return [entry if entry is other else None for entry, other in zip(front, back, strict=True)]
 
 
 def _matched(ids: Sequence[int], reported: Sequence[_Probability]) -> list[_Probability | None]:
-    rest = iter(reported)
-    following = next(rest, None)
-    matched: list[_Probability | None] = []
-    for token_id in ids:
-        if following is not None and following.id == token_id:
-            matched.append(following)
-            following = next(rest, None)
-        else:
-            matched.append(None)
-    return matched
+    rest = deque(reported)
+    return [rest.popleft() if rest and rest[0].id == token_id else None for token_id in ids]

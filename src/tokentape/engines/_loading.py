@@ -20,13 +20,13 @@ from tokentape.errors import EngineError, TokenizerUnusable
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""How far rounding may move a logprob when a row is padded. Models that ignore padding are further off."""
+"""Largest difference of logprobs that padding may cause by rounding. Models that ignore the mask differ by more."""
 
 
 def load_model(folder: Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model, or one that also takes images, in evaluation mode. Code in it is never run.
+    """Load a causal language model, with or without image input, in evaluation mode. Never run code in the folder.
 
-    Raises `EngineError` if there is no such model, or transformers can't load it.
+    Raises `EngineError` if the folder has no such model or transformers can't load it.
     """
     if dtype not in _DTYPES:
         raise EngineError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
@@ -38,7 +38,8 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
     hf_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        auto_model = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+        takes_images = "vision_config" in config.sub_configs
+        auto_model = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
         model = auto_model.from_pretrained(
             folder, config=config, dtype=_DTYPES[dtype], local_files_only=True, trust_remote_code=False
         )
@@ -52,9 +53,9 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
 
 @torch.no_grad()
 def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> Any:
-    """Return a copy of a model with other weights, by their names in its state dict; dtype and device stay.
+    """Return a copy of a model with other weights, named as in its state dict. Its dtype and device don't change.
 
-    Raises `EngineError` if a name is unknown, a shape different, or unless `partial` a parameter missing.
+    Raises `EngineError` for an unknown name, for a different shape and, unless `partial`, for a missing parameter.
     """
     changed = copy.deepcopy(model)
     places = changed.state_dict()
@@ -72,12 +73,8 @@ def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, par
     return changed
 
 
-def _sees(config: Any) -> bool:
-    return "vision_config" in config.sub_configs
-
-
 def media_ids(model: Any) -> set[int]:
-    """Return the ids that stand for parts of media. They must not be sampled: the model would refuse its context."""
+    """Return the placeholder ids of media. They must not be sampled, because a model fails on them without media."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     config = model.config.to_dict()
     return {config[name] for name in names if isinstance(config.get(name), int)}
@@ -97,8 +94,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
     """Return which rows of the embedding are tokens of the tokenizer, bool [embedding rows].
 
-    Embeddings are often padded to a round number of rows, and an untrained row can be sampled: servers have
-    answered such ids with an error or died of them (vllm-project/vllm#13175, sgl-project/sglang#31908).
+    Embeddings are often padded to a round number of rows, and untrained rows can be sampled. Servers fail or crash on
+    such ids (vllm-project/vllm#13175, sgl-project/sglang#31908).
     """
     known = np.zeros(model.get_input_embeddings().weight.shape[0], dtype=np.bool_)
     known[[i for i in tokenizer.get_vocab(with_added_tokens=True).values() if i < len(known)]] = True
@@ -106,7 +103,7 @@ def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
 
 
 def context_limit(model: Any) -> int:
-    """Return how many tokens the model's positions reach. Raises `EngineError` if the config does not say."""
+    """Return the number of positions that the model supports. Raises `EngineError` if the config does not have it."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise EngineError("the model's config has no max_position_embeddings; pass max_context")
@@ -115,10 +112,10 @@ def context_limit(model: Any) -> int:
 
 @torch.inference_mode()
 def refuse_unbatchable(model: Any, *, dtype: str) -> None:
-    """Raise `EngineError` unless rows of different lengths can decode together with unchanged results.
+    """Raise `EngineError` unless rows of different lengths have the same results in a batch as alone.
 
-    First the cache that the architecture declares is checked, then two sequences are decoded in one padded batch and
-    the logprobs compared with those of a whole forward pass over each alone.
+    Check the type of cache that the architecture declares. Then decode two sequences in one padded batch, and compare
+    the logprobs with those of a forward pass over each sequence alone.
     """
     name = type(model).__name__
     layers = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}

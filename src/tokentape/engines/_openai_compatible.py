@@ -1,6 +1,6 @@
-"""vLLM or SGLang through a router that passes on nothing but `/v1`: their OpenAI-style `/v1/completions`.
+"""vLLM or SGLang through their OpenAI-style `/v1/completions`, for routers that forward only `/v1`.
 
-What the two call the same things is in the table `APIS`. Their own engines can do and check more.
+The table `APIS` has the differences between the two servers. `VllmEngine` and `SglangEngine` support and check more.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from tokentape.types import TokenIds
 _COMPLETIONS = "/v1/completions"
 
 _LEFT_OUT = frozenset({"spaces_between_special_tokens"})
-"""Fields that matter to the text only: left out where a server refuses them, as vLLM's Rust frontend does."""
+"""Fields that only affect the text. They are left out if the server refuses them, as vLLM's Rust frontend does."""
 
 _SAME_NAMES = DISTRIBUTION - {"stop_strings", "top_logprobs"} | {"min_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionsApi:
-    """How one kind of server says things in requests and replies."""
+    """The request and reply format of one kind of server."""
 
     owned_by: str
     """The owner that `/v1/models` reports, by which a server is recognized."""
     fields: Mapping[str, str]
-    """Request field for each `SamplingParams` field that is honored."""
+    """Maps the supported `SamplingParams` fields to request fields."""
     constants: Mapping[str, object]
-    """Request fields that are always the same."""
+    """Request fields with a fixed value."""
     named_ids: bool
-    """The names in `logprobs` are `token_id:N`, so that alternatives have ids too."""
+    """Whether tokens in `logprobs` are named `token_id:N`, so that alternatives have ids too."""
     top_k_off: int
-    """The `top_k` that truncates nothing."""
+    """The value of `top_k` that switches it off."""
     own_stops: bool
-    """It also ends at the model's own end-of-sequence ids."""
+    """Whether the server also ends at the model's own end-of-sequence ids."""
     logprobs_mode: str
-    """See `EngineInfo`; it can't be asked for here."""
+    """See `EngineInfo`. This API does not report it."""
 
 
 APIS = (
@@ -70,7 +70,7 @@ APIS = (
     ),
     CompletionsApi(
         owned_by="sglang",
-        # Seeds are used in its deterministic mode only, which can't be seen from here.
+        # SGLang uses seeds only in its deterministic mode, which this API does not report.
         fields={name: name for name in _SAME_NAMES - {"seed"}} | {"stop_strings": "stop"},
         constants={"ignore_eos": False, "skip_special_tokens": False, "no_stop_trim": True, "return_token_ids": True},
         named_ids=False,
@@ -91,41 +91,41 @@ class OpenAiEngine(RemoteEngine):
         self._api = api
 
     @classmethod
-    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+    async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
         card = chosen(await served_cards(http), model)
-        row = _known(card.owned_by)
+        api = _api_of(card.owned_by)
         info = EngineInfo(
-            name=f"openai:{row.owned_by}",
+            name=f"openai:{api.owned_by}",
             version="unknown",
             model=card.id,
             vocab_size=vocab_size,
             max_context=card.context,
-            logprobs_mode=row.logprobs_mode,
-            sampling=frozenset(row.fields),
+            logprobs_mode=api.logprobs_mode,
+            sampling=frozenset(api.fields),
         )
         try:
-            await cls(http, any_id(info), row)._probe()
+            await cls(http, any_id(info), api)._probe()
         except InvalidRequest as error:
-            if error.param not in _LEFT_OUT & row.constants.keys():
+            if error.param not in _LEFT_OUT & api.constants.keys():
                 raise
-            row = replace(row, constants={k: v for k, v in row.constants.items() if k not in _LEFT_OUT})
-            await cls(http, any_id(info), row)._probe()
-        return cls(http, info, row)
+            api = replace(api, constants={k: v for k, v in api.constants.items() if k not in _LEFT_OUT})
+            await cls(http, any_id(info), api)._probe()
+        return cls(http, info, api)
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. Closing the connection is the only way to abort."""
+        """See `RemoteEngine.sample`. Calls are aborted only by closing the connection."""
         self._refuse(prompt_ids, params)
         headers = {"x-request-id": header_value(request_id, "request_id")}
-        budget = min(params.max_tokens, self._info.max_context - len(prompt_ids))
+        budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
         body = self._request_body(prompt_ids, replace(params, max_tokens=budget), stream=stream)
         reply = VllmReply(
             _COMPLETIONS,
             None,
             len(prompt_ids),
             params,
-            self._info.vocab_size,
+            self.info.vocab_size,
             names_ids=True,
             returns_prompt=False,
             own_stops=self._api.own_stops,
@@ -136,34 +136,33 @@ class OpenAiEngine(RemoteEngine):
     async def _probe(self) -> None:
         """Sample one token."""
         params = SamplingParams(max_tokens=1)
-        # SGLang takes a prompt of nothing but id 0 for an empty one.
+        # SGLang treats a prompt with only id 0 as empty.
         prompt = np.ones(1, dtype=np.int32)
         await whole(self.sample(prompt, params, stream=True, request_id="tokentape-probe"))
 
     def _request_body(self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool) -> bytes:
-        row = self._api
         body: dict[str, object] = {
-            "model": self._info.model,
+            "model": self.info.model,
             "prompt": np.asarray(prompt_ids).tolist(),
             "echo": False,
             "n": 1,
             "stream": stream,
             "logprobs": params.top_logprobs,
-            **row.constants,
-            **{wire: getattr(params, name) for name, wire in row.fields.items()},
-            "top_k": params.top_k or row.top_k_off,
+            **self._api.constants,
+            **{wire: getattr(params, name) for name, wire in self._api.fields.items()},
+            "top_k": params.top_k or self._api.top_k_off,
         }
         if stream:
             body["stream_options"] = {"include_usage": True}
         return msgspec.json.encode(body)
 
 
-def _known(owned_by: str) -> CompletionsApi:
-    for row in APIS:
-        # vLLM's Rust frontend adds its own name.
-        if owned_by.startswith(row.owned_by):
-            return row
-    known = ", ".join(row.owned_by for row in APIS)
+def _api_of(owned_by: str) -> CompletionsApi:
+    for api in APIS:
+        # vLLM's Rust frontend appends its own name.
+        if owned_by.startswith(api.owned_by):
+            return api
+    known = ", ".join(api.owned_by for api in APIS)
     raise InvalidRequest(
         f"the engine's models are owned by {safe_name(owned_by) or 'an unknown server'}; known are {known}", "engine"
     )

@@ -1,4 +1,4 @@
-"""Several replicas as one engine: sessions stay where their prefix is cached, and move when a replica fails."""
+"""Use several replicas as one engine. A session stays on the replica that has its prefix cached, unless that fails."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tokentape.types import TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 Opener = Callable[[], Awaitable[Engine]]
-"""Opens a replica: connects and finds out what it is."""
+"""Opens a replica."""
 
 
 @dataclass(slots=True)
 class _Serving:
-    """A replica's engine while it is open."""
+    """An open engine of a replica."""
 
     engine: Engine
     calls: int = 0
-    """Running now."""
+    """Number of running calls."""
     failed: bool = False
-    """It gets no new calls, and is closed when the last of the old ones has ended."""
+    """Whether the engine gets no new calls, and is closed after its last running call."""
 
 
 @dataclass(slots=True)
@@ -44,12 +44,12 @@ class _Replica:
 
 
 class EnginePool:
-    """Replicas of one engine, each serving the same weights. Open it with `open`; it is an `Engine`.
+    """An `Engine` that distributes calls among replicas with the same weights. Open it with `open`.
 
-    A session's calls go to one replica, found by hashing its id, so that its prefix is cached there (rendezvous
-    hashing: when a replica comes or goes, only its own sessions move). A call that fails before its first token is sent
-    to the next replica; one that fails later is for the caller to repeat. A replica that failed gets no calls until it
-    has been opened again, which is tried every `recheck_seconds`: it may be another version by then.
+    A session's calls go to one replica, chosen by rendezvous hashing of its id, so that its prefix is cached there. If
+    a replica fails or comes back, only its own sessions move. A call that fails before its first token is sent to the
+    next replica; a call that fails later raises. A replica that failed gets no calls until it has been opened again,
+    which is tried every `recheck_seconds`.
     """
 
     def __init__(self, replicas: list[_Replica], info: EngineInfo, recheck_seconds: float) -> None:
@@ -61,11 +61,12 @@ class EnginePool:
 
     @classmethod
     async def open(cls, openers: Mapping[str, Opener], *, recheck_seconds: float = 5.0) -> Self:
-        """Open all replicas, by name. One is enough to begin with; the others are tried again.
+        """Open all replicas, by name. One is enough to start, and the others are tried again later.
 
         Raises:
-            InvalidRequest: there are none, one serves another model, or two differ in model, vocabulary or logprobs.
-            EngineError: none can be opened; the error is that of the first.
+            InvalidRequest: there are no replicas, one serves another model, or two have different models,
+                vocabularies or logprobs modes.
+            EngineError: no replica can be opened. The error is that of the first one.
 
         """
         replicas = [_Replica(name, opener) for name, opener in openers.items()]
@@ -99,9 +100,9 @@ class EnginePool:
 
     @property
     def info(self) -> EngineInfo:
-        """What the replicas have in common."""
-        serving = (one.serving.engine.info.capabilities for one in self._replicas if one.serving is not None)
-        return self._unverified if any(UNVERIFIED in one for one in serving) else self._info
+        """The facts that hold for all replicas."""
+        unverified = any(UNVERIFIED in engine.info.capabilities for engine in self._engines())
+        return self._unverified if unverified else self._info
 
     @property
     def available(self) -> Mapping[str, bool]:
@@ -119,8 +120,7 @@ class EnginePool:
             if serving is None:
                 continue
             engine = serving.engine
-            takes_session = "session_id" in engine.info.sampling
-            own = params if takes_session else replace(params, session_id=None)
+            own = params if "session_id" in engine.info.sampling else replace(params, session_id=None)
             begun = False
             serving.calls += 1
             try:
@@ -136,27 +136,28 @@ class EnginePool:
                 failure = error
             finally:
                 serving.calls -= 1
-                await _close_if_over(serving)
+                await _close_if_unused(serving)
         raise failure or EngineUnavailable("no replica of the engine is available; send it again later")
 
     def interrupt(self, request_id: str) -> bool:
-        """Have the replica end a call with `abort` and all that it has sampled; False if it can't."""
-        engines = (one.serving.engine for one in self._replicas if one.serving is not None)
-        return any(engine.interrupt(request_id) for engine in engines if isinstance(engine, Interruptible))
+        """Make the call's replica end it with `abort`. Return False if the replica can't do that."""
+        return any(engine.interrupt(request_id) for engine in self._engines() if isinstance(engine, Interruptible))
+
+    def _engines(self) -> list[Engine]:
+        return [replica.serving.engine for replica in self._replicas if replica.serving is not None]
 
     async def check(self) -> None:
-        """Return if a replica can take a request now, else raise `EngineUnavailable`."""
+        """Raise `EngineUnavailable` unless a replica can take a request now."""
         self._start_rechecking()
         for replica in self._replicas:
             serving = replica.serving
-            if serving is not None:
-                try:
-                    await serving.engine.check()
-                except EngineError as error:
-                    _mark_down(replica, serving, error)
-                    await _close_if_over(serving)
-                else:
-                    return
+            if serving is None:
+                continue
+            try:
+                return await serving.engine.check()
+            except EngineError as error:
+                _mark_down(replica, serving, error)
+                await _close_if_unused(serving)
         raise EngineUnavailable("no replica of the engine is available")
 
     async def close(self) -> None:
@@ -170,7 +171,7 @@ class EnginePool:
                 await serving.engine.close()
 
     def _ranked(self, session_id: str | None) -> list[_Replica]:
-        """Return the replicas in the order in which a session prefers them."""
+        """Return the replicas in the order in which a session tries them."""
         if session_id is None:
             return sorted(self._replicas, key=lambda replica: replica.serving.calls if replica.serving else 0)
         return sorted(self._replicas, key=lambda replica: _weight(replica.name, session_id), reverse=True)
@@ -211,7 +212,7 @@ def _mark_down(replica: _Replica, serving: _Serving, error: TokentapeError) -> N
         serving.failed = True
 
 
-async def _close_if_over(serving: _Serving) -> None:
+async def _close_if_unused(serving: _Serving) -> None:
     if serving.failed and not serving.calls:
         await serving.engine.close()
 

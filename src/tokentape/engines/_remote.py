@@ -1,4 +1,4 @@
-"""What the engines over HTTP share: opening, calls and aborts, health checks, scoring, the end."""
+"""Base class of the engines that talk to a server over HTTP."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ class RemoteEngine(ABC):
 
         engine = await VllmEngine.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
 
-    Some servers always stop at the model's own end-of-sequence ids, even if `SamplingParams` does not list them. Such
-    an end is reported as a `stop` at that id.
+    Some servers always stop at the model's own end-of-sequence ids, even if `SamplingParams` does not list them. The
+    reply then has finish_reason `stop` with that id.
     """
 
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
 
     def __init__(self, http: HttpClient, info: EngineInfo) -> None:
-        self._http = http
-        self._info = info
+        self.http = http
+        """The connections to the server."""
+        self.info = info
+        """The facts about the server, read when the engine was opened."""
         self._background: set[asyncio.Task[None]] = set()
         self._calls: set[str] = set()
-        """Calls that the server can be asked to end, by its ids: see `_unique`."""
+        """Ids, from `unique_id`, of the running calls that the server can abort."""
 
     @classmethod
     async def open(
@@ -51,47 +53,38 @@ class RemoteEngine(ABC):
         timeouts: Timeouts | None = None,
         verify_prompt: bool = False,
     ) -> Self:
-        """Find out what the server is, with a token or two sampled to see what its replies hold.
+        """Connect to the server, read its facts, and sample a token or two to check the format of its replies.
 
         Args:
             base_url: `http://host:port`.
-            vocab_size: ids at or above it are never sent and never accepted. The tokenizer's, not the number of rows
-                of the embedding: servers take and sample ids in the padding between the two, or die of them.
-            model: one of the names that the server lists; the first if None.
+            vocab_size: ids at or above it are never sent and never accepted. Use the tokenizer's size. The embedding
+                may have more rows, and ids of such padding rows make some servers fail or crash.
+            model: the name of a model that the server lists; None for the first one.
             api_key: sent as a bearer token.
             timeouts: see `Timeouts`.
-            verify_prompt: have vLLM and SGLang (0.5.13) return the prompt's ids with each reply and compare them;
-                replies grow with the prompt, on SGLang each event of a stream. Counts are always compared.
+            verify_prompt: make vLLM and SGLang (from 0.5.13) return the prompt's ids, and compare them with those
+                sent. This makes replies larger; on SGLang it makes every event of a stream larger. The number of
+                prompt ids is always compared.
 
         Raises:
-            InvalidRequest: the address can't be used, or the server has no such model.
+            InvalidRequest: the address is invalid, or the server does not serve the model.
             EngineUnavailable: the server can't be reached.
-            EngineContractError: it is another kind of server, does not return ids and log-probabilities, or was
-                started in a way that a request can't undo.
-            EngineError: or one of its kinds, as for `sample`.
+            EngineContractError: it is another kind of server, does not return ids and log-probabilities, or has
+                start options that make its samples unusable.
+            EngineError: the server failed; or another subclass, as for `sample`.
 
         """
         http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
         try:
-            return await cls._explore(http, vocab_size, model, verify_prompt=verify_prompt)
+            return await cls._connect(http, vocab_size, model, verify_prompt=verify_prompt)
         except BaseException:
             await http.close()
             raise
 
     @classmethod
     @abstractmethod
-    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
-        """Find out what the server is; see `open`."""
-
-    @property
-    def http(self) -> HttpClient:
-        """The connections to the server."""
-        return self._http
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the server said when it was opened."""
-        return self._info
+    async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        """Read the server's facts and return the engine; see `open`."""
 
     @abstractmethod
     def sample(
@@ -99,68 +92,60 @@ class RemoteEngine(ABC):
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
 
-        A completion that meets the end of the context ends with `length`. The delta with the finish_reason comes only
-        when the whole reply has been checked.
+        A completion that fills the context ends with `length`. The last delta, with the finish_reason, is yielded only
+        after the whole reply has been checked.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range, here or
-                by the server's own limits.
-            UnsupportedParameter: this server would ignore a parameter that was set, or means something else by it.
-            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
-            EngineUnavailable: the server can't be reached or takes no requests.
-            EngineTimeout: it was silent for too long, as a paused server is.
-            EngineError: it failed, or the connection broke.
+            InvalidRequest: the prompt is empty, too long or has an unknown id, or a parameter is out of range, also
+                if only the server's own range is smaller.
+            UnsupportedParameter: a parameter is set that the server ignores or defines differently.
+            EngineContractError: the reply lacks ids, log-probabilities or counts, or they do not agree.
+            EngineUnavailable: the server can't be reached, or takes no requests now.
+            EngineTimeout: the server sent nothing for too long, for example because it is paused.
+            EngineError: the server failed, or the connection broke.
 
         """
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
-        """Score `ids[start:]`, each given all before it; see `Scorer`. One call, of the whole of `ids`.
+        """Score `ids[start:]`, each id given all ids before it, with one request; see `Scorer.score`.
 
-        Raises:
-            InvalidRequest: see `Scorer.score`.
-            EngineError: this server does not score prompts: only vLLM and SGLang do.
-            EngineUnavailable: the server can't be reached or takes no requests.
-            EngineTimeout: it gave no answer in time.
-
+        Only vLLM and SGLang can score. Also raises `EngineUnavailable` and `EngineTimeout`.
         """
         # vLLM samples at least one token.
-        refuse_unscorable(ids, start, self._info, room=1)
-        found = await server_scores(self._http, self._info, ids, start, top)
-        if found is None:
-            raise hopeless(f"{self._info.name} does not score ids: use vLLM, SGLang or transformers")
-        return found
+        refuse_unscorable(ids, start, self.info, room=1)
+        scores = await server_scores(self.http, self.info, ids, start, top)
+        if scores is None:
+            raise hopeless(f"{self.info.name} does not score ids: use vLLM, SGLang or transformers")
+        return scores
 
     async def find_logprobs_mode(self) -> str:
-        """Return what `EngineInfo.logprobs_mode` is now: a server that was restarted may have another one.
-
-        Raises as `sample`.
-        """
-        return self._info.logprobs_mode
+        """Return the current `EngineInfo.logprobs_mode`: a restart may change it. Raises like `sample`."""
+        return self.info.logprobs_mode
 
     def interrupt(self, request_id: str) -> bool:
-        """Have the server end a call with `abort` and all that it has sampled; False if it can't be asked to."""
-        found = [call for call in self._calls if call.rpartition("-")[0] == request_id]
-        for call in found:
+        """Make the server end a call with `abort`. Return False if the call is not running or can't be aborted."""
+        running = [call for call in self._calls if call.rpartition("-")[0] == request_id]
+        for call in running:
             self._in_background(self._abort(call))
-        return bool(found)
+        return bool(running)
 
     async def check(self) -> None:
-        """Return if the server says within `Timeouts.connect` that it is healthy, else raise `EngineUnavailable`."""
+        """Raise `EngineUnavailable` unless the server reports within `Timeouts.connect` that it is healthy."""
         try:
-            await self._http.get(self._health, stage="connect")
+            await self.http.get(self._health, stage="connect")
         except EngineUnavailable:
             raise
         except EngineError as error:
             raise EngineUnavailable(f"the engine is not healthy: {error}") from None
 
     async def close(self) -> None:
-        """Close all connections, which aborts what runs on them. May be called again."""
+        """Close all connections, which aborts the calls that use them. It can be called again."""
         await asyncio.gather(*self._background)
-        await self._http.close()
+        await self.http.close()
 
     def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise for what no server is asked."""
-        refuse_call(prompt_ids, params, self._info)
+        """Raise `InvalidRequest` or `UnsupportedParameter` for a call that is not sent to any server."""
+        refuse_call(prompt_ids, params, self.info)
         if (params.payloads_from or 0) > len(prompt_ids):
             raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
 
@@ -174,60 +159,60 @@ class RemoteEngine(ABC):
         stream: bool,
         abort_id: str | None = None,
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Send a call and yield its tokens. If it is left, the server is asked to abort `abort_id`."""
-        runs = True
+        """Send a call and yield its tokens. If the caller closes the generator early, abort `abort_id`."""
+        running = True
         if abort_id is not None:
             self._calls.add(abort_id)
         try:
             if stream:
-                async with aclosing(self._http.arrivals(path, body, headers)) as arrivals:
+                async with aclosing(self.http.arrivals(path, body, headers)) as arrivals:
                     async for arrival in arrivals:
                         for delta in reply.feed_all(arrival):
                             yield delta
             else:
-                reply.feed(await self._http.post(path, body, headers))
+                reply.feed(await self.http.post(path, body, headers))
                 reply.feed(DONE)
-            runs = False
+            running = False
             yield reply.last()
         except (EngineUnavailable, InvalidRequest):
-            runs = False
+            running = False
             raise
         finally:
             if abort_id is not None:
                 self._calls.discard(abort_id)
-                if runs:
+                if running:
                     self._in_background(self._abort(abort_id))
 
     async def _abort(self, call: str) -> None:
-        # Where the connection is closed already, that aborts the call too.
+        # If this fails, closing the connection has aborted the call too.
         with suppress(EngineError, InvalidRequest, TimeoutError):
-            async with asyncio.timeout(self._http.timeouts.connect):
-                await self._http.post(self._abort_path, self._abort_body(call), {})
+            async with asyncio.timeout(self.http.timeouts.connect):
+                await self.http.post(self._abort_path, self._abort_body(call), {})
 
     @staticmethod
     def _abort_body(call: str) -> bytes:
-        """Return the body that has the server end a call. For engines that have an `_abort_path`."""
+        """Return the body of a request to `_abort_path`. Engines without that path don't define it."""
         raise NotImplementedError
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
-        """Do something that no call waits for; `close` does."""
+        """Run `work` in a task that only `close` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
 
 def unique_id(request_id: str) -> str:
-    """Return `request_id` with a random ending: servers abort every call of an id, or of ids that begin with it."""
+    """Return `request_id` with a random suffix: an abort ends all calls with an id, or with ids that begin with it."""
     return f"{header_value(request_id, 'request_id')}-{secrets.token_hex(16)}"
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Return a version as numbers; a development version without any counts as new."""
+    """Return the numbers of a version. A development version without numbers counts as newer than all old versions."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (1,)
 
 
 def any_id(info: EngineInfo) -> EngineInfo:
-    """Return `info` for a probe: what a model says to one meaningless token may lie outside the vocabulary."""
+    """Return `info` without a vocabulary limit, for probes: a model may answer one token with an id of the padding."""
     return replace(info, vocab_size=1 << 31)
 
 

@@ -1,8 +1,7 @@
-"""Score given ids: the log-probability of each one given those before it, by any engine that can.
+"""Score given ids: compute the log-probability of each id given all ids before it.
 
-Scores belong to the model's own distribution: at temperature 1, before penalties, truncation and grammar. vLLM's prompt
-log-probabilities do, whatever its `--logprobs-mode` (modes that report logits are refused), and SGLang's input
-log-probabilities too. No engine offers another one.
+Scores are those of the model's own distribution: at temperature 1, before penalties, truncation and grammar. vLLM
+reports these for prompts in every `--logprobs-mode` (modes that report logits are refused), and so does SGLang.
 """
 
 from __future__ import annotations
@@ -22,48 +21,44 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds
 
 SERVER_TOP = 20
-"""The most alternatives that are requested of servers: vLLM's limit, unless `--max-logprobs` says otherwise."""
+"""Most alternatives to request from servers: vLLM's default of `--max-logprobs`."""
 
 _Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of ids, natural log."""
+    """Log-probabilities of ids (natural log)."""
 
     logprobs: Logprobs
     """Shape [tokens]."""
     top: npt.NDArray[np.float32]
-    """The largest log-probabilities of each position, best first, shape [tokens, at most as many as asked for]."""
+    """The largest log-probabilities of each position, best first. Shape [tokens, at most the requested number]."""
 
 
 class Scorer(Protocol):
-    """An engine that scores ids: `TransformersEngine`, and those of vLLM and SGLang."""
+    """An engine that scores ids: `TransformersEngine`, and the engines of vLLM and SGLang."""
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine is."""
+        """The facts about this engine."""
         ...
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
-        """Score `ids[start:]`, each id given all before it; int32 [tokens] and `1 <= start < tokens`.
+        """Score `ids[start:]`, each id given all ids before it. `ids` are int32 [tokens], `1 <= start < tokens`.
 
-        With `top` the largest log-probabilities of each position too, or as many as the engine reports.
-
-        Raises:
-            InvalidRequest: the model does not have these ids, or they are too many.
-            EngineError: the engine can't score; without `retry`.
-
+        Also return the `top` largest log-probabilities of each position, or as many as the engine reports. Raises
+        `InvalidRequest` for unknown or too many ids, and `EngineError` without `retry` if the engine can't score.
         """
         ...
 
     async def close(self) -> None:
-        """Release what is held."""
+        """Release all resources."""
         ...
 
 
 def refuse_unscorable(ids: TokenIds, start: int, info: EngineInfo, *, room: int = 0) -> None:
-    """Raise `InvalidRequest` for ids that can't be scored from `start` on, with `room` for more in the context."""
+    """Raise `InvalidRequest` for ids that can't be scored from `start` on. The context needs `room` more tokens."""
     if not 1 <= start < len(ids):
         raise InvalidRequest(f"start is {start}; expected 1 to {len(ids) - 1}: the first id has no context", "start")
     if int(ids.min()) < 0 or int(ids.max()) >= info.vocab_size:
@@ -90,19 +85,19 @@ class _Generated(msgspec.Struct):
 
 
 _Row: TypeAlias = tuple[Any, list[Any]]
-"""The log-probability of an id, and the best ones of its position."""
+"""The log-probability of an id, and the largest log-probabilities of its position."""
 
 
 async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start: int, top: int = 0) -> Scores | None:
-    """Return what `Scorer.score` does, from a server; None if it does not score prompts.
+    """Let a server score ids as `Scorer.score` does. Return None if the server does not score prompts.
 
-    Raises `InvalidRequest` also if the server refuses the ids, as SGLang does the last few that its context has room
-    for, and `EngineContractError` if it reports logits.
+    Also raises `InvalidRequest` if the server refuses the ids (SGLang does so a few ids before its context is full),
+    and `EngineContractError` if it reports logits.
     """
     top = min(top, SERVER_TOP)
     rows: list[_Row] | None = None
     if info.name in ("vllm", "openai:vllm"):
-        # 0 asks for the ids' own.
+        # 0 requests only the log-probabilities of the ids themselves.
         sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         body = {"model": info.model, "prompt": ids.tolist(), "add_special_tokens": False}
         try:
@@ -117,7 +112,7 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
             body = {"model": info.model, "token_ids": ids.tolist(), "sampling_params": sampling}
             rows = _vllm_rows(ids, start, top, await _ask(http, "/inference/v1/generate", body, _Prompt))
     elif info.name == "sglang":
-        # The entry of the first position that is asked for has no log-probability.
+        # The entry of the first requested position has no log-probability.
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
         body |= {"logprob_start_len": start - 1, "top_logprobs_num": top}
@@ -138,7 +133,7 @@ def _scores(rows: Sequence[_Row]) -> Scores | None:
 
 
 def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Return values as float32, with minus infinity for what stands for it."""
+    """Return values as float32, with minus infinity for the numbers that represent it."""
     return np.where(values <= LOWEST, -np.inf, values).astype(np.float32)
 
 
@@ -148,7 +143,7 @@ def _vllm_rows(ids: TokenIds, start: int, top: int, prompt: _Prompt | None) -> l
         return None
     rows = []
     for token_id, entry in zip(ids[start:].tolist(), reported[start:], strict=True):
-        # The list has the best ids and, in addition, this one.
+        # An entry has the best ids and, in addition, this id.
         values = {name: value.get("logprob", LOWEST) for name, value in (entry or {}).items()}
         own = (entry or {}).get(str(token_id), {}).get("logprob")
         rows.append((own, sorted(values.values(), reverse=True)[:top]))
@@ -156,18 +151,18 @@ def _vllm_rows(ids: TokenIds, start: int, top: int, prompt: _Prompt | None) -> l
 
 
 def _sglang_rows(ids: TokenIds, start: int, top: int, reported: _Input) -> list[_Row] | None:
-    """Return the rows of entries that begin one position earlier."""
+    """Return the rows from `start` on. The reported entries begin one position earlier."""
     entries, best = reported.input_token_logprobs, reported.input_top_logprobs or []
     if [entry[1] for entry in entries] != ids[start - 1 :].tolist() or (top and len(best) != len(entries)):
         return None
     rows = best[1:] if top else [[] for _ in entries[1:]]
-    return [(entry[0], [one[0] for one in row or ()]) for entry, row in zip(entries[1:], rows, strict=True)]
+    return [(entry[0], [value for value, *_ in row or ()]) for entry, row in zip(entries[1:], rows, strict=True)]
 
 
 async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
-    """Return the answer; None if the server has no such route or answers in another form."""
+    """Return the reply. Return None if the server has no such route or replies in another format."""
 
-    async def answer() -> _Shape:
+    async def reply() -> _Shape:
         return decode(await http.post(path, msgspec.json.encode(body), {}), shape, "an engine")
 
-    return await attempt(answer())
+    return await attempt(reply())

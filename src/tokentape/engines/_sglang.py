@@ -1,11 +1,11 @@
-"""SGLang over HTTP: token ids in and out through its native `/generate`.
+"""SGLang over HTTP, through its native route `/generate`.
 
-The wire facts are in docs/engines.md. Four of them shape this module:
+docs/engines.md describes the route. Four facts explain most of this module:
 
-- Streams repeat all ids in each event, or hold the new ones only, depending on how the server was started.
-- Ending at the model's own end-of-sequence ids can't be switched off without losing `stop_token_ids` too.
-- It reports log-probabilities after temperature, unless its environment says otherwise.
-- Closing the connection aborts a call only after two seconds; `/abort_request` does at once.
+- Each event of a stream has all ids so far, or only the new ones, depending on a start option of the server.
+- A request can't switch off the model's own end-of-sequence ids without losing `stop_token_ids` too.
+- Log-probabilities are those after temperature, unless an environment variable of the server changes that.
+- Closing the connection aborts a call only after two seconds. `/abort_request` aborts it at once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from tokentape.engines._distributions import truncates
 from tokentape.engines._http import HttpClient, attempt
 from tokentape.engines._identity import served_cards
 from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
-from tokentape.engines._replies import Alternatives, decode, whole
+from tokentape.engines._replies import decode, whole
 from tokentape.engines._sglang_reply import GENERATE, SglangReply
 from tokentape.engines._status_errors import safe_name
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
 
-# Below it the server samples greedily.
+# The server samples greedily at lower temperatures.
 _LOWEST_TEMPERATURE = 1e-6
 
-# Seeds are 64-bit in newer versions, 32-bit in the kernels of older ones.
+# Newer versions accept 64-bit seeds, the kernels of older versions 32-bit seeds.
 _SEEDS = 1 << 31
 
-
-# First versions of request fields, looked up in the wheels. Before `cache_salt` the same was called `extra_key`.
+# First versions of request fields, found in the released wheels. `cache_salt` was named `extra_key` before.
 _RETURN_PROMPT_TOKEN_IDS = (0, 5, 13)
 _ROUTED_EXPERTS_START_LEN = (0, 5, 10)
 _SESSION_ID = (0, 5, 16)
@@ -60,7 +59,7 @@ class SglangEngine(RemoteEngine):
         self._verify_prompt = verify_prompt and version_numbers(info.version) >= _RETURN_PROMPT_TOKEN_IDS
 
     @classmethod
-    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+    async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
         card = (await served_cards(http))[0]
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
@@ -72,32 +71,32 @@ class SglangEngine(RemoteEngine):
             vocab_size=vocab_size,
             max_context=card.context,
             logprobs_mode="scaled_logprobs",
-            sampling=_honored(server),
+            sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
         )
         engine = cls(http, info, server, verify_prompt=verify_prompt)
-        engine._info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
+        engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
         return engine
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. The server's request id is `request_id` with a random ending."""
+        """See `RemoteEngine.sample`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
         if not (truncates(params) and 0 < params.top_k <= self._server.sampling_mask_max_tokens):
-            # The server would refuse the call: it bounds sampling masks by top_k.
+            # The server refuses to report sampling masks without a top_k that limits their size.
             params = replace(params, supports=0)
-        elif params.supports and self._info.logprobs_mode != "scaled_logprobs":
-            # Only after temperature do its alternatives differ by one constant from those over the mask.
+        elif params.supports and self.info.logprobs_mode != "scaled_logprobs":
+            # The alternatives can be converted to the mask's distribution only if they include the temperature.
             params = replace(params, top_logprobs=0)
         rid = unique_id(request_id)
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
-        # It refuses more tokens than the context holds, where others would end with `length`.
-        room = self._info.max_context - len(prompt_ids)
+        # SGLang refuses calls for more tokens than the context has room for. Other servers end them with `length`.
+        room = self.info.max_context - len(prompt_ids)
         body = self._request_body(prompt, replace(params, max_tokens=min(params.max_tokens, room)), stream, rid)
-        reply = SglangReply(prompt, len(prompt_ids), params, self._info.vocab_size, verify_prompt=self._verify_prompt)
+        reply = SglangReply(prompt, len(prompt_ids), params, self.info.vocab_size, verify_prompt=self._verify_prompt)
         return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 
     def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str) -> bytes:
@@ -105,7 +104,7 @@ class SglangEngine(RemoteEngine):
         if params.json_schema is not None:
             sampling["json_schema"] = params.json_schema
         if self._server.enable_deterministic_inference:
-            # Without a seed such a server uses 42 for every call: equal prompts would get equal completions.
+            # Without a seed, such a server uses 42 for every call, so that equal prompts get equal completions.
             sampling["sampling_seed"] = secrets.randbelow(_SEEDS) if params.seed is None else params.seed
         body: dict[str, object] = {
             "rid": rid,
@@ -126,9 +125,7 @@ class SglangEngine(RemoteEngine):
         if params.priority:
             body["priority"] = params.priority
         if params.cache_salt is not None:
-            body["cache_salt" if version_numbers(self._info.version) >= _CACHE_SALT else "extra_key"] = (
-                params.cache_salt
-            )
+            body["cache_salt" if version_numbers(self.info.version) >= _CACHE_SALT else "extra_key"] = params.cache_salt
         if params.session_id is not None:
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
@@ -138,37 +135,34 @@ class SglangEngine(RemoteEngine):
         return msgspec.json.encode({"rid": call, "abort_all": False})
 
     async def find_logprobs_mode(self) -> str:
-        """See `RemoteEngine.find_logprobs_mode`; two tokens are sampled.
+        """See `RemoteEngine.find_logprobs_mode`. This samples two tokens, at temperatures 1 and 2.
 
-        Temperature is in the log-probabilities if twice the temperature halves a distance.
+        If log-probabilities include the temperature, the difference of two of them is halved at temperature 2.
         """
-        probe = SglangEngine(self._http, any_id(self._info), self._server)
-        plain, heated = [await probe._probe(temperature) for temperature in (1.0, 2.0)]
-        distance = plain[0][1] - plain[1][1]
-        if distance < 1e-3:
-            return "scaled_logprobs"
-        change = (heated[0][1] - heated[1][1]) / distance
-        return "penalised_logprobs" if change > 0.75 else "scaled_logprobs"
+        probe = SglangEngine(self.http, any_id(self.info), self._server)
+        difference, at_two = [await probe._probe(temperature) for temperature in (1.0, 2.0)]
+        return "penalised_logprobs" if difference >= 1e-3 and at_two / difference > 0.75 else "scaled_logprobs"
 
-    async def _probe(self, temperature: float) -> Alternatives:
+    async def _probe(self, temperature: float) -> float:
+        """Sample a token, and return the difference between the two largest log-probabilities."""
         params = SamplingParams(max_tokens=1, temperature=temperature, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
         (top,) = (await whole(self.sample(prompt, params, stream=True, request_id="tokentape-probe"))).top_logprobs
         if len(top) != 2:
-            raise EngineContractError(f"the engine returned {len(top)} alternatives for a token; asked for were 2")
-        return top
+            raise EngineContractError(f"the engine returned {len(top)} alternatives for a token; expected 2")
+        return top[0][1] - top[1][1]
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, object]:
-    """Return every sampling field that a server's default could otherwise fill in."""
+    """Return all sampling fields that have a default in the server."""
     return {
         **common_fields(params),
         "max_new_tokens": params.max_tokens,
         "min_new_tokens": min(params.min_tokens, params.max_tokens),
         "top_k": params.top_k or -1,
-        # With it the server would look at no stop ids at all, those of the request included.
+        # With `ignore_eos` the server ignores the request's stop ids too.
         "ignore_eos": not params.stop_token_ids,
-        # Stop strings are looked for in the decoded text: with the control tokens in it and nothing added.
+        # The server looks for stop strings in the decoded text. Keep control tokens in it, and add no spaces.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
@@ -190,15 +184,15 @@ class _SglangModelInfo(msgspec.Struct):
 
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:
-    """Return what is at `path`, or where older versions have it."""
+    """Return the body at `path`, or at the path `older` of older versions."""
     return await attempt(http.get(path)) or await http.get(older)
 
 
-def _honored(server: _SglangServer) -> frozenset[str]:
+def _supported_params(server: _SglangServer) -> frozenset[str]:
     version = version_numbers(server.version)
     text = not server.skip_tokenizer_init
     offered = {
-        # Seeds are used in no other mode, and accepted in all.
+        # Seeds are accepted in all modes, but used only in this one.
         "seed": server.enable_deterministic_inference,
         "stop_strings": text,
         "min_tokens": text,
@@ -209,12 +203,11 @@ def _honored(server: _SglangServer) -> frozenset[str]:
         "supports": server.sampling_mask_max_tokens > 0,
         "payloads_from": server.enable_return_routed_experts and version >= _ROUTED_EXPERTS_START_LEN,
     }
-    missing = {name for name, offers in offered.items() if not offers}
-    return DISTRIBUTION.union(offered) - missing
+    return DISTRIBUTION.union(offered) - {name for name, supported in offered.items() if not supported}
 
 
 def _refuse_preferred(preferred: dict[str, object] | str | None) -> None:
-    """Raise if the server adds sampling parameters to each request that ours do not replace."""
+    """Raise `EngineContractError` if the server sets default sampling parameters that our requests don't override."""
     if isinstance(preferred, str):
         preferred = msgspec.json.decode(preferred, type=dict[str, object])
     names = sorted(

@@ -1,4 +1,4 @@
-"""What comes back from SGLang's `/generate`, read strictly: two kinds of streams, spans of weights, routed experts."""
+"""Read the replies of SGLang's `/generate`, with both kinds of streams."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class _Finish(msgspec.Struct):
     status_code: int | None = None
 
 
-# Log-probability, id, and the token's text, which is not asked for.
 _Entry = tuple[float | None, int, object]
+"""Log-probability, id, and the token's text, which is not requested."""
 
 
 class _SglangMeta(msgspec.Struct):
@@ -52,7 +52,7 @@ class _SglangMeta(msgspec.Struct):
 
 
 class _SglangBody(msgspec.Struct):
-    """A whole reply or one event of a stream: they have the same fields."""
+    """A whole reply or one event of a stream. They have the same fields."""
 
     output_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
@@ -61,16 +61,7 @@ class _SglangBody(msgspec.Struct):
 
 
 class SglangReply(EngineReply):
-    """One reply as it arrives, checked against the request.
-
-    Args:
-        prompt: see `EngineReply`.
-        prompt_tokens: see `EngineReply`.
-        params: what was asked for.
-        vocab_size: ids at or above it are refused.
-        verify_prompt: the prompt's ids come back, to be compared.
-
-    """
+    """Reads an SGLang reply; see `EngineReply`. With `verify_prompt` the reply must have the prompt's ids."""
 
     def __init__(
         self, prompt: bytes, prompt_tokens: int, params: SamplingParams, vocab_size: int, *, verify_prompt: bool
@@ -109,14 +100,14 @@ class SglangReply(EngineReply):
         )
 
     def _delta(self, ids: list[int], meta: _SglangMeta) -> SampleDelta:
-        """Return the tokens of this event that were not in an earlier one."""
+        """Return the tokens of this event that no earlier event had."""
         entries, tops = meta.output_token_logprobs, meta.output_top_logprobs
         masks, over_masks = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
         supports = self._params.supports > 0
         begin = self._begin(ids, meta)
         end = len(ids)
         if self._cumulative and meta.finish_reason is None:
-            # The server writes these lists while it fills them: one may be ahead of the other by a few tokens.
+            # The server sends these lists while it fills them, so one can be a few tokens ahead of another.
             end = min(end, len(entries), *((len(masks), len(over_masks)) if supports else ()))
         if end < begin:
             raise EngineContractError("the engine's stream took back a token that it had sent")
@@ -132,7 +123,7 @@ class SglangReply(EngineReply):
         ]
         logprobs: list[float | None] = [logprob for logprob, _, _ in entries[begin:end]]
         if supports:
-            # Those over the mask: what the tokens were sampled with.
+            # The log-probabilities over the mask, from which the tokens were sampled.
             logprobs = list(over_masks[begin:end])
         delta = self._completion.delta(reported, logprobs, top, masks[begin:end])
         if supports and top:
@@ -144,26 +135,24 @@ class SglangReply(EngineReply):
         return replace(delta, weight_version=meta.weight_version)
 
     def _begin(self, ids: list[int], meta: _SglangMeta) -> int:
-        """Where in this event's ids the new ones begin.
+        """Return the index of the first new id of this event.
 
-        The server's count of all tokens so far tells the two kinds of stream apart: with ids seen before, it is
-        theirs and this event's together only if the event holds new ones alone.
+        `completion_tokens` counts all ids so far. If it is the number of earlier ids plus the number of this event's
+        ids, the event has only new ids; otherwise the stream is cumulative.
         """
         seen = len(self._ids)
         if not seen:
             return 0
         if self._cumulative is None:
             self._cumulative = meta.completion_tokens != seen + len(ids)
-        if self._cumulative:
-            if ids[:seen] != self._ids:
-                if self._repeats_last(ids, meta):
-                    return len(ids)
-                raise EngineContractError(
-                    "the engine's stream neither repeats the ids that it sent nor counts them with the new ones"
-                )
+        if self._cumulative and ids[:seen] == self._ids:
             return seen
         if self._repeats_last(ids, meta):
             return len(ids)
+        if self._cumulative:
+            raise EngineContractError(
+                "the engine's stream neither repeats the ids that it sent nor counts them with the new ones"
+            )
         if meta.completion_tokens != seen + len(ids):
             raise EngineContractError(
                 f"the engine counts {meta.completion_tokens} tokens after {seen} and {len(ids)}; an event was lost"
@@ -171,7 +160,7 @@ class SglangReply(EngineReply):
         return 0
 
     def _repeats_last(self, ids: list[int], meta: _SglangMeta) -> bool:
-        """Whether this is how an incremental stream ends when the call is aborted while it waits to go on."""
+        """Return whether this is the last event of an incremental stream that was aborted while it was waiting."""
         finish = meta.finish_reason
         aborted = finish is not None and finish.type == "abort"
         return aborted and ids == self._ids[-1:] and meta.completion_tokens == len(self._ids)
@@ -197,13 +186,13 @@ class SglangReply(EngineReply):
 
 
 def _over_mask(top: Alternatives, mask: list[int], sampled: _Entry, over_mask: float) -> Alternatives:
-    """Return the alternatives over the mask; the server reports them, and the sampled id, over the whole vocabulary.
+    """Convert alternatives, reported over the whole vocabulary, to log-probabilities over the mask.
 
-    `over_mask` is the log-probability of the sampled id over the mask: those of all in it differ by as much.
+    `sampled` has the sampled id's log-probability over the vocabulary, and `over_mask` is the one over the mask. Their
+    difference is the same for all ids of the mask.
     """
-    whole, token_id, _ = sampled
-    if whole is None:
+    over_vocabulary, token_id, _ = sampled
+    if over_vocabulary is None:
         raise EngineContractError("the engine reported alternatives for a token without its log-probability")
-    return tuple([(other, logprob + over_mask - whole) for other, logprob in top if other in mask]) or (
-        (token_id, over_mask),
-    )
+    kept = [(other, logprob + over_mask - over_vocabulary) for other, logprob in top if other in mask]
+    return tuple(kept) or ((token_id, over_mask),)

@@ -1,4 +1,4 @@
-"""How a server tokenizes by itself, from its own endpoints: to compare with, never to sample from."""
+"""Let servers tokenize and render with their own endpoints. The results are only compared, never sampled from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import Message, Tool
 
 
-class _Answer(msgspec.Struct):
-    """Of any of the endpoints: each has the fields that it is asked for."""
+class _TokenizeReply(msgspec.Struct):
+    """A reply of any of the endpoints. Each endpoint has some of these fields."""
 
     tokens: list[int] | None = None
     prompt: str | None = None
@@ -26,40 +26,35 @@ class _Answer(msgspec.Struct):
 async def server_text_ids(
     kind: str, http: HttpClient, model: str, text: str, *, special: bool = False, controls: bool = False
 ) -> list[int] | None:
-    """Return the ids that a server gives a plain text; None if it has no endpoint for that.
+    """Return the ids that a server encodes a plain text to. Return None if the server has no endpoint for that.
 
-    vLLM, SGLang and our own gateway: `/tokenize` with `prompt`. llama.cpp: `/tokenize` with `content`. With `special`
-    the server puts BOS and EOS around the text as it does by default. With `controls` llama.cpp reads control tokens
-    that the text spells; the others always do.
+    With `special` the server adds its default special tokens, such as BOS, around the text. With `controls` llama.cpp
+    encodes control tokens spelled in the text as such, which the other servers always do.
 
-    Raises `EngineError` and kinds.
+    Raises `EngineError` or a subclass.
     """
     match kind:
         case "vllm" | "sglang" | "gateway":
-            body = {"model": model, "prompt": text, "add_special_tokens": special}
-            return await _tokens(http, body)
+            return await _tokens(http, {"model": model, "prompt": text, "add_special_tokens": special})
         case "llamacpp":
             return await _tokens(http, {"content": text, "add_special": special, "parse_special": controls})
     return None
 
 
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
-    """Return the text that a server decodes ids to, control tokens included; None if it has no endpoint for that.
+    """Return the text, with control tokens, that a server decodes ids to. Return None without such an endpoint.
 
-    Raises as `server_text_ids`.
+    Raises like `server_text_ids`.
     """
-    body: dict[str, Any] = {"model": model, "tokens": list(ids)}
+    body: dict[str, Any] = {"tokens": list(ids)}
+    text: str | None = None
     match kind:
         case "vllm" | "gateway":
-            field = "prompt"
+            text = await _ask(http, "/detokenize", {"model": model, **body}, "prompt")
         case "sglang":
-            body["skip_special_tokens"] = False
-            field = "text"
+            text = await _ask(http, "/detokenize", {"model": model, **body, "skip_special_tokens": False}, "text")
         case "llamacpp":
-            body, field = {"tokens": list(ids)}, "content"
-        case _:
-            return None
-    text: str | None = await _ask(http, "/detokenize", body, field)
+            text = await _ask(http, "/detokenize", body, "content")
     return text
 
 
@@ -73,16 +68,11 @@ async def server_chat_ids(
     generate: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """Return the ids that a server's own chat template gives a conversation; None if it can't or refuses.
+    """Return the ids that a server renders a conversation to. Return None if it can't or refuses to render it.
 
-    vLLM and SGLang: `/tokenize` with `messages`. llama.cpp: `/apply-template`, then `/tokenize`. `generate` asks for
-    the generation prompt. Raises as `server_text_ids`.
+    `generate` adds the generation prompt. Raises like `server_text_ids`.
     """
-    chat: dict[str, Any] = {"messages": [dict(message) for message in messages]}
-    if tools:
-        chat["tools"] = list(tools)
-    if template_kwargs:
-        chat["chat_template_kwargs"] = dict(template_kwargs)
+    chat = _chat(messages, tools, template_kwargs)
     match kind:
         case "vllm" | "sglang":
             return await _tokens(http, {"model": model, **chat, "add_generation_prompt": generate})
@@ -90,9 +80,8 @@ async def server_chat_ids(
             if not generate:
                 chat["add_generation_prompt"] = False
             content = await _ask(http, "/apply-template", chat, "prompt")
-            if content is None:
-                return None
-            return await _tokens(http, {"content": content, "add_special": True, "parse_special": True})
+            if content is not None:
+                return await _tokens(http, {"content": content, "add_special": True, "parse_special": True})
     return None
 
 
@@ -103,18 +92,26 @@ async def server_prompt_ids(
     tools: Sequence[Tool],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """Return the prompt that vLLM says it sampled one token from, given messages; None if it does not say.
+    """Let vLLM sample one token after messages. Return the ids of its prompt, or None if it does not report them.
 
-    Raises as `server_text_ids`.
+    Raises like `server_text_ids`.
     """
-    chat: dict[str, Any] = {"model": model, "messages": [dict(message) for message in messages]}
+    body = {"model": model, **_chat(messages, tools, template_kwargs), "max_tokens": 1, "return_token_ids": True}
     if tools:
-        chat |= {"tools": list(tools), "tool_choice": "none"}
+        body["tool_choice"] = "none"
+    reply = await _post(http, "/v1/chat/completions", body)
+    return None if reply is None else reply.prompt_token_ids
+
+
+def _chat(
+    messages: Sequence[Message], tools: Sequence[Tool], template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    chat: dict[str, Any] = {"messages": [dict(message) for message in messages]}
+    if tools:
+        chat["tools"] = list(tools)
     if template_kwargs:
         chat["chat_template_kwargs"] = dict(template_kwargs)
-    body = {**chat, "max_tokens": 1, "return_token_ids": True}
-    answer = await _post(http, "/v1/chat/completions", body)
-    return None if answer is None else answer.prompt_token_ids
+    return chat
 
 
 async def _tokens(http: HttpClient, body: Mapping[str, Any]) -> list[int] | None:
@@ -123,26 +120,27 @@ async def _tokens(http: HttpClient, body: Mapping[str, Any]) -> list[int] | None
 
 
 async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], field: str) -> Any:
-    """Return a field of the answer, which must have it; None if the server does not have the endpoint."""
-    answer = await _post(http, path, body)
-    if answer is None:
+    """Return a field of the reply, which must have it. Return None if the server does not have the endpoint."""
+    reply = await _post(http, path, body)
+    if reply is None:
         return None
-    found = getattr(answer, field)
-    if found is None:
-        raise EngineContractError(_NO_ANSWER)
-    return found
+    value = getattr(reply, field)
+    if value is None:
+        raise EngineContractError(_OTHER_FORMAT)
+    return value
 
 
-async def _post(http: HttpClient, path: str, body: Mapping[str, Any]) -> _Answer | None:
+async def _post(http: HttpClient, path: str, body: Mapping[str, Any]) -> _TokenizeReply | None:
     try:
-        answer = await http.post(path, msgspec.json.encode(body), {})
-        return msgspec.json.decode(answer, type=_Answer)
+        return msgspec.json.decode(await http.post(path, msgspec.json.encode(body), {}), type=_TokenizeReply)
     except UNREADABLE:
-        raise EngineContractError(_NO_ANSWER) from None
-    except (EngineError, InvalidRequest) as error:
-        if isinstance(error, InvalidRequest) or any(f"answered {status}" in str(error) for status in (404, 405, 501)):
-            return None  # it does not have the endpoint, or does not take this
+        raise EngineContractError(_OTHER_FORMAT) from None
+    except InvalidRequest:
+        return None
+    except EngineError as error:
+        if any(f"answered {status}" in str(error) for status in (404, 405, 501)):
+            return None
         raise
 
 
-_NO_ANSWER = "the server's answer to a tokenization is not one"
+_OTHER_FORMAT = "the server's reply to a tokenization request has an unknown format"

@@ -1,7 +1,6 @@
-"""The embedded engine: a local Hugging Face model in this process, tokens in, tokens out.
+"""The embedded engine: it runs a local Hugging Face model in this process.
 
-No server and no text in between: it runs the demo, the tests and small models for real. Importing this module
-loads neither torch nor transformers; `TransformersEngine.open` does.
+Importing this module loads neither torch nor transformers. `TransformersEngine.open` does.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """What the engine sampled for one call, by its own account: a log that a record can be checked against."""
+    """The engine's own log of one call, to check a record against."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -44,16 +43,16 @@ class FinishedSample:
     logprobs: tuple[float, ...]
     """Natural log, one per id of `token_ids`."""
     finish_reason: FinishReason
-    """`abort` if the caller left or the engine was closed."""
+    """`abort` if the caller disconnected or the engine was closed."""
 
 
 class TransformersEngine:
-    """An `Engine` over a model folder of Hugging Face `transformers`. Made by `open`.
+    """An `Engine` that runs a model folder with Hugging Face `transformers`. Open it with `open`.
 
-    Concurrent calls share every forward pass (continuous batching), and the keys and values of finished calls are kept
-    for a while, so that the next turn of a session computes only its new tokens. A prompt with a new image is computed
-    from its start, by itself. Ids that the tokenizer does not know (padding of the embedding) are never sampled and
-    never accepted; `raw_logprobs` are over all rows of the embedding, as in a trainer's forward pass.
+    Concurrent calls share every forward pass (continuous batching). The keys and values of finished calls are cached,
+    so that the next turn of a session computes only its new tokens. A prompt with a new image is computed alone, from
+    its start. Ids that the tokenizer does not have (padding of the embedding) are never sampled and never accepted, but
+    `raw_logprobs` are over all rows of the embedding, as in a trainer's forward pass.
 
         >>> engine = TransformersEngine.open("models/tiny")
         >>> params = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=(2,))
@@ -72,7 +71,8 @@ class TransformersEngine:
         media_ids: set[int],
         images: QwenImageProcessor | None,
     ) -> None:
-        self._info = info
+        self.info = info
+        """The facts about the loaded model."""
         self._media_ids = media_ids
         self._images = images
         self._worker = worker
@@ -98,26 +98,25 @@ class TransformersEngine:
         weight_version: str = "0",
         on_finish: Callable[[FinishedSample], None] | None = None,
     ) -> TransformersEngine:
-        """Load a model folder (config, weights, `tokenizer.json`) and start its thread. Downloads nothing.
+        """Load a model folder (config, weights, `tokenizer.json`) and start the engine's thread. Download nothing.
 
         Args:
             model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
-            dtype: of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
+            dtype: the type of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
             device: a torch device, or `auto` for the first GPU if there is one.
-            threads: torch's CPU threads, of the whole process; torch's own choice if None. 1 is best for a tiny model.
-            logprobs_mode: which log-probabilities are reported: those that the tokens were sampled with, after
-                penalties, temperature and truncation (`processed_logprobs`); before truncation (`scaled_logprobs`); or
-                the model's own (`raw_logprobs`).
-            max_batch: requests that decode together; further ones wait their turn.
-            max_context: prompt and completion together, in tokens; the model's own limit if None.
-            prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off.
+            threads: torch's CPU threads in the whole process; None for torch's default. 1 is best for tiny models.
+            logprobs_mode: `processed_logprobs`, after penalties, temperature and truncation, are those that tokens are
+                sampled with; `scaled_logprobs` are those before truncation, `raw_logprobs` those of the model.
+            max_batch: most requests that decode together. Further requests wait.
+            max_context: maximum of prompt and completion together, in tokens; None for the model's own limit.
+            prefix_cache_bytes: memory for the keys and values of finished requests; 0 switches the cache off.
             weight_version: reported with every delta until `update_weights`.
-            on_finish: called for every call that ended, on the engine's thread; it must return soon and not raise.
+            on_finish: called on the engine's thread for every call that ended. It must return soon and not raise.
 
         Raises:
-            TokenizerUnusable: there is no readable `tokenizer.json`.
-            EngineError: the model can't be loaded, gives other logprobs in a batch than alone, or is not a decoder
-                with full attention in every layer.
+            TokenizerUnusable: `tokenizer.json` is missing or unreadable.
+            EngineError: the model can't be loaded, has other logprobs in a batch than alone, or is not a decoder with
+                full attention in every layer.
 
         """
         import torch
@@ -140,7 +139,8 @@ class TransformersEngine:
 
         def report(request: Request, finish_reason: FinishReason) -> None:
             if on_finish is not None:
-                on_finish(_finished(request, finish_reason))
+                prompt_ids, ids, logprobs = request.prompt_ids.tolist(), tuple(request.ids), tuple(request.logprobs)
+                on_finish(FinishedSample(request.request_id, tuple(prompt_ids), ids, logprobs, finish_reason))
 
         samplable = known.copy()
         samplable[sorted(media_ids)] = False
@@ -166,11 +166,6 @@ class TransformersEngine:
         )
         return cls(info, worker, tokenizer, load, model, media_ids, images)
 
-    @property
-    def info(self) -> EngineInfo:
-        """What was loaded, and how it samples."""
-        return self._info
-
     async def sample(
         self,
         prompt_ids: TokenIds,
@@ -182,12 +177,12 @@ class TransformersEngine:
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `MediaEngine`.
 
-        A completion that reaches the end of the context ends with `length`; one that `close` interrupts, with `abort`.
+        A completion that fills the context ends with `length`, and one that `close` interrupts ends with `abort`.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id, or its placeholder ids are not those
-                of `media`; a parameter is out of range.
-            UnsupportedParameter: a parameter is set that `EngineInfo.sampling` does not name.
+            InvalidRequest: the prompt is empty, too long or has an unknown id, its placeholder ids don't match `media`,
+                or a parameter is out of range.
+            UnsupportedParameter: a parameter is set that is not in `EngineInfo.sampling`.
             EngineUnavailable: the engine is closed.
             EngineError: the model failed.
 
@@ -195,7 +190,7 @@ class TransformersEngine:
         from tokentape.engines._requests import Request
         from tokentape.engines._stopping import StopStrings
 
-        refuse_call(prompt_ids, params, self._info)
+        refuse_call(prompt_ids, params, self.info)
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
         loop = asyncio.get_running_loop()
@@ -204,7 +199,7 @@ class TransformersEngine:
         def send(item: SampleDelta | EngineError) -> None:
             try:
                 loop.call_soon_threadsafe(arrived.put_nowait, item)
-            except RuntimeError:  # the caller's event loop is gone
+            except RuntimeError:  # the caller's event loop is closed
                 request.cancelled = True
 
         request = Request(
@@ -212,7 +207,7 @@ class TransformersEngine:
             prompt_ids=np.array(prompt_ids, dtype=np.int64),
             prefix_key=_prefix_key(prompt_ids, media),
             params=params,
-            limit=min(params.max_tokens, self._info.max_context - len(prompt_ids)),
+            limit=min(params.max_tokens, self.info.max_context - len(prompt_ids)),
             stops=StopStrings(self._tokenizer, params.stop_strings) if params.stop_strings else None,
             stream=stream,
             send=send,
@@ -234,69 +229,64 @@ class TransformersEngine:
             self._worker.abandon(request)
 
     def interrupt(self, request_id: str) -> bool:
-        """End a call with `abort` and all that was sampled of it; False if there is no call with this id."""
+        """End a call with `abort` and all its sampled tokens. Return False if there is no call with this id."""
         request = self._calls.get(request_id)
         if request is not None:
             self._worker.abandon(request)
         return request is not None
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
-        """Score `ids[start:]` by a forward pass, with any number of alternatives; see `Scorer`.
+        """Score `ids[start:]` with a forward pass and any number of alternatives; see `Scorer.score`.
 
-        Raises:
-            InvalidRequest: see `Scorer.score`; ids stand for parts of images.
-            EngineUnavailable: the engine is closed.
-
+        Also raises `InvalidRequest` for placeholder ids of images, and `EngineUnavailable` if the engine is closed.
         """
         from tokentape.engines._forward import ForwardPass
 
-        refuse_unscorable(ids, start, self._info)
+        refuse_unscorable(ids, start, self.info)
         if self._media_ids and np.isin(ids, sorted(self._media_ids)).any():
-            raise InvalidRequest("ids that stand for parts of images are not scored", "ids")
+            raise InvalidRequest("placeholder ids of images are not scored", "ids")
         await self.check()
         if self._forward is None or self._forward.model is not self._model:
             self._forward = ForwardPass(self._model)
         return await asyncio.to_thread(self._forward.score, ids, start, top)
 
     def _processed(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
-        """Return what the model takes of a prompt's images: `Request.images`."""
+        """Return the model's inputs for the images of a prompt; see `Request.images`."""
         import torch
 
-        stands = np.isin(prompt_ids, sorted(self._media_ids))
-        placed = np.zeros(len(prompt_ids), dtype=np.int64)
-        for one in media:
-            placed[one.start : one.start + one.length] = 1
-        if not np.array_equal(stands, placed.astype(bool)):
+        placeholders = np.isin(prompt_ids, sorted(self._media_ids))
+        expected = np.zeros(len(prompt_ids), dtype=np.int64)
+        for image in media:
+            expected[image.start : image.start + image.length] = 1
+        if not np.array_equal(placeholders, expected.astype(bool)):
             raise InvalidRequest(
-                f"{int(stands.sum())} ids of the prompt stand for parts of images, {int(placed.sum())} do by its media",
+                f"{int(placeholders.sum())} ids of the prompt stand for parts of images, {int(expected.sum())} do by "
+                "its media",
                 "prompt_ids",
             )
         if not media:
             return {}
         if self._images is None:
             raise InvalidRequest("this engine takes text only", "prompt_ids")
-        arrays = self._images.arrays([one.data for one in media])
-        found = self._images.lengths(arrays["image_grid_thw"])
-        if found != [one.length for one in media]:
-            raise InvalidRequest(f"the prompt's images have {found} tokens with this engine's settings", "prompt_ids")
-        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        return {**tensors, "mm_token_type_ids": torch.from_numpy(placed)}
+        arrays = self._images.arrays([image.data for image in media])
+        lengths = self._images.lengths(arrays["image_grid_thw"])
+        if lengths != [image.length for image in media]:
+            raise InvalidRequest(f"the prompt's images have {lengths} tokens with this engine's settings", "prompt_ids")
+        inputs = {**arrays, "mm_token_type_ids": expected}
+        return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
     async def check(self) -> None:
-        """Return if the engine can take a request now, else raise `EngineUnavailable`."""
+        """Raise `EngineUnavailable` if the engine is closed."""
         if self._closed or not self._worker.alive:
             raise EngineUnavailable("the embedded engine is closed; open a new one")
 
     async def update_weights(self, model_dir: Path | str, version: str) -> None:
-        """Use the weights of another folder of the same architecture, from the next token on.
+        """Load the weights of another folder with the same architecture, and use them from the next token on.
 
-        Running requests keep the keys and values that the old weights computed; their deltas say which version sampled
-        which ids.
+        Running requests keep the keys and values of the old weights. Their deltas have the version that sampled them.
 
-        Raises:
-            EngineError: the folder can't be loaded, or its tensors have other names or shapes.
-            EngineUnavailable: the engine is closed.
-
+        Raises `EngineError` if the folder can't be loaded or its tensors have other names or shapes, and
+        `EngineUnavailable` if the engine is closed.
         """
         await self.check()
         model = await asyncio.to_thread(self._load, Path(model_dir))
@@ -305,15 +295,12 @@ class TransformersEngine:
     async def push_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False
     ) -> None:
-        """Sample with these tensors of this process from now on, named as in the model's state dict.
+        """Copy these tensors, named as in the model's state dict, and sample with them; see `update_weights`.
 
-        See `update_weights`. Returns once a thread has copied them. Of two tied weights one is enough. With `partial`,
-        weights that are not given keep their values.
+        Of two tied weights, one is enough. With `partial`, the other weights keep their values.
 
-        Raises:
-            EngineError: a tensor is unknown or of another shape, or unless `partial` one is missing.
-            EngineUnavailable: the engine is closed.
-
+        Raises `EngineError` for an unknown tensor, another shape or, unless `partial`, a missing tensor, and
+        `EngineUnavailable` if the engine is closed.
         """
         from tokentape.engines import _loading as loading
 
@@ -327,7 +314,7 @@ class TransformersEngine:
         self._model = model
 
     async def close(self) -> None:
-        """Abort what runs and end the thread. May be called again."""
+        """Abort running calls and end the thread. It can be called again."""
         self._closed = True
         if self._worker.alive:
             await asyncio.to_thread(self._worker.stop)
@@ -340,13 +327,3 @@ def _prefix_key(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> npt.NDArr
         digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")
         key[image.start : image.start + image.length] = -1 - (digest >> 1)
     return key
-
-
-def _finished(request: Request, finish_reason: FinishReason) -> FinishedSample:
-    return FinishedSample(
-        request_id=request.request_id,
-        prompt_ids=tuple(request.prompt_ids.tolist()),
-        token_ids=tuple(request.ids),
-        logprobs=tuple(request.logprobs),
-        finish_reason=finish_reason,
-    )

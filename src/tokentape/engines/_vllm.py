@@ -1,10 +1,10 @@
-"""vLLM over HTTP: token ids in and out, through `/inference/v1/generate` where it is served, else `/v1/completions`.
+"""vLLM over HTTP, through `/inference/v1/generate` if the server has it, else `/v1/completions`.
 
-The wire facts are in docs/engines.md. Two of them shape this module:
+docs/engines.md describes both routes. Two facts explain most of this module:
 
-- vLLM ignores fields that it does not know, so only the reply shows whether a field works.
-- Closing the connection aborts a request. So does `/inference/v1/abort_requests`, by the id that the server made from
-  ours, also where a proxy keeps the connection open.
+- vLLM ignores unknown fields, so only the reply shows whether a field works.
+- Closing the connection aborts a request, unless a proxy keeps the connection open. `/inference/v1/abort_requests`
+  aborts it by the id that the server made from our request id.
 """
 
 from __future__ import annotations
@@ -25,26 +25,20 @@ from tokentape.engines._prompt_json import prompt_json
 from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
 from tokentape.engines._replies import ROUNDING, decode, logits_error, whole
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
-from tokentape.errors import (
-    EngineContractError,
-    EngineError,
-    EngineTimeout,
-    EngineUnavailable,
-    InvalidRequest,
-)
+from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
 
 _log = logging.getLogger("tokentape.engines")
 
 Route: TypeAlias = Literal["generate", "completions"]
-"""The two routes that take ids."""
+"""The two routes that accept token ids."""
 
 _PATHS: dict[Route, str] = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}
 
-# The beginning of the server's id of a generate request; an abort of any other id is answered 200 and ignored.
+# Prefix of the server's ids of generate requests. Aborts of other ids get status 200 and are ignored.
 _SERVER_ID = "generate-tokens-"
 
-# Fields that are left out where a server refuses them, and the parameter that is then not honored.
+# Fields to leave out if the server refuses them, with the parameter that is then not supported.
 _OPTIONAL = {
     "return_weight_versions": "",
     "spaces_between_special_tokens": "",
@@ -54,33 +48,33 @@ _OPTIONAL = {
 
 _LOWEST_TEMPERATURE = 0.01
 
-# The first version of `structured_outputs`; older ones ignore it.
+# First version with `structured_outputs`. Older versions ignore it.
 _STRUCTURED_OUTPUTS = (0, 11)
 
 
 @dataclass(frozen=True, slots=True)
 class _VllmServer:
-    """How to send requests to a server, found out when it was opened."""
+    """The facts about a server that decide how to send requests to it."""
 
     route: Route
     aborts: bool = False
-    """It takes aborts by id."""
+    """Whether it can abort calls by id."""
     weight_versions: bool = False
-    """Completions report weight versions on request: 0.33. The other route always does."""
+    """Whether completions can report weight versions (vLLM 0.33). The generate route always reports them."""
     streams_only: bool = False
-    """Only streamed replies are complete: 0.33's Rust frontend counts no tokens in others."""
+    """Whether only streamed replies are complete: the Rust frontend of vLLM 0.33 does not count tokens in others."""
     without: frozenset[str] = frozenset()
-    """Fields of `_OPTIONAL` that it refuses."""
+    """Fields of `_OPTIONAL` that the server refuses."""
 
 
 class VllmEngine(RemoteEngine):
     """A vLLM server. Open it with `open`.
 
-    The route `generate` is used if the server has it (`--enable-scale-out`), else `completions`.
+    It uses the route `generate` if the server has it (`--enable-scale-out`), else `completions`.
     """
 
     _routes: ClassVar[tuple[Route, ...]] = ("generate", "completions")
-    """Those to try, in this order."""
+    """The routes to try, in this order."""
     _abort_path = "/inference/v1/abort_requests"
 
     def __init__(self, http: HttpClient, info: EngineInfo, server: _VllmServer, *, verify_prompt: bool = False) -> None:
@@ -89,7 +83,7 @@ class VllmEngine(RemoteEngine):
         self._verify_prompt = verify_prompt
 
     @classmethod
-    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+    async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
         cards = await served_cards(http)
         version = decode(await http.get("/version"), _VllmVersion, "vLLM")
         card = chosen(cards, model)
@@ -98,7 +92,7 @@ class VllmEngine(RemoteEngine):
             sampling |= {"priority"}
         if version.rust_frontend_version is None and version_numbers(version.version) >= _STRUCTURED_OUTPUTS:
             sampling |= {"json_schema"}
-        if any(one.parent is not None for one in cards):
+        if any(other.parent is not None for other in cards):
             sampling |= {"adapter"}
         info = EngineInfo(
             name="vllm",
@@ -110,22 +104,22 @@ class VllmEngine(RemoteEngine):
             sampling=sampling,
             prompt_penalties=frozenset({"repetition_penalty"}),
         )
-        server, found = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
-        return cls(http, found, server, verify_prompt=verify_prompt)
+        server, info = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
+        return cls(http, info, server, verify_prompt=verify_prompt)
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. The server's request id is `request_id` with a random ending."""
+        """See `RemoteEngine.sample`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
                 f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use 0 for greedy sampling",
                 "temperature",
             )
-        return self._ask(prompt_ids, params, stream=stream, request_id=request_id)[1]
+        return self._begin_call(prompt_ids, params, stream=stream, request_id=request_id)[1]
 
-    def _ask(
+    def _begin_call(
         self,
         prompt_ids: TokenIds,
         params: SamplingParams,
@@ -134,16 +128,16 @@ class VllmEngine(RemoteEngine):
         request_id: str,
         rows_from: int | None = None,
     ) -> tuple[VllmReply, AsyncGenerator[SampleDelta, None]]:
-        """Return the reply to one call and its deltas, which fill it as they are read.
+        """Return the reply of one call and its deltas. The call is sent, and the reply read, as the deltas are read.
 
-        `rows_from` is the first token of which a server that returns a row per token returns one.
+        `rows_from` is the first token to return payload rows for.
         """
         unique = unique_id(request_id)
         headers = call_headers(unique, params)
-        # Prompts that come back are compared as bytes, so they are sent as the server writes them.
-        prompt = prompt_json(prompt_ids, self._info.vocab_size, compact=self._verify_prompt)
+        # Returned prompts are compared as bytes, so send them as the server writes them.
+        prompt = prompt_json(prompt_ids, self.info.vocab_size, compact=self._verify_prompt)
         if rows_from is None:
-            # Otherwise the server would return the rows of the whole prompt with each reply.
+            # By default, the server would return rows for the whole prompt with each reply.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
         body = self._request_body(prompt, params, rows_from, stream=stream, request_id=unique)
@@ -153,7 +147,7 @@ class VllmEngine(RemoteEngine):
             prompt,
             len(prompt_ids),
             params,
-            self._info.vocab_size,
+            self.info.vocab_size,
             names_ids=self._verify_prompt or self._server.route == "generate",
             returns_prompt=self._verify_prompt,
         )
@@ -163,21 +157,21 @@ class VllmEngine(RemoteEngine):
     def _request_body(
         self, prompt: bytes, params: SamplingParams, rows_from: int, *, stream: bool, request_id: str
     ) -> bytes:
-        """Return the body of one call: every field that a server's default could otherwise fill in."""
+        """Return the body of one call. It sets every field that has a default in the server."""
         sampling: dict[str, object] = {
             **vllm_fields(params),
             "max_tokens": params.max_tokens,
-            # The server's end-of-sequence ids come from its generation_config.json; ours come from the template.
+            # The server's end-of-sequence ids come from generation_config.json, ours from the template.
             "ignore_eos": True,
-            # The server looks for stop strings in the decoded text: with the control tokens in it, without extra
-            # spaces, as the embedded engine does. Including the match keeps the text unbuffered.
+            # The server looks for stop strings in the decoded text. As in the embedded engine, that text has the
+            # control tokens and no extra spaces. Including the match keeps the server from buffering text.
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "include_stop_str_in_output": True,
             "logprobs": params.top_logprobs,
         }
         body: dict[str, object] = {
-            "model": params.adapter or self._info.model,
+            "model": params.adapter or self.info.model,
             "stream": stream,
             "return_token_ids": self._verify_prompt,
         }
@@ -209,8 +203,8 @@ class VllmEngine(RemoteEngine):
         return msgspec.json.encode(body)
 
     async def find_logprobs_mode(self) -> str:
-        """See `RemoteEngine.find_logprobs_mode`; a token is sampled."""
-        probe = VllmEngine(self._http, any_id(self._info), self._server)
+        """See `RemoteEngine.find_logprobs_mode`. This samples one token."""
+        probe = VllmEngine(self.http, any_id(self.info), self._server)
         return (await probe._probe(stream=True))[0]
 
     @staticmethod
@@ -220,13 +214,13 @@ class VllmEngine(RemoteEngine):
     async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
         """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.
 
-        One token remains. `raw_logprobs`, from before, have alternatives; `processed_logprobs` do not. Not by `top_k`:
-        vLLM 0.32 ends at it on a CPU while it speculates with n-grams.
+        A tiny top_p leaves one token. `raw_logprobs`, taken before truncation, still have alternatives, and
+        `processed_logprobs` have none. `top_k=1` would do too, but crashes vLLM 0.32 on a CPU with n-gram speculation.
         """
         params = SamplingParams(max_tokens=1, top_p=1e-6, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
-        reply, sampled = self._ask(prompt, params, stream=stream, request_id="tokentape-probe", rows_from=0)
-        (alternatives,) = (await whole(sampled)).top_logprobs
+        reply, deltas = self._begin_call(prompt, params, stream=stream, request_id="tokentape-probe", rows_from=0)
+        (alternatives,) = (await whole(deltas)).top_logprobs
         if math.fsum(math.exp(logprob) for _, logprob in alternatives) > 1 + ROUNDING:
             raise logits_error()
         return "raw_logprobs" if len(alternatives) > 1 else "processed_logprobs", reply
@@ -235,45 +229,45 @@ class VllmEngine(RemoteEngine):
     async def _probe_routes(
         cls, http: HttpClient, info: EngineInfo, *, verify_prompt: bool
     ) -> tuple[_VllmServer, EngineInfo]:
-        """Return how to send requests to the server, and what it is, after one token."""
+        """Sample one token on each route until one works. Return the facts about the server, and its info."""
 
-        async def probed(server: _VllmServer, *, stream: bool = True) -> tuple[_VllmServer, str, VllmReply]:
+        async def probe(server: _VllmServer, *, stream: bool = True) -> tuple[_VllmServer, str, VllmReply]:
             engine = cls(http, any_id(info), server, verify_prompt=verify_prompt)
             try:
                 return server, *await engine._probe(stream=stream)
             except InvalidRequest as error:
                 if error.param not in _OPTIONAL.keys() - server.without:
                     raise
-                return await probed(replace(server, without=server.without | {error.param}), stream=stream)
+                return await probe(replace(server, without=server.without | {error.param}), stream=stream)
 
         if "generate" in cls._routes:
             try:
-                server, mode, reply = await probed(_VllmServer("generate"))
+                server, mode, reply = await probe(_VllmServer("generate"))
             except (EngineUnavailable, EngineTimeout):
                 raise
             except (EngineError, InvalidRequest) as error:
                 if "completions" not in cls._routes:
                     raise
-                # 403 and 404 mean that the server does not offer this route; anything else is logged.
+                # 403 and 404 mean that the server does not have this route. Other errors are logged as warnings.
                 level = logging.DEBUG if type(error) is EngineError and not error.retry else logging.WARNING
-                _log.log(level, "vLLM %s is asked at %s: %s", info.version, _PATHS["completions"], error)
+                _log.log(level, "vLLM %s is used at %s: %s", info.version, _PATHS["completions"], error)
             else:
-                # The other route may do what this one refuses.
+                # If this route refuses a field, the other route may support it.
                 if "completions" not in cls._routes or not any(_OPTIONAL[name] for name in server.without):
                     try:
-                        await probed(server, stream=False)
+                        await probe(server, stream=False)
                     except EngineContractError:
                         server = replace(server, streams_only=True)
                     server = replace(server, aborts=await cls._takes_aborts(http))
                     return server, _described(info, server, mode, reply.offers)
-        # A server ignores or refuses a field that it does not know: the reply shows which.
-        server, mode, reply = await probed(_VllmServer("completions", weight_versions=True))
+        # Servers without weight versions ignore the field or refuse it. The reply shows which ones have them.
+        server, mode, reply = await probe(_VllmServer("completions", weight_versions=True))
         server = replace(server, weight_versions="weight_versions" in reply.offers)
         return server, _described(info, server, mode, reply.offers)
 
     @classmethod
     async def _takes_aborts(cls, http: HttpClient) -> bool:
-        """Return whether there is a route for aborts, tried with the id of no request."""
+        """Return whether the server has a route for aborts. Try it with an unused id."""
         try:
             return await attempt(http.post(cls._abort_path, cls._abort_body("tokentape-probe"), {})) is not None
         except InvalidRequest:
@@ -313,7 +307,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 async def _context_length(http: HttpClient, card: Card) -> int:
-    """Return how long the context is: `/tokenize` says it where `/v1/models` does not."""
+    """Return the context length, from `/v1/models` or else from `/tokenize`."""
     if card.max_model_len is None:
         answer = await attempt(http.post("/tokenize", msgspec.json.encode({"model": card.id, "prompt": "a"}), {}))
         if answer is not None:
@@ -322,14 +316,13 @@ async def _context_length(http: HttpClient, card: Card) -> int:
 
 
 async def _has_priorities(http: HttpClient) -> bool:
-    """Return whether the scheduler uses priorities. Only a server in development mode reports it."""
+    """Return whether the scheduler uses priorities. Only servers in development mode report that."""
     answer = await attempt(http.get("/server_info?config_format=json"))
     info = decode(answer, _ServerInfo, "vLLM") if answer is not None else _ServerInfo()
     return info.vllm_config.scheduler_config.policy == "priority"
 
 
 def call_headers(unique: str, params: SamplingParams) -> dict[str, str]:
-    """Return the headers of one call."""
     if params.session_id is None:
         return {"x-request-id": unique}
     session = header_value(params.session_id, "session_id")
@@ -344,6 +337,6 @@ def vllm_fields(params: SamplingParams) -> dict[str, object]:
 
 
 def scheduling_fields(params: SamplingParams) -> dict[str, object]:
-    """Return the fields that are sent only where they are set."""
-    asked = {"priority": params.priority or None, "cache_salt": params.cache_salt}
-    return {name: value for name, value in asked.items() if value is not None}
+    """Return the scheduling fields that are set."""
+    values = {"priority": params.priority or None, "cache_salt": params.cache_salt}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,6 @@
-"""vLLM's `/v1/chat/completions` with ids: for servers that must render the messages themselves.
+"""vLLM's `/v1/chat/completions` with token ids, for capture: the server renders the messages itself.
 
-Prompt and completion come back as ids. A chat is always streamed: the first event has the prompt, before anything is
-sampled.
+Chats are always streamed: the first event has the prompt's ids, before anything is sampled.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class VllmChatServer(VllmEngine):
     """A vLLM server that also takes messages, as `ChatServer`. Open it with `open`."""
 
     @classmethod
-    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
-        """See `VllmEngine`; one more token is sampled, to see that chats return ids."""
-        server = await super()._explore(http, vocab_size, model, verify_prompt=verify_prompt)
+    async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        """See `VllmEngine`. This samples one more token, to check that chats return ids."""
+        server = await super()._connect(http, vocab_size, model, verify_prompt=verify_prompt)
         probe = SamplingParams(max_tokens=1, temperature=0)
         call = await server.begin(({"role": "user", "content": "?"},), (), {}, probe, request_id="tokentape-probe")
         await whole(call.deltas)
@@ -48,23 +47,13 @@ class VllmChatServer(VllmEngine):
         *,
         request_id: str,
     ) -> ChatCall:
-        """Have the server render messages and begin to sample; see `ChatServer`.
-
-        A completion also ends at the model's own end-of-sequence ids, reported as a `stop` at that id.
-        """
+        """Make the server render the messages and begin to sample; see `ChatServer`."""
         refuse_params(params)
         refuse_unsupported(replace(params, payloads_from=None), self.info)
         headers = call_headers(unique_id(request_id), params)
         body = msgspec.json.encode(self._chat_body(messages, tools, template_kwargs, params))
         reply = VllmReply(
-            _CHAT,
-            None,
-            0,
-            params,
-            self.info.vocab_size,
-            names_ids=True,
-            returns_prompt=True,
-            own_stops=True,
+            _CHAT, None, 0, params, self.info.vocab_size, names_ids=True, returns_prompt=True, own_stops=True
         )
         deltas = self._deltas(reply, body, headers)
         try:
@@ -82,9 +71,9 @@ class VllmChatServer(VllmEngine):
     async def _deltas(
         self, reply: VllmReply, body: bytes, headers: dict[str, str]
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Yield an empty delta when the prompt is known, then those of the completion."""
+        """Yield an empty delta when the prompt is known, then the deltas of the completion."""
         known = False
-        async with aclosing(self._http.arrivals(_CHAT, body, headers)) as arrivals:
+        async with aclosing(self.http.arrivals(_CHAT, body, headers)) as arrivals:
             async for data in (event async for arrival in arrivals for event in arrival):
                 delta = reply.feed(data)
                 if reply.prompt_tokens and not known:
@@ -103,7 +92,7 @@ class VllmChatServer(VllmEngine):
     ) -> dict[str, object]:
         body: dict[str, object] = {
             "model": params.adapter or self.info.model,
-            "messages": [_sent(message) for message in messages],
+            "messages": [_vllm_message(message) for message in messages],
             "chat_template_kwargs": template_kwargs,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": False},
@@ -120,17 +109,17 @@ class VllmChatServer(VllmEngine):
         return body
 
 
-def _sent(message: Message) -> dict[str, Any]:
-    """Return a message as the server takes it: arguments as JSON text, reasoning by its newer name."""
-    sent = dict(message)
-    if "reasoning_content" in sent:
-        sent["reasoning"] = sent.pop("reasoning_content")
-    if sent.get("tool_calls"):
-        sent["tool_calls"] = [_sent_call(call) for call in sent["tool_calls"]]
-    return sent
+def _vllm_message(message: Message) -> dict[str, Any]:
+    """Convert a message to the server's format: arguments as JSON text, and reasoning under its newer name."""
+    converted = dict(message)
+    if "reasoning_content" in converted:
+        converted["reasoning"] = converted.pop("reasoning_content")
+    if converted.get("tool_calls"):
+        converted["tool_calls"] = [_vllm_tool_call(call) for call in converted["tool_calls"]]
+    return converted
 
 
-def _sent_call(call: Any) -> dict[str, Any]:
+def _vllm_tool_call(call: Any) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, str):

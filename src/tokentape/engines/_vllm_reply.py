@@ -1,7 +1,7 @@
-"""What comes back from vLLM's three routes, and from `/v1/completions` of servers like it.
+"""Read the replies of vLLM's three routes, and of `/v1/completions` in compatible servers.
 
-The routes differ in how they report log-probabilities (by integer id, or by a name that holds it) and in where the
-prompt's ids come back.
+The routes name the ids of log-probabilities differently, by integers or by `token_id:N`, and return the prompt's ids in
+different places.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
 UNNAMED_WEIGHTS = "default"
-"""What vLLM calls weights without a name."""
+"""vLLM's name for the version of weights that have none."""
 
-# What a server with --return-tokens-as-token-ids puts before an id in place of a token's text.
 _ID_PREFIX = "token_id:"
-_MOST_DIGITS = 20
-"""Of a token id: int() raises for thousands."""
+"""With `return_tokens_as_token_ids`, tokens are named by this and their id instead of by their text."""
 
-# vLLM sends -9999.0 for minus infinity: the probability of something that can't have been sampled.
+_MOST_DIGITS = 20
+"""Most digits of a token id. int() raises for thousands of digits."""
+
 _VLLM_LOWEST = -9999.0
+"""vLLM sends this number for minus infinity. No sampled token can have it."""
 
 
 class _Top(msgspec.Struct):
@@ -49,7 +50,7 @@ class _Top(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """`token_id` at the generate route, `token` in chats."""
+    """The log-probability of a token. The generate route sends `token_id`, chats send `token`."""
 
     logprob: float | None
     token_id: int | None = None
@@ -58,7 +59,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    """The parallel lists of completions, `content` elsewhere."""
+    """Log-probabilities: parallel lists in completions, `content` on the other routes."""
 
     content: list[_Entry] | None = None
     tokens: list[str] = []
@@ -74,7 +75,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     matched_stop: int | str | None = None
-    """`stop_reason` as SGLang calls it."""
+    """SGLang's name for `stop_reason`."""
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
@@ -91,11 +92,11 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     prompt_tokens_details: _PromptDetails | None = None
-    """Of vLLM with --enable-prompt-tokens-details."""
+    """Sent by vLLM with --enable-prompt-tokens-details."""
 
 
 class _VllmBody(msgspec.Struct):
-    """A whole reply or one event of a stream, of any route: they have the same fields."""
+    """A whole reply or one event of a stream. They have the same fields on all routes."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -104,19 +105,19 @@ class _VllmBody(msgspec.Struct):
 
 
 class VllmReply(EngineReply):
-    """One reply as it arrives, checked against the request.
+    """Reads a vLLM reply; see `EngineReply`.
 
     Args:
-        path: the route, for the texts of errors.
+        path: the route, for error messages.
         prompt: see `EngineReply`.
         prompt_tokens: see `EngineReply`.
-        params: what was asked for.
+        params: the parameters of the request.
         vocab_size: ids at or above it are refused.
-        names_ids: the ids of a completion are also in its `token_ids`, to be compared with those of the
+        names_ids: whether the reply also has the sampled ids in `token_ids`, to compare with the ids of the
             log-probabilities.
-        returns_prompt: the prompt's ids come back, to be compared.
-        own_stops: the server also ends at the model's own end-of-sequence ids, and at tool calls.
-        texts: log-probabilities are reported by the texts of tokens; their ids are in `token_ids` only.
+        returns_prompt: whether the reply has the prompt's ids, to compare with those sent.
+        own_stops: whether the server also ends at the model's own end-of-sequence ids, and at tool calls.
+        texts: whether log-probabilities are named by the texts of tokens. Then only `token_ids` has the ids.
 
     """
 
@@ -142,11 +143,10 @@ class VllmReply(EngineReply):
         self._returns_prompt = returns_prompt
         self._usage: _Usage | None = None
         self.offers: set[str] = set()
-        """What the server returns beyond ids and log-probabilities: `weight_versions`, `routed_experts`,
-        `sampling_mask`."""
+        """The optional data that the reply has: `weight_versions`, `routed_experts`, `sampling_mask`."""
 
     def last(self) -> SampleDelta:
-        """Return the delta that ended the completion, once the reply is complete and its counts agree."""
+        """Return the delta that ended the completion. Check that the reply is complete and that its counts agree."""
         ended = super().last()
         if self._returns_prompt:
             self._require_prompt()
@@ -169,13 +169,13 @@ class VllmReply(EngineReply):
     def _read(self, data: bytes) -> SampleDelta | None:
         body = decode(data, _VllmBody, "vLLM")
         if body.error is not None:
-            # Once a stream has begun, what would have been a 400 comes as an event of it.
+            # After a stream has begun, errors are sent as events instead of statuses.
             raise failure_error(body.error, self._path, data)
         self._usage = body.usage or self._usage
         if not body.choices:
             return None
         if len(body.choices) > 1 or body.choices[0].index != 0 or self._ended is not None:
-            raise EngineContractError("the engine sampled more than the one completion that was asked for")
+            raise EngineContractError("the engine sampled more than the one completion that was requested")
         choice = body.choices[0]
         if self._returns_prompt:
             self._check_prompt(choice.prompt_token_ids)
@@ -183,8 +183,8 @@ class VllmReply(EngineReply):
         delta = self._delta(choice)
         if choice.finish_reason is None:
             return delta
-        calls = self._own_stops and choice.finish_reason == "tool_calls"
-        reason = finish_reason_of("stop" if calls else choice.finish_reason)
+        ends_with_calls = self._own_stops and choice.finish_reason == "tool_calls"
+        reason = finish_reason_of("stop" if ends_with_calls else choice.finish_reason)
         matched = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
         if matched is None and self._own_stops:
             matched = self._completion.last_id
@@ -225,7 +225,7 @@ class VllmReply(EngineReply):
         return self._completion.delta(ids, logprobs, tops, choice.sampling_mask or ())
 
     def _spans(self, reported: list[ReportedSpan] | None) -> tuple[WeightSpan, ...]:
-        """Return the spans of weights, if they were ever named."""
+        """Return the spans of weight versions; none if the server's weights have no name."""
         if reported is None:
             return ()
         self.offers.add("weight_versions")
@@ -240,7 +240,7 @@ class VllmReply(EngineReply):
             return ()
         tokens = self.prompt_tokens + self._completion.tokens - 1 - start
         if encoded is None:
-            # The last token has no row, and what was aborted early may have none at all.
+            # The last token has no row. An early abort may leave no row at all.
             if reason == "abort" or not tokens:
                 return ()
             raise EngineContractError("the engine returned no routed_experts; is its model a mixture of experts?")
@@ -270,5 +270,5 @@ def _token_id(token: str) -> int:
 
 
 def alternatives_to_ask(params: SamplingParams) -> int:
-    """Return how many to ask for where the server puts the sampled id first and cuts the list after that: one more."""
+    """Return how many alternatives to request from routes that count the sampled id as the first of them."""
     return params.top_logprobs + 1 if params.top_logprobs else 0
