@@ -41,14 +41,18 @@ def _finding(kind: Kind, example: str | None) -> Skew:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_of_a_changed_folder_is_judged_by_what_it_shows(base: Base, kind: str) -> None:
-    stop = Change(GENERATION, "set", ("eos_token_id",), 3991)
     served = {"check": False, "served": kind}
     right = judge_mutant(base, apply(base.model, [NO_NORMALIZER]), [NO_NORMALIZER], **served)
     assert ([one.what for one in right.effects], right.skewed, right.complaints) == (["ids"], True, [])
     missed = judge_mutant(base, apply(base.model, [NO_NORMALIZER]), [NO_NORMALIZER], _says(), **served)
     assert missed.complaints == ["called clean: normalizer: ids"]
-    # No endpoint tells a server's stop ids.
-    hidden = judge_mutant(base, apply(base.model, [stop]), [stop], **served)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_ids_that_no_endpoint_of_a_server_gives_are_no_complaint(base: Base, kind: str) -> None:
+    stop = Change(GENERATION, "set", ("eos_token_id",), 3991)
+    hidden = judge_mutant(base, apply(base.model, [stop]), [stop], check=False, served=kind)
     assert (hidden.effects, hidden.skewed, hidden.complaints) == ([], False, [])
 
 

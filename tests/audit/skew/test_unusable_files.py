@@ -44,7 +44,7 @@ def test_the_library_does_panic_or_end_the_process(tmp_path: Path, prefix: str) 
 
 
 @pytest.mark.parametrize("prefix", [PANICS, ENDS])
-@pytest.mark.parametrize("side", ["", "auto:"])
+@pytest.mark.parametrize("side", ["", pytest.param("auto:", marks=pytest.mark.slow)])
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path: Path, side: str, prefix: str) -> None:
     done = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
     assert done.returncode == 1, done.stderr
