@@ -22,7 +22,7 @@ def whole(tokenizer: Tokenizer, marked: str) -> Encoded:
     twin = tokenizer._twin(tokenizer._free_block(marked))
     text = twin.named(marked)
     encoding = twin.encoder.encode(text, add_special_tokens=False)
-    return Encoded(encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2), text)
+    return Encoded(tokenizer.array(encoding.ids), np.array(encoding.offsets, np.int64).reshape(-1, 2), text)
 
 
 def assert_like_whole(tokenizer: Tokenizer, marked: str) -> None:

@@ -22,7 +22,7 @@ from tokentape.gateway._events import TurnDone, TurnRequest
 from tokentape.gateway._prompts import PromptBuilder
 from tokentape.gateway._telemetry import Telemetry
 from tokentape.gateway._turns import Turns
-from tokentape.store import SqliteStore
+from tokentape.store import SqliteStore, _rows
 from tokentape.types import Provenance, SessionInfo, Turn
 
 ONE = "<think>\nfirst thought\n</think>\n\nfirst answer<|im_end|>"
@@ -307,6 +307,20 @@ def test_sessions_that_begin_alike_are_rendered_once(
     assert len(renderings) == 3
     for (messages, setup), turn in zip([renderings[0], *renderings], turns, strict=True):
         assert turn.added_ids.tolist() == render(messages, setup).ids.tolist()
+
+
+def test_messages_that_sessions_begin_with_are_kept_and_compressed_once(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressed, deflate = list[Any](), _rows._deflate
+    monkeypatch.setattr(_rows, "_deflate", lambda value: compressed.append(value) or deflate(value))
+    talk = Talk(renderer, tmp_path, [ONE] * 3)
+    (first,), (second,) = (talk.say(user("a"), session=name) for name in ("s", "t"))
+    (other,) = talk.say(user("b"), session="u")
+    assert first.messages is second.messages
+    assert [one for one in compressed if isinstance(one, tuple)] == [first.messages, other.messages]
+    recorded = [talk.store.load_session(name).turns for name in ("s", "t", "u")]
+    assert [one.messages for (one,) in recorded] == [(user("a"),), (user("a"),), (user("b"),)]
 
 
 def test_other_tools_start_a_new_branch(renderer: Renderer, tmp_path: Path) -> None:

@@ -30,6 +30,13 @@ def test_a_request_continues_the_turn_that_its_messages_begin_with() -> None:
     assert found.context_ids.tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_key_known_from_the_request_gives_the_same_tree() -> None:
+    again = session()
+    for turn, request in zip(LINE, ([user("a")], [user("a"), said("A"), user("b")]), strict=True):
+        again.add(turn, again.continuation(request, "setup").key)
+    assert (again._history, again._answered) == (session(*LINE)._history, session(*LINE)._answered)
+
+
 def test_an_edited_last_turn_continues_the_one_before() -> None:
     found = session(*LINE).continuation([user("a"), said("A"), user("b"), said("EDITED"), user("c")], "setup")
     assert found.parent is LINE[0]

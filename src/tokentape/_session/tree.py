@@ -34,6 +34,12 @@ class ContinuationPoint:
     """Whether the parent's history has a system or developer message."""
 
 
+class SharedMessages(tuple[Message, ...]):
+    """The first messages of several sessions. They are compressed for the store only once."""
+
+    compressed: bytes | None = None
+
+
 class LazyMessages(Sequence[Message]):
     """The messages of a request, parsed by `read` on first access.
 
@@ -100,13 +106,17 @@ class Session:
         for turn in turns:
             self.add(turn)
 
-    def add(self, turn: Turn) -> None:
-        """Append a committed turn. Raises ValueError unless its `seq` is the next one and its parent is in the tree."""
+    def add(self, turn: Turn, sent: bytes = b"") -> None:
+        """Append a committed turn. `sent` is the history key of its request, if the caller knows it.
+
+        Raises ValueError unless the turn's `seq` is the next one and its parent is in the tree.
+        """
         if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
         start = None if turn.parent is None else self._history[turn.parent]
         reply = message_key(turn.reply)
-        *sent, key = chained(turn.setup, [*map(message_key, turn.messages), reply], start)
+        answered = sent or [start, *history_keys(turn.setup, turn.messages, start)][-1]
+        (key,) = chained(turn.setup, [reply], answered)
         self.turns.append(turn)
         self._history.append(key)
         spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
@@ -118,7 +128,7 @@ class Session:
                 self._same_reply[turn.seq] = self._by_reply[reply]
             self._by_history[key] = self._by_reply[reply] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
-            self._answered.add((turn.parent, turn.setup, [start, *sent][-1]))
+            self._answered.add((turn.parent, turn.setup, answered))
 
     def continuation(self, messages: Sequence[Message], setup: str) -> ContinuationPoint:
         """Find the deepest turn under the same setup with a history that is a prefix of `messages`.
@@ -162,6 +172,8 @@ class Session:
         several match and differ in their ids, or if a changed id belongs to another call of this session: then the
         harness did not rename the call.
         """
+        if not self.turns:
+            return None
         self._number_turns()
         keys = history_keys(setup, _numbered(messages))
         for end in range(len(keys), 0, -1):
@@ -274,7 +286,7 @@ class Session:
 
     def turn_of_reply(self, message: Message) -> Turn | None:
         """Return the newest turn with this reply; one with the same reasoning comes first. None if there is none."""
-        newest = self._by_reply.get(message_key(message))
+        newest = self._by_reply.get(message_key(message)) if self.turns else None
         if newest is None:
             return None
         reasoning = reasoning_of(message)

@@ -133,15 +133,14 @@ def provenance_of_characters(edged: str, length: int) -> Codes:
     text = MARK.sub("\0", edged)
     codes = np.full(length, Provenance.TEMPLATE, dtype=np.uint8)
     if len(text) == length:
-        for code, pattern in _EDGED.items():
-            for match in pattern.finditer(text):
-                codes[match.start() : match.end()] = code
+        for code, start, end in _edged_texts(text):
+            codes[start:end] = code
     return codes
 
 
 def edges_found(edged: str) -> int:
     """Count the texts of callers in a rendering with edge markers, without the assistant's."""
-    return sum(len(pattern.findall(edged)) for code, pattern in _EDGED.items() if code != Provenance.ASSISTANT)
+    return sum(code != Provenance.ASSISTANT for code, _, _ in _edged_texts(edged))
 
 
 def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
@@ -165,10 +164,30 @@ def _edge_characters(code: Provenance) -> tuple[str, str, str]:
     return chr(start), chr(start + 1), chr(start + 2)
 
 
-_EDGED = {
-    code: re.compile("{0}[^{0}]*?{1}|{2}".format(*_edge_characters(code)), re.DOTALL)
-    for code in sorted(set(_PROVENANCE_OF_ROLE.values()))
-}
+_CODES = sorted(set(_PROVENANCE_OF_ROLE.values()))
+_EDGE = re.compile(f"[{chr(_EDGES.start)}-{chr(_EDGES.stop - 1)}]")
+
+
+def _edged_texts(edged: str) -> list[tuple[Provenance, int, int]]:
+    """Return the provenance and the range of each text between edge markers, by provenance and position."""
+    edges = [(match.start(), match[0]) for match in _EDGE.finditer(edged)]
+    found = []
+    for code in _CODES:
+        opening, closing, only = _edge_characters(code)
+        start: int | None = None
+        alone: list[int] = []
+        for at, edge in edges:
+            if edge == opening:
+                start = at
+            elif edge == only:
+                alone.append(at)
+            elif edge == closing and start is not None:
+                while alone and alone[-1] > start:
+                    alone.pop()
+                found.append((code, start, at + 1))
+                start = None
+        found += ((code, at, at + 1) for at in alone)
+    return found
 
 
 def _edge(text: str, code: Provenance) -> str:

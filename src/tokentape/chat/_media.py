@@ -45,7 +45,7 @@ def image_parts(messages: Iterable[Message]) -> list[Mapping[str, Any]]:
     return [
         part
         for message in messages
-        if isinstance(content := message.get("content"), Sequence) and not isinstance(content, str)
+        if not isinstance(content := message.get("content"), str) and isinstance(content, Sequence)
         for part in content
         if isinstance(part, Mapping) and part.get("type") == IMAGE
     ]

@@ -162,7 +162,7 @@ class Renderer(TemplateText):
             history=history,
             stop_mismatch=stop_mismatch,
         )
-        marks = [match.start() for match in MARK.finditer(text)]
+        marks = [match.start() for match in MARK.finditer(text)] if splices else []
 
         def coded(start: int, end: int) -> Codes:
             """Return the provenance of a part of the text, in which a mark counts as one."""
@@ -211,7 +211,7 @@ class Renderer(TemplateText):
             encoded = self.tokenizer.encode_after_control(text[start:end], mark)
         else:
             encoded = self.tokenizer.encode_marked(text[start:end])
-        return PromptTokens(self.tokenizer.array(encoded.ids), provenance_of_tokens(codes, encoded.spans))
+        return PromptTokens(encoded.array, provenance_of_tokens(codes, encoded.spans))
 
     def bridge(
         self,
@@ -247,7 +247,7 @@ class Renderer(TemplateText):
 
         cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
         encoded = self.tokenizer.encode_after_control(cut.text)
-        ids = self.tokenizer.array(encoded.ids)
+        ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
         if sampled and not reply.get("tool_calls") and encoded.text[: encoded.spans[sampled - 1][1]].isspace():
@@ -344,7 +344,7 @@ class Renderer(TemplateText):
             close = space
         # The next message's header may close the part too.
         close = close[: len(close) - repeated_end(close, following)]
-        return self.tokenizer.array(self.tokenizer.encode_after_control(close).ids if close else [])
+        return self.tokenizer.encode_after_control(close).array if close else self.tokenizer.array([])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, *, reasoned: bool) -> str:
         """Return the delimiters that close the content, if the completion ended inside its frame; else empty."""

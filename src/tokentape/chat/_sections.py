@@ -17,6 +17,7 @@ import numpy.typing as npt
 import tokenizers
 
 from tokentape.chat._last_used import LastUsed
+from tokentape.types import TokenIds
 
 LONG = 2048
 """Texts of at least this many characters are encoded in sections. Shorter sections are joined to this length."""
@@ -41,7 +42,7 @@ class Sections:
         self._near = re.compile(f"[{min(names)}-{max(names)}]" if names else r"(?!)")
         self._kept: LastUsed[bytes, Section] = LastUsed(_MOST_IDS, lambda section: len(section[0]))
 
-    def encode(self, text: str) -> tuple[list[int], npt.NDArray[np.int64]]:
+    def encode(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
         """Return the ids of a text as the twin encodes it, and the character span of each id.
 
         Raises `TypeError` for text that is not valid Unicode, as the twin does.
@@ -54,7 +55,7 @@ class Sections:
         known = [found[one] or self._kept.put(keys[one], made[one]) for one in sections]
         starts = np.cumsum([0, *map(len, sections[:-1])])
         spans = np.concatenate([own + start for (_, own), start in zip(known, starts, strict=True)])
-        return np.concatenate([ids for ids, _ in known]).tolist(), spans
+        return np.concatenate([ids for ids, _ in known]), spans
 
     def _cut(self, text: str) -> Iterator[str]:
         """Yield the sections of a text. Short ones are joined until they have `LONG` characters."""

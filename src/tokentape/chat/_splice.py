@@ -54,6 +54,8 @@ def find_splices(
     the template compares with texts. Return no splices if the rendering does not have one assistant header for each
     assistant message, because then turns can't be told apart.
     """
+    if not sampled:
+        return []
     prompt = form.generation_prompt
     header = form.header[: common_prefix(form.header, prompt)]
     # The prompt may vary with the number of the turn, or after a tool's result.

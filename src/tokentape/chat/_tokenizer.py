@@ -54,11 +54,17 @@ class Control:
 class Encoded:
     """The ids of a marked text, and the character span of each id."""
 
-    ids: list[int]
+    array: TokenIds
+    """The ids, int32 [ids]."""
     spans: npt.NDArray[np.int64]
     """For each id the half-open range of characters in `text`, shape [ids, 2]."""
     text: str
     """The marked text with one character in place of each mark."""
+
+    @property
+    def ids(self) -> list[int]:
+        ids: list[int] = self.array.tolist()
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +257,7 @@ class Tokenizer:
             raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode") from error
         ids = encoding.ids
         spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
-        return Encoded(ids, spans, text)
+        return Encoded(self.array(ids), spans, text)
 
     def encode_marked_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of `encode_marked` for many texts, several times as fast."""
@@ -271,7 +277,7 @@ class Tokenizer:
         encoded = self.encode_marked(anchor + marked)
         if not anchor:
             return encoded
-        return Encoded(encoded.ids[1:], encoded.spans[1:] - 1, encoded.text[1:])
+        return Encoded(encoded.array[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
     def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode as `tokenizers` and `transformers` do: a control token spelled in `text` becomes its id.

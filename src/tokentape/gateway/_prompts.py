@@ -14,7 +14,7 @@ from tokentape._canonical import canonical_json, digest_of, json_in_order
 from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
-from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session
+from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session, SharedMessages
 from tokentape.chat._certificate import Certificate, Strategy
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._grammar import continuation_name
@@ -49,8 +49,8 @@ _QUICK = 4096
 """Most characters of new messages to render and tokenize on the event loop instead of in a thread."""
 
 _KEPT_KINDS = 1024
-_KEPT_TOKENS = 1 << 23
-"""Most tokens in the cache of first prompts, at 5 bytes each."""
+_KEPT_TOKENS = 1 << 22
+"""Most tokens in the cache of first prompts, at about 12 bytes each, the messages included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class Prompt:
     fork: str | None
     """Fork cause, if already known before sampling."""
     sampling: SamplingParams
+    key: bytes
+    """The history key of all messages of the request; see `ContinuationPoint`."""
     notes: Mapping[str, object] = field(default_factory=dict)
     """Facts about the context, recorded with the sampling parameters."""
     bridge: Bridge | None = None
@@ -121,7 +123,9 @@ class PromptBuilder:
         """Returns the certificate for template kwargs, given as canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
         """Values of `_kind` that were bridged locally before. Bridging another one takes a millisecond or two."""
-        self._openings: LastUsed[str, PromptTokens] = LastUsed(_KEPT_TOKENS, lambda tokens: len(tokens.ids))
+        self._openings: LastUsed[str, tuple[SharedMessages, PromptTokens]] = LastUsed(
+            _KEPT_TOKENS, lambda opening: len(opening[1].ids)
+        )
         """Cached first prompts by setup and messages: the sessions of a group have the same first prompt."""
         self._revoked: dict[tuple[str, str], Strategy] = {}
         """By setup digest and continuation name, the best strategy still allowed after a bridge check failed."""
@@ -232,14 +236,14 @@ class PromptBuilder:
         if own is None or not np.array_equal(own.ids, ids):
             own = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
         parent, new, sampling = found.parent, found.new_messages, self.sampling(request, setup, 0)
-        return Prompt(setup, parent, new, found.context_ids, own, prompt_ids, fork, sampling, notes)
+        return Prompt(setup, parent, new, found.context_ids, own, prompt_ids, fork, sampling, found.key, notes)
 
     def _context(self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint) -> Prompt:
         parent, new, context_ids = found.parent, found.new_messages, found.context_ids
 
         def prompt(added: PromptTokens, bridge: Bridge | None = None) -> Prompt:
             ids = np.concatenate([context_ids, added.ids])
-            return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, bridge=bridge)
+            return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, found.key, bridge=bridge)
 
         def fork(cause: str, *, unless_continued: bool = False, replies: Mapping[int, Turn] | None = None) -> Prompt:
             """Render all messages with the sampled ids of replies, as a new branch.
@@ -251,7 +255,7 @@ class PromptBuilder:
             if unless_continued and np.array_equal(added.ids[:length], context_ids):
                 return prompt(PromptTokens(added.ids[length:], added.provenance[length:]))
             messages = tuple(request.messages)
-            return Prompt(setup, None, messages, NO_IDS, added, added.ids, cause, request.sampling)
+            return Prompt(setup, None, messages, NO_IDS, added, added.ids, cause, request.sampling, found.key)
 
         if request.prompt_ids is not None:
             own = request.prompt_ids[len(context_ids) :]
@@ -259,6 +263,9 @@ class PromptBuilder:
         if self._history == "template":
             return fork("template_history", unless_continued=True)
         if parent is None:
+            if not session.turns:
+                new, added = self._opening(new, setup)
+                return prompt(added)
             return prompt(self._rendered(session, setup, new))
         if any(message["role"] == "assistant" for message in new):
             replies = self._sampled_replies(session, setup, request.messages)
@@ -312,21 +319,24 @@ class PromptBuilder:
             at += len(turn.messages) + 1
             replies[at] = turn
         if not replies:
-            return self._opening(messages, setup)
+            return self._opening(messages, setup)[1]
         sampled = {n: turn.completion_ids for n, turn in replies.items()}
         return self._renderer.render(
             messages, setup, sampled=sampled, history=self._history, stop_mismatch=self._stop_mismatch
         )
 
-    def _opening(self, messages: Sequence[Message], setup: Setup) -> PromptTokens:
-        """Render messages without replies of this session, from the cache if they were rendered before."""
+    def _opening(self, messages: Sequence[Message], setup: Setup) -> tuple[SharedMessages, PromptTokens]:
+        """Render messages without replies of this session, from the cache if they were rendered before.
+
+        Return the messages too, which are one object for all sessions.
+        """
         key = digest_of(setup.key.encode(), json_in_order(list(messages)).encode())
         found = self._openings.get(key)
         if found is not None:
             return found
         made = self._renderer.render(messages, setup, history=self._history, stop_mismatch=self._stop_mismatch)
         made.ids.flags.writeable = made.provenance.flags.writeable = False
-        return self._openings.put(key, made)
+        return self._openings.put(key, (SharedMessages(messages), made))
 
     def _sampled_replies(self, session: Session, setup: Setup, messages: Sequence[Message]) -> dict[int, Turn]:
         """Map indexes of messages to the turns that sampled them.

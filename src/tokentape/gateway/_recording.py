@@ -198,7 +198,7 @@ class Recorder:
         opened.stored = True
         opened.setups.add(setup.digest)
         for turn in turns:
-            opened.session.add(turn)
+            opened.session.add(turn, prompt.key)
         if answer is not None:
             opened.remember(answer)
         if self.checks is not None:

@@ -18,11 +18,13 @@ from sqlalchemy import Row, Table
 from tokentape._canonical import canonical_json, json_in_order
 from tokentape._session.chain import array_bytes, array_from_bytes
 from tokentape._session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
+from tokentape._session.tree import SharedMessages
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.types import (
     Event,
     Media,
+    Message,
     RecordedReply,
     Resume,
     Reward,
@@ -184,6 +186,14 @@ def _deflate(value: object) -> bytes:
     return zlib.compress(json_in_order(value).encode("ascii"), _LEVEL)
 
 
+def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
+    if not isinstance(messages, SharedMessages):
+        return _deflate(messages)
+    if messages.compressed is None:
+        messages.compressed = _deflate(messages)
+    return messages.compressed
+
+
 def _inflate(data: bytes) -> Any:
     return json.loads(zlib.decompress(data))
 
@@ -242,7 +252,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "completion_ids": _array("completion_ids"),
     "logprobs": _array("logprobs"),
-    "messages": (_deflate, lambda data: tuple(_inflate(data))),
+    "messages": (_deflate_messages, lambda data: tuple(_inflate(data))),
     "reply": (_deflate, _inflate),
     "top_logprobs": (
         lambda tops: _deflate(tops) if tops else None,
