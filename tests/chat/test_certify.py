@@ -245,6 +245,21 @@ def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back(
     assert "<|im_start|>assistant 4" in checks["content"].detail
 
 
+PROMPT_WITH_TOOLS_ONLY = (
+    NUMBERED
+    + """{%- if tools and add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+)
+
+
+def test_a_turn_that_is_read_back_beside_tools_only_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PROMPT_WITH_TOOLS_ONLY))
+    checks = {check.name: check for check in certify(renderer).parsing}
+    assert checks["content"].holds is False
+    assert "<|im_start|>assistant 4" in checks["content"].detail
+
+
 NUMBERED_AFTER_RESULTS = """{%- for m in messages -%}
 {%- if m.role == 'assistant' and loop.previtem.role == 'tool' %}#{{ loop.index }}{{ '' -}}
 {% elif m.role == 'tool' -%}<tool_response>{% else -%}<|im_start|>{{ m.role }}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import load_tokenizer, setup_for
+from tests.chat.conftest import call, load_tokenizer, result, setup_for
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
 
@@ -64,3 +64,21 @@ def test_no_turn_takes_the_place_of_the_message_after_it() -> None:
     sampled = {1: tokenizer.array(tokenizer.encode_plain("hi."))}
     found = tokenizer.decode(renderer.render(TALK[:3], setup, sampled=sampled).ids.tolist())
     assert found == tokenizer.decode(renderer.render(TALK[:3], setup).ids.tolist())
+
+
+HEADER_TWICE = """{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{ m.content }}
+{%- if loop.last or loop.nextitem.role != 'user' -%}<|box_end|><|box_end|>{%- endif -%}
+{%- elif m.role == 'tool' -%}<tool_response>{{ m.content }}</tool_response>
+{%- else -%}{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>{%- endif -%}
+{%- endfor -%}"""
+"""Two headers precede a call, and none the answer after its result: as many headers as turns."""
+
+
+def test_a_header_that_is_written_twice_does_not_count_for_two_turns() -> None:
+    calling = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1})]}
+    messages = [QUESTION, calling, result(1), ANSWER, QUESTION, {**ANSWER, "content": "ho"}]
+    for sampled in ({3: "hi<|im_end|>"}, {3: "hi<|im_end|>", 5: "ho<|im_end|>"}):
+        with_ids, written = spliced(HEADER_TWICE, messages[: max(sampled) + 1], sampled)
+        assert with_ids == written

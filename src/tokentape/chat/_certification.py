@@ -47,7 +47,7 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
         versions={name: version(name) for name in ("tokentape", "tokenizers", "jinja2")},
         overrides=renderer.overrides.name if renderer.overrides else None,
         continuations=tuple(_continuations(renderer, with_tools, without_tools)),
-        parsing=tuple(_parsing(renderer, setup, tools_refused)),
+        parsing=tuple(_parsing(renderer, setup, without_tools, tools_refused)),
         call_style=form.calls.style if form.calls else None,
         reasoning=(
             (tokenizer.spell_marks(form.reasoning.open), tokenizer.spell_marks(form.reasoning.close))
@@ -96,7 +96,7 @@ def _continuations(renderer: Renderer, with_tools: Setup, without_tools: Setup) 
 _PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": "calls"}
 
 
-def _parsing(renderer: Renderer, setup: Setup, tools_refused: str) -> Iterator[ParseCheck]:
+def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refused: str) -> Iterator[ParseCheck]:
     """Render each kind of turn, parse what the template wrote, compare with what of the turn it wrote.
 
     `tools_refused`: why no calls can be asked for, if the template takes no tools.
@@ -109,12 +109,14 @@ def _parsing(renderer: Renderer, setup: Setup, tools_refused: str) -> Iterator[P
         asked = grammar.accepted((grammar.QUESTION,), form)
         check = _parse_check(renderer, setup, name, message, asked)
         # A template may number turns, and a model without a generation prompt writes the number.
-        others = [(message, grammar.LATER), (message, grammar.accepted(grammar.AFTER_RESULT, form))]
+        others = [(setup, message, grammar.LATER), (setup, message, grammar.accepted(grammar.AFTER_RESULT, form))]
         if name == "parallel calls":
-            others.append((grammar.THREE_CALLS, asked))
-        for turn, history in others:
+            others.append((setup, grammar.THREE_CALLS, asked))
+        if not message.get("tool_calls") and renderer.format(without_tools) != form:
+            others.append((without_tools, message, grammar.LATER))
+        for under, turn, history in others:
             if check.holds:
-                other = _parse_check(renderer, setup, name, turn, history)
+                other = _parse_check(renderer, under, name, turn, history)
                 check = other if other.holds is False else check
         yield check
 

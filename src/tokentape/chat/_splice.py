@@ -100,19 +100,18 @@ def find_splices(
 def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[tuple[int, int]]:
     """Return the bounds of each assistant turn: from after its header to after the token that ends it.
 
-    The header of the generation prompt, which has no turn yet, is left out.
+    The header of the generation prompt, which has no turn yet, is left out. Turns do not overlap, also if a template
+    writes the header twice before a turn.
     """
     regions = []
     at = text.find(header)
     while at >= 0:
         start = at + len(header)
-        end = next(
-            (m.end() for m in MARK.finditer(text, start) if tokenizer.control_of_mark(m[0]).id in stop_ids), None
-        )
-        if end is None:
+        stop = next((m for m in MARK.finditer(text, start) if tokenizer.control_of_mark(m[0]).id in stop_ids), None)
+        if stop is None:
             break
-        regions.append((start, end))
-        at = text.find(header, start)
+        regions.append((start, stop.end()))
+        at = text.find(header, stop.start())  # the token that ends a turn may begin the next header
     return regions
 
 
