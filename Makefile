@@ -10,7 +10,7 @@ ifeq ($(shell uname -s)-$(shell command -v nvidia-smi),Linux-)
 CPU_TORCH = pip install --quiet --no-deps --retries 1 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 endif
 
-.PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-simulator test-faults test-postgres test-engines engine-distributions test-differential test-external test-harnesses test-browser test-ray benchmark-gateway experiment clean
+.PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-simulator test-faults test-postgres test-engines engine-distributions test-differential test-trainers test-external test-harnesses test-browser test-ray benchmark-gateway experiment clean
 
 # .runs marks an environment that can run Tokentape; .installed one that can also run the tests.
 $(RUNS): pyproject.toml constraints-dev.txt
@@ -115,7 +115,12 @@ $(PEERS)/.installed:
 test-differential: $(STAMP) $(PEERS)/.installed
 	TOKENTAPE_RENDERERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/pytest $(LONG) -m differential \
 		tests/differential tests/session/test_atif.py tests/training/test_exports.py tests/training/test_sft.py \
-		tests/training/test_trainer_paths.py tests/training/test_trainer_live.py
+		tests/training/test_trainer_paths.py tests/training/test_trainer_live.py tests/training/test_trainer_steps.py
+
+# The tests of this that run trainers' own code. TOKENTAPE_TRAINERS_PYTHON names Pythons that have trainers.
+test-trainers: $(STAMP)
+	$(BIN)/pytest $(LONG) tests/training/test_exports.py tests/training/test_trainer_paths.py \
+		tests/training/test_trainer_live.py tests/training/test_trainer_steps.py
 
 # Agent frameworks, in environments of their own, because they pin dependencies that others can't use. The first one is
 # that of the tests on the embedded model.
