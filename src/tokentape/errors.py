@@ -1,7 +1,7 @@
-"""Every error that Tokentape raises on purpose: one tree, the HTTP status on the class. See docs/reference/errors.md.
+"""All errors that Tokentape raises on purpose, each with its HTTP status. See docs/reference/errors.md.
 
-A message says what was found, what was expected and what to do. It never holds prompt text: messages reach
-logs and other people's clients.
+A message says what was found, what was expected and what to do. It never contains prompt text, because messages appear
+in logs and in the clients of other users.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class TokentapeError(Exception):
-    """Base of all errors raised here on purpose.
+    """Base class of all errors that Tokentape raises on purpose.
 
-    `status` is the HTTP status the gateway answers with, `code` the machine-readable name in the body, and
-    `retry` says whether sending the same request again can help (the gateway turns it into `x-should-retry`).
-    `retry_after` are the seconds to wait before, if that is known.
+    `status` is the HTTP status of the gateway's answer, and `code` the machine-readable name in its body. `retry` says
+    whether sending the same request again can help; the gateway sends it as `x-should-retry`. `retry_after` is the
+    number of seconds to wait first, if known.
     """
 
     status = 500
@@ -22,9 +22,12 @@ class TokentapeError(Exception):
     retry = False
     retry_after: float | None = None
 
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
 
 class InvalidRequest(TokentapeError, ValueError):
-    """The request can't be understood or asks for something impossible; `param` names the culprit."""
+    """The request is malformed or asks for something impossible. `param` names the parameter at fault."""
 
     status = 400
     code = "invalid_request"
@@ -34,83 +37,80 @@ class InvalidRequest(TokentapeError, ValueError):
         self.message = message
         self.param = param
 
-    def __str__(self) -> str:
-        return self.message
-
 
 class NothingToMeasure(InvalidRequest):
-    """There is nothing to measure: an empty corpus, or a server that answers no question."""
+    """There is nothing to measure: the corpus is empty, or the server answers no question."""
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt leaves no room for a reply. Harnesses look for this code and then shorten the conversation."""
+    """The prompt leaves no room for a reply. Agent harnesses check for this code and shorten the conversation."""
 
     code = "context_length_exceeded"
 
 
 class UnsupportedParameter(InvalidRequest):
-    """The parameter is known, but this gateway or its engine doesn't do it. Refused, never ignored."""
+    """The gateway or its engine does not support this parameter. It is refused, never ignored."""
 
     code = "unsupported_parameter"
 
 
 class IdempotencyMismatch(InvalidRequest):
-    """An Idempotency-Key came again with another body."""
+    """An Idempotency-Key was used again with a different body."""
 
     code = "idempotency_mismatch"
 
 
 class Unauthorized(TokentapeError):
-    """No API key, or none that this gateway knows."""
+    """The request has no API key, or one that the gateway does not know."""
 
     status = 401
     code = "unauthorized"
 
 
 class Forbidden(TokentapeError):
-    """The API key is known, but not for this."""
+    """The API key does not allow this request."""
 
     status = 403
     code = "forbidden"
 
 
 class NotFound(TokentapeError, LookupError):
-    """There is nothing at that address, or it belongs to another key: the two look the same."""
+    """Nothing exists under this name, or it belongs to another API key. Both cases give the same answer."""
 
     status = 404
     code = "not_found"
 
 
 class Conflict(TokentapeError):
-    """Another writer was first: this turn number is already recorded, or the session id is taken."""
+    """Another writer was first: the turn number is already recorded, or the session id already exists."""
 
     status = 409
     code = "conflict"
 
 
 class CommitRace(Conflict):
-    """Another gateway over the same record was first to answer this very call; sent again, it gets that reply."""
+    """Another gateway with the same record answered this call first. A repeated call returns that reply."""
 
     code = "answered_elsewhere"
     retry = True
 
 
 class TooLarge(TokentapeError):
-    """The request is larger than this gateway takes."""
+    """The request is larger than this gateway accepts."""
 
     status = 413
     code = "too_large"
 
 
 class WrongContentType(TokentapeError):
-    """The body is JSON, but its header says something else."""
+    """The body is JSON, but the Content-Type header says otherwise."""
 
     status = 415
     code = "wrong_content_type"
 
 
 class HeadersTooLarge(TokentapeError):
-    """The request's line and headers are larger than this gateway takes."""
+    """The request line and headers are larger than this gateway accepts."""
 
     status = 431
     code = "headers_too_large"
@@ -122,14 +122,14 @@ class HeadersTooLarge(TokentapeError):
 
 
 class TemplateRefused(TokentapeError, ValueError):
-    """The chat template does not take this conversation, or no bridge for it could be certified."""
+    """The chat template rejects this conversation, or no bridge for it could be certified."""
 
     status = 422
     code = "template_refused"
 
 
 class LimitReached(TokentapeError):
-    """A limit of this gateway is reached; `retry_after` seconds later there may be room."""
+    """A limit of this gateway is reached. There may be room again after `retry_after` seconds."""
 
     status = 429
     code = "limit_reached"
@@ -142,13 +142,13 @@ class LimitReached(TokentapeError):
 
 
 class TokenizerUnusable(TokentapeError, ValueError):
-    """The model folder has no tokenizer or chat template that can be loaded safely."""
+    """The model folder has no tokenizer or no chat template that can be loaded safely."""
 
     code = "tokenizer_unusable"
 
 
 class TokenizationChanged(TokentapeError, ValueError):
-    """A tokenizer or template does not do what its lockfile says; `report` says what changed, as fields."""
+    """A tokenizer or template no longer matches its lockfile. `report` has the changes as fields."""
 
     code = "tokenization_changed"
 
@@ -157,18 +157,15 @@ class TokenizationChanged(TokentapeError, ValueError):
         self.message = message
         self.report = report
 
-    def __str__(self) -> str:
-        return self.message
-
 
 class InvariantViolation(TokentapeError):
-    """Exactness or append-only would have been broken. Nothing was committed; this is a bug to report."""
+    """A turn would have broken exactness or the append-only rule. Nothing was committed. Please report this bug."""
 
     code = "invariant_violation"
 
 
 class EngineError(TokentapeError):
-    """The engine failed; nothing of this turn was committed."""
+    """The engine failed. Nothing of this turn was committed."""
 
     status = 502
     code = "engine_error"
@@ -176,21 +173,21 @@ class EngineError(TokentapeError):
 
 
 class EngineContractError(EngineError):
-    """The engine's reply can't be trusted: ids missing, counts that differ, an id outside the vocabulary."""
+    """The engine's reply can't be trusted: ids are missing, counts differ, or an id is outside the vocabulary."""
 
     code = "engine_contract"
     retry = False
 
 
 class EngineUnavailable(EngineError):
-    """The engine can't be reached or says that it takes no requests now."""
+    """The engine can't be reached, or reports that it takes no requests now."""
 
     status = 503
     code = "engine_unavailable"
 
 
 class EngineAborted(EngineUnavailable):
-    """The engine ended a call before it was finished. `code` is why: `engine_abort`, or `paused` for new weights."""
+    """The engine aborted a call. `code` is the cause: `engine_abort`, or `paused` for new weights."""
 
     code = "engine_abort"
 
@@ -201,14 +198,14 @@ class EngineAborted(EngineUnavailable):
 
 
 class EngineTimeout(EngineError):
-    """The engine did not answer, or stopped answering, in the time allowed."""
+    """The engine did not answer in time, or stopped answering."""
 
     status = 504
     code = "engine_timeout"
 
 
 class StoreError(TokentapeError):
-    """The record could not be written or read; the turn is not acknowledged."""
+    """The record could not be written or read. The turn is not acknowledged."""
 
     status = 503
     code = "store_error"
@@ -221,28 +218,28 @@ class StoreLocked(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """What was read does not match its hash chain, or is not a record at all."""
+    """The data read does not match its hash chain, or is not a record."""
 
     status = 500
     code = "store_corrupt"
 
 
 class StoreFull(StoreError):
-    """There is no room left to write to."""
+    """There is no space left to write to."""
 
     status = 507
     code = "store_full"
 
 
 class StoreUnavailable(StoreError):
-    """The database server can't be reached or was lost on the way; what was being written may be there or not."""
+    """The database server can't be reached, or the connection was lost. A write in progress may have succeeded."""
 
     code = "store_unavailable"
     retry = True
 
 
 class GatewayUnavailable(TokentapeError):
-    """The client could not reach the gateway, or what answered there is none."""
+    """The client could not reach the gateway, or the server at this address is not a gateway."""
 
     status = 503
     code = "gateway_unavailable"
@@ -250,6 +247,6 @@ class GatewayUnavailable(TokentapeError):
 
 
 class TrainingStopped(TokentapeError):
-    """A limit of a stop rule was passed: what would be trained is not what the run is to be trained on."""
+    """A limit of a stop rule was exceeded, so the samples are not what the run should be trained on."""
 
     code = "training_stopped"

@@ -1,13 +1,13 @@
 """Data types shared by the packages of Tokentape.
 
-A *turn* is one engine call, a *session* one agent's tree of turns, a
-*trajectory* one root-to-leaf path flattened to arrays.
+A *turn* is one engine call, a *session* is one agent's tree of turns, and a *trajectory* is one root-to-leaf path
+flattened to arrays.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
@@ -55,9 +55,9 @@ class Provenance(IntEnum):
     ASSISTANT = 6
     """Assistant text that came from the caller and was not sampled in this session."""
     CLOSE = 7
-    """Written by us to end a turn that the model did not end itself."""
+    """Added by the gateway to end a turn that the model did not end."""
     MEDIA = 8
-    """The placeholder of a part of an image."""
+    """A placeholder for part of an image."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Setup:
             "date": self.date,
             "fingerprint": self.fingerprint,
         }
-        # Every turn names it and is kept in memory: one text for all of them.
+        # Turns kept in memory share one string.
         return intern(digest_of(b"tokentape setup 1", canonical_json(fields).encode("ascii")))
 
     @cached_property
@@ -122,17 +122,17 @@ class TokenDistribution:
     """
 
     penalties: bool | None = None
-    """Presence, frequency or repetition penalties, or stop tokens ruled out by `min_tokens`."""
+    """Presence, frequency or repetition penalties, or stop tokens excluded by `min_tokens`."""
     temperature: float | None = None
-    """The logits were divided by it. 1.0 changes nothing; 0.0 is greedy: the likeliest token has probability 1."""
+    """The logits were divided by it. 1.0 changes nothing; 0.0 is greedy, so the likeliest token has probability 1."""
     truncation: bool | None = None
-    """Only the likeliest tokens were kept, by top-k, top-p or min-p, and their probabilities normalized."""
+    """Only the likeliest tokens were kept, by top-k, top-p or min-p, and their probabilities renormalized."""
     grammar: bool | None = None
-    """Tokens that a grammar or a schema forbids were ruled out."""
+    """Tokens that a grammar or schema forbids were excluded."""
 
     def __post_init__(self) -> None:
         if self.temperature is not None:
-            # One spelling of each number: digests are made of it.
+            # Digests need one spelling of each number.
             object.__setattr__(self, "temperature", float(self.temperature) + 0.0)
 
     def same_as(self, other: TokenDistribution) -> bool | None:
@@ -167,11 +167,11 @@ class Turn:
     setup: str
     """Digest of the `Setup` that the turn was rendered with."""
     messages: tuple[Message, ...]
-    """The request's messages that the parent did not have."""
+    """The messages of the request that the parent did not have."""
     reply: Message
     """The assistant message parsed from the completion, as sent to the client."""
     added_ids: TokenIds
-    """Bridge, or first render for a root."""
+    """The bridge, or for a root turn the first rendering."""
     added_provenance: Codes
     completion_ids: TokenIds
     """Exactly what the engine returned."""
@@ -179,29 +179,31 @@ class Turn:
     """One per completion id."""
     finish_reason: FinishReason
     stop: int | str | None
-    """The stop id or stop string that ended the completion; None if neither did."""
+    """The stop id or stop string that ended the completion, if one did."""
     fork: str | None
     """Why this turn does not continue the session's newest branch; None when it does."""
     sampling: Mapping[str, Any]
     """Sampling parameters as sent to the engine, and notes.
 
-    `asked`: what the caller asked for where a pin overrode it. `client`: what headers of the harness said of the
-    call. `supports`, of truncated sampling: whether the ids that were kept are recorded for `all`, `some` or `none`
-    of the tokens. `aborted`, {cause, outcome, why}: the engine aborted the completion, and it did not go on.
-    `resume_seeds`: of the calls that continued it. `parse_problem`: why it was not parsed. `drift`, {turn, token}, of
-    a fork of that cause: the turn that the server should have continued and the first token where its own context
-    differs.
+    - `asked`: the caller's values that a pin overrode.
+    - `client`: information about the call from headers of the agent harness.
+    - `supports`: for truncated sampling, whether the kept ids are recorded for `all`, `some` or `none` of the tokens.
+    - `aborted`, {cause, outcome, why}: the engine aborted the completion, and it was not continued.
+    - `resume_seeds`: the seeds of the calls that continued it.
+    - `parse_problem`: why the completion was not parsed.
+    - `drift`, {turn, token}: for a fork with this cause, the turn that the server should have continued, and the first
+      token where the server's context differs.
     """
     engine: str
     """Engine name, version and logprobs mode, for example `transformers 5.23.0 raw_logprobs`."""
     weight_version: str
-    """Version of the weights that sampled the first token, `unknown` where the engine does not tell."""
+    """Version of the weights that sampled the first token; `unknown` if the engine does not report it."""
     created_at: float
     """Unix seconds."""
     digest: str
     """Hex SHA-256 over this turn and its parent's digest: the hash chain of the branch."""
     weight_changes: tuple[tuple[int, str], ...] = ()
-    """Where the weights changed while sampling: offset in the completion of the first token of the new version."""
+    """Weight changes during sampling: the offset of the first token of the new version, and the version."""
     abort_cause: str | None = None
     """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, `engine_abort`, `answered_elsewhere` (by
     another gateway), or the code of the engine's error."""
@@ -212,7 +214,7 @@ class Turn:
     resumes: tuple[Resume, ...] = ()
     """Where other engine calls continued the completion, in order."""
     adapter: str | None = None
-    """The LoRA adapter that sampled it, by its name at the engine; None: the model itself."""
+    """Name of the LoRA adapter that sampled it; None for the model without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,9 +339,9 @@ class TokenRows:
     """A named array with one row per token of a trajectory."""
 
     rows: npt.NDArray[Any]
-    """Shape [tokens, ...]; zeros where the engine gave none. Rows of unequal length are `bytes`, empty there."""
+    """Shape [tokens, ...]; a missing row is zeros. Rows of unequal length are `bytes`, a missing one is empty."""
     known: npt.NDArray[np.bool_]
-    """True where the engine gave a row, shape [tokens]."""
+    """True where the engine returned a row, shape [tokens]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,9 +354,9 @@ class Trajectory:
     token_ids: TokenIds
     provenance: Codes
     loss_mask: npt.NDArray[np.bool_]
-    """True where the token was sampled and no earlier trajectory of the session already trains it."""
+    """True for sampled tokens that no earlier trajectory of the session trains."""
     logprobs: Logprobs
-    """The engine's logprob where sampled, 0.0 elsewhere."""
+    """The engine's logprob for sampled tokens, 0.0 for others."""
     turns: tuple[int, ...]
     """`seq` of each turn, root first."""
     completion_starts: npt.NDArray[np.int32]
@@ -362,43 +364,48 @@ class Trajectory:
     completion_ends: npt.NDArray[np.int32]
     """Offset after each turn's last sampled token."""
     weight_versions: tuple[str, ...]
-    """One per turn: the version that sampled its first token."""
+    """One per turn: the version of the weights that sampled its first token."""
     reward: float | None
-    """Reward of the whole path, else of the session."""
+    """Reward of the whole path; if there is none, of the session."""
     verdict: str
-    """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not; `captured`, `captured with drift`: the
-    server made the contexts. Reservations follow, see `session.verdict`. What a trainer gates on."""
+    """What trainers filter by: `exact`; `forked: CAUSE`; `closed`, the gateway ended a turn that the model had not
+    ended; `captured` or `captured with drift`, the server rendered the contexts. Reservations follow after a comma; see
+    `_session.verdict`."""
     metadata: Mapping[str, Any]
     turn_rewards: npt.NDArray[np.float64]
-    """Reward of each turn's action, NaN where it has none."""
+    """Reward of each turn's action; NaN for turns without one."""
     weight_spans: tuple[tuple[int, int, str], ...]
-    """(start, end, version): which weights sampled the tokens from offset start to before end. They cover every
-    sampled token, in order, and no span reaches over two turns."""
+    """(start, end, version): the version of the weights that sampled tokens [start, end). The spans cover every sampled
+    token, in order, and each lies within one turn."""
     columns: Mapping[str, TokenValues] = field(default_factory=dict)
-    """Columns by name. A missing value is NaN for a token in `loss_mask`, and 0.0 for any other token."""
+    """Columns by name. A missing value is NaN for tokens in `loss_mask`, 0.0 for others."""
     payloads: Mapping[str, TokenRows] = field(default_factory=dict)
-    """By name: arrays that the engine returned per token, such as routed experts."""
+    """Arrays that the engine returned per token, by name, such as routed experts."""
     media: tuple[MediaSpan, ...] = ()
     """The images of the context, in order."""
     sampled_from: tuple[TokenDistribution | None, ...] = ()
-    """One per turn: the distribution that it was sampled from, None where that is not known."""
+    """One per turn: the distribution that it was sampled from; None if not known."""
     logprobs_of: tuple[TokenDistribution | None, ...] = ()
-    """One per turn: the distribution that its `logprobs` belong to, None where that is not known."""
+    """One per turn: the distribution that its `logprobs` belong to; None if not known."""
     finish_reasons: tuple[FinishReason | None, ...] = ()
-    """One per turn: why its sampling ended. None: not known, as for turns recorded before `sampled_from` was."""
+    """One per turn: why sampling ended; None for turns of old records, for which it is not known."""
     role: str = ""
-    """`main`, `subagent` or `side_call`, by the edges of the path; empty if they were not computed."""
+    """`main`, `subagent` or `side_call`, from the lineage of the path; empty if it was not computed."""
     lineage: tuple[LineageEdge, ...] = ()
-    """Where the branches of the path come from, in order of their first turns."""
+    """The origins of the branches on the path, in order of their first turns."""
 
     def __post_init__(self) -> None:
         for name in ("sampled_from", "logprobs_of", "finish_reasons"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (None,) * len(self.turns))
 
+    def completions(self) -> Iterator[tuple[int, int, int]]:
+        """Yield for each turn its `seq`, the offset of its first sampled token and the offset after its last one."""
+        return zip(self.turns, self.completion_starts.tolist(), self.completion_ends.tolist(), strict=True)
+
     @property
     def truncated(self) -> bool | None:
-        """Whether the last turn reached its token budget; None if that is not known."""
+        """Return whether the last turn reached its token budget; None if not known."""
         last = self.finish_reasons[-1] if self.finish_reasons else None
         return None if last is None else last == "length"
 

@@ -114,8 +114,7 @@ async def _score(
     columns: list[TurnColumn] = []
     report.had_it += len({turn for one in session.trajectories for turn in one.turns} & done)
     for one in session.trajectories:
-        spans = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
-        due = [(turn, start, end) for turn, start, end in spans if turn not in done and end > start]
+        due = [(turn, start, end) for turn, start, end in one.completions() if turn not in done and end > start]
         # A text model can't score tokens that follow an image.
         before_images = min((span.start for span in one.media), default=len(one.token_ids))
         scorable = [(turn, start, end) for turn, start, end in due if end <= before_images]

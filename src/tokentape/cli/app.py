@@ -1,4 +1,4 @@
-"""The command line as a whole: its subcommands, its global options, how failures are shown."""
+"""The command line: subcommands, global options, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokentape._version import __version__
 from tokentape.cli.arguments import NOTHING_MEASURED, SAME_AS_SERVE
 from tokentape.errors import NothingToMeasure, TokentapeError
 
-# What typer raises for a command line that makes no sense; it has no public name of its own.
+# The class of typer's errors for an invalid command line. Typer does not export it.
 _USAGE: Any = typer.BadParameter.__base__
 
 _COMMANDS = {
@@ -44,19 +44,18 @@ _COMMANDS = {
     },
     "Try": {"demo": "Run agents on a tiny model and show where ids drift."},
 }
-"""By group what each command does. A command is in the module of its name, which is imported when it runs."""
+"""By group, the commands with their short help. A command is in the module of its name, imported when it runs."""
 
 
 class _Commands(TyperGroup):
-    """Commands in groups.
+    """List commands in groups, and print errors on stderr after `error:`.
 
-    Failures begin with `error:` on stderr. The exit code is 2 for a command line that makes no sense, else 1 or
-    `NOTHING_MEASURED`.
+    The exit code is 2 for an invalid command line, otherwise 1 or `NOTHING_MEASURED`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Names and help, for completion and for the command that was meant; the rest when a command is used.
+        # Names and short help, for completion and suggestions. A command itself is loaded when it is used.
         for commands in _COMMANDS.values():
             self.commands.update({name: TyperCommand(name, short_help=text) for name, text in commands.items()})
 
@@ -103,7 +102,7 @@ def _loaded(name: str) -> Any:
     return get_command(found)
 
 
-# Without rich's markup the help needs no rich, which takes longer to import than all the rest.
+# With rich markup, the help would import rich, which takes longer than everything else.
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,

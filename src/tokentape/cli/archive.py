@@ -1,4 +1,4 @@
-"""`tokentape archive`: old sessions to Parquet files, on disk or object storage."""
+"""`tokentape archive`: move old sessions to Parquet files, on disk or in object storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def archive(
     to: Annotated[str, option("Folder or URL: s3://bucket/runs, gs://..., file:///...", "TARGET")],
     older_than: Annotated[str, option("Only sessions with no turn for this long: 30d, 12h, 90m, 0s.", "AGE")] = "30d",
     delete: Annotated[
-        bool, flag("Then delete them from the record; their ids are not used again.", "--delete")
+        bool, flag("Then delete them from the record. Their ids can't be used again.", "--delete")
     ] = False,
     url: GatewayUrl = None,
     api_key: AdminKey = None,
@@ -28,8 +28,8 @@ def archive(
 ) -> None:
     """Archive old sessions as Parquet files with hashes.
 
-    What was written is read back and compared before anything is deleted. If it is cut off, run it again. What reads a
-    record reads an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
+    The files are read back and compared before anything is deleted. If the command is interrupted, run it again. These
+    commands can read an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
     """
     seconds = age(older_than, "--older-than")
     with (

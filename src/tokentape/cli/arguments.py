@@ -1,4 +1,4 @@
-"""Arguments that several subcommands have."""
+"""Arguments shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import typer
 
 NOTHING_MEASURED = 3
-"""The exit code of a command that found nothing to measure, so that no gate takes that for a pass."""
+"""The exit code of a command that found nothing to measure. CI must not take that for success."""
 
 SAME_AS_SERVE = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings of a command that also takes the arguments of `serve`."""
+"""Context settings of a command that also accepts the arguments of `serve`."""
 
 
 def _record(value: str) -> str:
@@ -26,7 +26,7 @@ def _record(value: str) -> str:
 
 
 def there(value: str) -> str:
-    """The location of a record, or of a file that is there. Raises `BadParameter` for another one."""
+    """Return the location of a record or of an existing file. Raises `BadParameter` for anything else."""
     from tokentape.store._location import EXPECTED, is_record
 
     if not is_record(value) and not Path(value).exists():
@@ -35,27 +35,27 @@ def there(value: str) -> str:
 
 
 def option(help: str, metavar: str | None = None, *flags: str, **settings: Any) -> Any:  # noqa: A002
-    """Return an option. Without `flags` its flag is the parameter's name."""
+    """Return an option. By default its flag is the name of the parameter."""
     return typer.Option(*flags, metavar=metavar, help=help, **settings)
 
 
 def flag(help: str, *flags: str) -> Any:  # noqa: A002
-    """Return an option without a value. Without `flags` there is also one that begins with `--no-`."""
+    """Return an option without a value. Unless `flags` are given, there is also a `--no-` form."""
     return typer.Option(*flags, help=help)
 
 
 def existing_file(help: str, metavar: str | None = None) -> Any:  # noqa: A002
-    """Return an option for a file that is read."""
+    """Return an option for an input file."""
     return typer.Option(metavar=metavar, exists=True, dir_okay=False, help=help)
 
 
 def existing_folder(help: str, metavar: str | None = None, *flags: str) -> Any:  # noqa: A002
-    """Return an option for a folder that is read."""
+    """Return an option for an input folder."""
     return typer.Option(*flags, metavar=metavar, exists=True, file_okay=False, help=help)
 
 
 def new_file(help: str, *flags: str) -> Any:  # noqa: A002
-    """Return an option for a file that is written."""
+    """Return an option for an output file."""
     return typer.Option(*flags, metavar="FILE", dir_okay=False, help=help)
 
 
@@ -71,11 +71,11 @@ StoreLocation: TypeAlias = Annotated[
 ANY_RECORD = (
     "What a gateway records to, running or not: a data directory, postgresql://user@host/database or an archive."
 )
-"""The help of an argument that may also be a file."""
+"""The help of an argument that is a record or a file."""
 
 
 def record_or_file(file: str) -> Any:
-    """Return an argument for a record, or for a file that is described by `file`."""
+    """Return an argument for a record or a file. `file` is the help about the file."""
     return typer.Argument(metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or {file}")
 
 
@@ -137,7 +137,7 @@ def age(text: str, name: str) -> float:
 
 
 def json_object(text: str, name: str) -> dict[str, Any]:
-    """The JSON object that an option holds."""
+    """Return the JSON object in an option. Raises `BadParameter`."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Lay out a certificate: 80 columns are enough, with color or without."""
+"""Lay out a certificate for a terminal of 80 columns, with or without color."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXT_SHOWN = 60
 
 
 def certificate_layout(certificate: Certificate, template_sha256: str) -> Report:
-    """Return the findings as blocks, with the smallest conversations for which the template rewrites history."""
+    """Return the report of a certificate, with the smallest conversations for which the template rewrites history."""
     return Report(f"Certificate {certificate.fingerprint[:16]}", list(_blocks(certificate, template_sha256)))
 
 
@@ -92,7 +92,7 @@ _OTHER_STOPS = "; after another stop token the branch goes on, or a new one begi
 
 
 def _text_tokens(tokens: Sequence[str]) -> str:
-    """Return the added tokens that callers' text becomes."""
+    """Return a line about the added tokens that callers' text can be encoded to."""
     if not tokens:
         return "none: every added token is a control token"
     shown = "  ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:8])
@@ -108,7 +108,7 @@ def _reasoning(certificate: Certificate) -> str:
 
 
 def _worth_showing(continuations: Sequence[Continuation]) -> list[Continuation]:
-    """Return the continuations without those that lack tools or a system message and have the same result as with."""
+    """Leave out continuations without tools or system message that have the same result as with them."""
 
     def result(found: Continuation) -> tuple[str, str, str]:
         return found.strategy, found.append_only, found.reason

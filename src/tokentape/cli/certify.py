@@ -1,4 +1,4 @@
-"""`tokentape certify`: what holds for a model's chat template."""
+"""`tokentape certify`: test a model's chat template."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def certify(
     ] = False,
     kwargs: TemplateKwargs = "{}",
     required: Annotated[str, option(_REQUIRE_HELP, "NAMES", "--require")] = "",
-    cache: Annotated[bool, flag("Use the certificate that is kept on this machine.")] = True,
+    cache: Annotated[bool, flag("Use the cached certificate of this machine.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Say what holds for a model's chat template.
 
-    Which bridges are exact, what is parsed back, what the template drops: tried out on a grammar of conversations, by
-    rendering them. Certificates are kept under TOKENTAPE_CACHE or the user's cache directory. A continuation is
+    Renders conversations of a grammar to find out which bridges are exact, which turns are parsed back, and what the
+    template drops. Certificates are cached under TOKENTAPE_CACHE or in the user's cache directory. A continuation is
     certified unless it is refused; `fork` is exact too, on a new branch.
     """
     template_kwargs = json_object(kwargs, "--kwargs")

@@ -1,4 +1,4 @@
-"""`tokentape check`: compare a model, or a running server, with a lockfile."""
+"""`tokentape check`: compare a model or a running server with a lockfile."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ from tokentape.store._location import refuse_output
 def check(
     lockfile: Annotated[Path, typer.Argument(metavar="LOCKFILE", exists=True, dir_okay=False)],
     path: Annotated[Path | None, model_folder("Model folder to compare.")] = None,
-    engine: Annotated[str | None, option("Running server, or gateway, to compare its ids.", "URL")] = None,
+    engine: Annotated[str | None, option("Running server or gateway to compare.", "URL")] = None,
     kind: Annotated[
         Literal["vllm", "sglang", "llamacpp", "gateway"] | None,
         option("vllm, sglang, llamacpp or gateway; detected if not given.", "KIND"),
     ] = None,
-    model_name: Annotated[str | None, option("What the server calls the model. Default: its first.", "NAME")] = None,
+    model_name: Annotated[
+        str | None, option("Name of the model on the server. Default: the first that it lists.", "NAME")
+    ] = None,
     api_key: EngineKey = None,
     chat_template: TemplateFile = None,
     kwargs: Annotated[str | None, option("Template kwargs in use. Default: the lock's.", "JSON", "--kwargs")] = None,
-    strict: Annotated[bool, flag("Another library version, or file, with the same ids is a failure too.")] = False,
+    strict: Annotated[bool, flag("Also fail for another library version or file with the same ids.")] = False,
     html: HtmlFile = None,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
 ) -> None:
     """Report what changed since a lockfile was made. Exits with 1 if anything did, 3 if nothing was compared.
 
-    Names the part of the tokenizer or template, the first input with other ids, the ids expected and found, and a
-    likely cause. Another version of a library is reported, but fails only if ids changed.
+    Reports the changed part of the tokenizer or template, the first input with other ids, the expected and actual ids,
+    and a likely cause. Another library version is reported, but is a failure only if ids changed.
     """
     if path is None and engine is None:
         raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")

@@ -25,7 +25,7 @@ from tokentape.cli.source import RecordSource, open_source, open_tokenizer
 from tokentape.store._served_model import served_tokenizer
 from tokentape.training._logprob_check import Forward, LogprobLimits, LogprobReport, Outlier, read_rows
 from tokentape.training._logprob_check import check_logprobs as check
-from tokentape.training._rerendering import Changed, IfRerendered, check_rerendered
+from tokentape.training._rerendering import IfRerendered, check_rerendered
 from tokentape.types import Trajectory
 
 
@@ -39,26 +39,30 @@ def check_logprobs(
     ] = None,
     batch: Annotated[
         Path | None,
-        existing_file("What a trainer has: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
+        existing_file("A trainer's file: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], option("Precision of the forward pass.")] = "float32",
     max_mean: Annotated[float, option("Largest mean difference on the same ids.", "NATS")] = 0.02,
     max_delta: Annotated[float | None, option("Largest difference of one token on the same ids.", "NATS")] = None,
     max_k3: Annotated[float, option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
-    max_drift: Annotated[float, option("Share of trained tokens that may be other ids, or other text.", "SHARE")] = 0.0,
+    max_drift: Annotated[
+        float, option("Largest share of trained tokens with other ids, or with other text.", "SHARE")
+    ] = 0.0,
     max_missing: Annotated[int, option("Rows that only the record, or only --batch, may have.", "N", min=0)] = 0,
     outliers: Annotated[int, option("How many tokens to list.", "N", min=0)] = 10,
-    rerender: Annotated[bool, flag("Report too what rendering the messages again would change.", "--rerender")] = False,
+    rerender: Annotated[
+        bool, flag("Also report what rendering the messages again would change.", "--rerender")
+    ] = False,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
 ) -> None:
     """Compare recorded logprobs with a trainer's.
 
-    The trainer is a model folder, a file of what it has, or both: a file's ids go through the model if it has no
-    logprobs. Exits with 1 if a limit is exceeded, and says in which channel: rows (missing on a side), numeric (same
-    ids, other numbers), id drift (same text, other ids), text drift (other text); with 3 if no token was compared. What
-    retokenizing or --rerender would change is reported, and is no failure. --rerender takes a record, since exported
-    files have no messages.
+    The trainer is a model folder, a file with its ids or logprobs, or both: if the file has no logprobs, the model
+    computes them. Exits with 1 if a limit is exceeded, and prints the channel: rows (missing on one side), numeric
+    (same ids, other numbers), id drift (same text, other ids) or text drift (other text). Exits with 3 if no token was
+    compared. Changes by retokenizing or --rerender are reported but are not failures. --rerender needs a record,
+    because exported files have no messages.
     """
     with open_source(location) as source:
         if rerender and source.store is None:
@@ -130,12 +134,12 @@ def _rerendered(source: RecordSource, model: Path | None, forward: Forward | Non
 def _lines(report: LogprobReport) -> Iterator[str]:
     yield f"sequences {report.sequences}, without a trainer's row {report.without_trainer}, unknown {report.unknown}"
     yield f"numeric     {numbers_line(report.numeric)}"
-    yield f"id drift    {_drift(report.id_drift)}"
-    yield f"text drift  {_drift(report.text_drift)}"
+    yield f"id drift    {_drift_line(report.id_drift)}"
+    yield f"text drift  {_drift_line(report.text_drift)}"
     if report.behind_drift.tokens:
         yield f"after it    {numbers_line(report.behind_drift)}"
     if report.if_retokenized is not None:
-        yield f"retokenizing would change {_drift(report.if_retokenized)}"
+        yield f"retokenizing would change {_drift_line(report.if_retokenized)}"
     if report.outliers:
         yield "furthest apart:"
         yield from map(_outlier, report.outliers)
@@ -143,7 +147,7 @@ def _lines(report: LogprobReport) -> Iterator[str]:
 
 
 def cause_lines(not_comparable: Mapping[str, int], causes: Sequence[Attribution]) -> Iterator[str]:
-    """Yield what was not compared, and the causes of differences."""
+    """Yield lines about tokens that were not compared, and about the causes of differences."""
     for why, tokens in sorted(not_comparable.items()):
         yield f"not comparable: {tokens} tokens: {why}"
     for one in causes:
@@ -153,8 +157,9 @@ def cause_lines(not_comparable: Mapping[str, int], causes: Sequence[Attribution]
 
 def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
     yield f"rendering again, of {again.sequences} conversations, {again.refused} more refused:"
-    yield f"  id drift    {_changed(again, again.id_drift)}"
-    yield f"  text drift  {_changed(again, again.text_drift)}"
+    for name, changed in (("id drift", again.id_drift), ("text drift", again.text_drift)):
+        drift = Drift(again.sequences, changed.sequences, again.tokens, changed.tokens, changed.kinds)
+        yield f"  {name:<10}  {_drift_line(drift)}"
     for name, numbers in (
         ("numeric", again.numeric),
         ("after id drift", again.behind_id_drift),
@@ -162,11 +167,6 @@ def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
     ):
         if numbers.tokens:
             yield f"  {name}: {numbers_line(numbers)}"
-
-
-def _changed(again: IfRerendered, changed: Changed) -> str:
-    kinds = "".join(f", {kind} {count}" for kind, count in sorted(changed.kinds.items()))
-    return f"{changed.tokens} of {again.tokens} tokens, {changed.sequences} of {again.sequences} sequences{kinds}"
 
 
 def numbers_line(numbers: Numbers) -> str:
@@ -177,7 +177,7 @@ def numbers_line(numbers: Numbers) -> str:
     )
 
 
-def _drift(drift: Drift) -> str:
+def _drift_line(drift: Drift) -> str:
     classes = "".join(f", {kind} {count}" for kind, count in sorted(drift.classes.items()))
     return (
         f"{drift.changed_tokens} of {drift.tokens} tokens, {drift.changed_sequences} of {drift.sequences} "

@@ -29,7 +29,7 @@ _SIDE_HELP = f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json. With #NAM
 
 def compare(
     expected: Annotated[str, typer.Argument(metavar="EXPECTED", help=_SIDE_HELP)],
-    recorded: Annotated[str, typer.Argument(metavar="RECORDED", help="The same, to be compared with it.")],
+    recorded: Annotated[str, typer.Argument(metavar="RECORDED", help="The record or file to compare with it.")],
     tokenizer: TokenizerFolder = None,
     ids_column: IdsColumn = None,
     mask_column: MaskColumn = None,
@@ -37,17 +37,19 @@ def compare(
     file_format: Annotated[
         Literal["text", "json", "junit", "sarif", "github"], option("What to print.", None, "--format")
     ] = "text",
-    fail_on: Annotated[Literal["error", "warning"], option("The least that makes the exit code 1.")] = "warning",
-    max_delta: Annotated[float, option("How far logprobs may be apart.", "NATS", min=0)] = 1e-3,
-    show: Annotated[int, option("Differences to print of each row, as text.", "N", min=1)] = 20,
+    fail_on: Annotated[
+        Literal["error", "warning"], option("The lowest severity that makes the exit code 1.")
+    ] = "warning",
+    max_delta: Annotated[float, option("Largest difference between logprobs.", "NATS", min=0)] = 1e-3,
+    show: Annotated[int, option("Differences to print per row, as text.", "N", min=1)] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Compare two records of token ids, row by row.
 
-    Compares ids, not text. Every difference is located and classified (the same text in other ids, dropped reasoning,
-    arguments written in another way...) as an error or a warning. Masks and logprobs are compared where both sides
-    have them. Rows of the same name belong together, or the only row of each side; SESSION stands for SESSION:LEAF if
-    it has one. Exits with 1 if something differs, 3 if neither side has a row.
+    Compares ids, not text. Each difference is located and classified (the same text in other ids, dropped reasoning,
+    arguments in another format...) as an error or a warning. Masks and logprobs are compared if both sides have them.
+    Rows with the same name are compared, or the only row of each side; SESSION means SESSION:LEAF if it has one leaf.
+    Exits with 1 if something differs, 3 if neither side has a row.
     """
     (location, name), (other_location, other_name) = _address(expected), _address(recorded)
     columns = Columns(ids=ids_column, mask=mask_column, name=name_column)
@@ -72,10 +74,10 @@ def compare(
 
 
 def _address(side: str) -> tuple[str, str | None]:
-    """Return the location of a side, and the name of the row that it asks for."""
+    """Split an argument into a location and the name of a row, if it has one."""
     if "://" in side:
         location, _, name = side.rpartition("#")
-        # Ids of sessions have neither character: such a # is in a password or a path.
+        # Session ids contain neither @ nor /: such a # is part of a password or a path.
         if not location or "@" in name or "/" in name:
             location, name = side, ""
     else:

@@ -1,4 +1,4 @@
-"""`tokentape config`: the settings that a gateway would have."""
+"""`tokentape config`: show the settings that a gateway would use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _group() -> None:
 def show(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Print every setting and where it comes from: flag, env, file or default.
 
-    Takes the arguments of `tokentape serve`, and shows what that would do with them. What is printed without --json is
-    TOML. Secrets are hidden.
+    Takes the arguments of `tokentape serve` and shows the settings that it would use with them. Without --json the
+    output is TOML. Secrets are hidden.
     """
     resolved = config_of_serve(ctx)
     shown = {name: {"value": resolved.shown(name), "source": source} for name, source in resolved.sources.items()}

@@ -1,4 +1,4 @@
-"""`tokentape delete`: take sessions out of a record for good, by their metadata and age."""
+"""`tokentape delete`: delete sessions of a record permanently, by their metadata and age."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def delete(
     api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete sessions for good, those to which all conditions apply; without --yes, list them.
+    """Permanently delete the sessions that match all conditions; without --yes, list them.
 
-    Copies in archives, backups and exports stay. Exits with 1 if a session was kept because a snapshot holds it.
+    Copies in archives, backups and exports stay. Exits with 1 if a session was kept because it is in a snapshot.
     """
     if not where and older_than is None and owner is None:
         raise typer.BadParameter(
@@ -61,7 +61,7 @@ def delete(
             except Conflict as error:
                 kept[session_id] = str(error)
             except NotFound:
-                pass  # deleted meanwhile
+                pass  # deleted in the meantime
     if as_json:
         print_json({"selected": selected, "deleted": deleted, "kept": kept})
     else:
@@ -86,7 +86,7 @@ def _selected(
     while page := record.sessions(limit=1000, after=after, owner=owner):
         for one in page:
             metadata: Mapping[str, Any] = one.info.metadata
-            # A text as it is, anything else as JSON: a user may be "7" or 7.
+            # Compare with the text, or with the JSON of any other value: a user may be "7" or 7.
             same = (key in metadata and value in (metadata[key], json.dumps(metadata[key])) for key, value in wanted)
             if all(same) and (newest is None or (one.last_at or one.info.created_at) <= newest):
                 yield one.info.session_id

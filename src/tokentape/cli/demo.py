@@ -1,4 +1,4 @@
-"""`tokentape demo`: the whole loop on this machine, with a tiny model that ships with the package."""
+"""`tokentape demo`: run agents on a tiny model that ships with the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def demo(
         Path | None, option("New directory for the record. Default: a fresh one under runs/demo.", file_okay=False)
     ] = None,
     sessions: Annotated[int, option("How many sessions, all at once.", min=1, max=1000)] = 16,
-    seed: Annotated[int, option("Draws the tasks and seeds the sampling.")] = 0,
+    seed: Annotated[int, option("Seed for the tasks and the sampling.")] = 0,
     replay: Annotated[
         bool, flag("Show a run that was recorded before. Needs no torch; default without it.", "--replay")
     ] = False,
@@ -30,8 +30,8 @@ def demo(
 ) -> None:
     """Run agents on a tiny model and show where ids drift.
 
-    Everything runs on this machine, the model ships with the package. Without torch it replays a recorded run. Exits
-    with 1 if the record is not exact.
+    Everything runs on this machine with a model that ships with the package. Without torch, a recorded run is shown.
+    Exits with 1 if the record is not exact.
     """
     directory = new_directory() if out is None else out
     if not replay:

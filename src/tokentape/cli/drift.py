@@ -1,4 +1,4 @@
-"""`tokentape drift`: measure how often sampled ids are not what encoding their text gives."""
+"""`tokentape drift`: measure how often encoding the text of sampled ids gives other ids."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ def drift(
     ] = None,
     ids_column: IdsColumn = None,
     mask_column: MaskColumn = None,
-    prompt_column: Annotated[str | None, option("Column of ids before the sampled ones.", "NAME")] = None,
+    prompt_column: Annotated[str | None, option("Column with the ids before the sampled ones.", "NAME")] = None,
     name_column: NameColumn = None,
-    by: Annotated[list[str] | None, option("Split the report by it too; may be given several times.", "COLUMN")] = None,
-    rerender: Annotated[int, option("Render at most this many later turns of a record again.", "N", min=0)] = 200,
-    completions: Annotated[int, option("With --model: at most this many drifted completions.", "N", min=1)] = 100,
+    by: Annotated[
+        list[str] | None, option("Also split the report by this column; may be given several times.", "COLUMN")
+    ] = None,
+    rerender: Annotated[int, option("Largest number of later turns of a record to render again.", "N", min=0)] = 200,
+    completions: Annotated[
+        int, option("With --model: largest number of drifted completions to compute.", "N", min=1)
+    ] = 100,
     fail_above: Annotated[
         float | None, option("Exit with 1 if a greater share of completions drifted.", "RATE", min=0, max=1)
     ] = None,
@@ -56,9 +60,9 @@ def drift(
 ) -> None:
     """Measure how often sampled ids change when they go through text.
 
-    P(encode(decode(ids)) != ids) over completions and tokens, with 95 % confidence intervals, what kinds of stretches
-    change and where, and what that costs a trainer that tokenizes again. Of a record, later turns are also rendered
-    again from their messages. Nothing is written to it. Exits with 3 if there are no completions.
+    Reports P(encode(decode(ids)) != ids) over completions and tokens, with 95 % confidence intervals, which kinds of
+    text change and where, and the cost to a trainer that retokenizes. Later turns of a record are also rendered again
+    from their messages. The record is not changed. Exits with 3 if there are no completions.
     """
     refuse_output(html, location, tokenizer, model)
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
@@ -93,7 +97,7 @@ def _rows(source: RecordSource, columns: Columns, again: RerenderMeter | None) -
 
 
 def _rerender_meter(folder: Path, sha256: str, most: int) -> RerenderMeter | None:
-    """Return None if the folder has no chat template, or another tokenizer."""
+    """Return None if the folder has no chat template, or a different tokenizer."""
     try:
         renderer = Renderer.load(folder)
     except TokenizerUnusable as error:

@@ -16,9 +16,9 @@ _BEFORE, _QUOTED = 12, 48
 
 
 def edited_message(session: Session, turn: Turn) -> str | None:
-    """Return, for people, the first message of `turn`'s history that differs from the most similar earlier branch.
+    """Describe the first message of `turn`'s history that differs from the most similar earlier branch.
 
-    Return None if no earlier turn exists.
+    Return None if there is no earlier turn.
     """
     sent = _history(session, turn)[:-1]
     earlier = [one for one in session.turns[: turn.seq] if one.finish_reason != "abort"]
@@ -46,7 +46,7 @@ def _agreeing(keys: list[bytes], recorded: list[Message]) -> int:
 
 
 def _shown(messages: list[Message], others: list[Message], at: int) -> str:
-    """Return the role of a message, and its text around the first difference to the other message at this place."""
+    """Return a message's role, and its text around the first difference from the other message at this index."""
     message = messages[at]
     texts = [_text(message), _text(others[at]) if at < len(others) else ""]
     if texts[0] == texts[1]:

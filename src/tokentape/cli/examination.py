@@ -1,4 +1,4 @@
-"""The checks of `tokentape doctor`: what each found, and what to do about it."""
+"""The checks of `tokentape doctor`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
 
 
 def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str | None = None) -> Iterator[CheckResult]:
-    """Yield the findings about this machine and what `config` names, each as soon as it is known.
+    """Check this machine and everything that `config` names. Yield each result as soon as it is known.
 
-    With a `trainer`, one of `TRAINERS`, also whether it can use the log-probabilities that the engine reports.
+    With a `trainer`, one of `TRAINERS`, also check that it can use the log-probabilities that the engine reports.
     """
     yield versions()
     yield sqlite_version(sqlite3.sqlite_version_info)
@@ -85,7 +85,7 @@ def versions() -> CheckResult:
 
 
 def sqlite_version(found: tuple[int, ...]) -> CheckResult:
-    """Report if this SQLite can corrupt a database that two connections write to or checkpoint at once."""
+    """Check whether this SQLite can corrupt a database that two connections write to at once."""
     text = ".".join(map(str, found))
     if (3, 7, 0) <= found < (3, 51, 3):
         text += (
@@ -96,7 +96,7 @@ def sqlite_version(found: tuple[int, ...]) -> CheckResult:
 
 
 def environment(environ: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Yield variables that look like misspelled settings."""
+    """Yield a warning for each variable that looks like a misspelled setting."""
     known = [*map(env_name, settings()), *_OWN_VARIABLES]
     for name in environ:
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
@@ -105,7 +105,7 @@ def environment(environ: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def data_directory(directory: Path) -> Iterator[CheckResult]:
-    """Check that a record can be kept there: rights, lock, space, flushing, an existing record."""
+    """Check that a record can be kept in a directory: permissions, lock, space, flushing, an existing record."""
     there = directory.resolve()
     while not there.exists():
         there = there.parent
@@ -132,10 +132,10 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
 
 
 def database(url: str) -> CheckResult:
-    """Check that a record can be kept in a PostgreSQL database: reachable, rights, flushing, an existing record."""
+    """Check that a record can be kept in a PostgreSQL database: address, permissions, an existing record."""
     shown = without_password(url)
     try:
-        # As a gateway opens it, which makes the tables.
+        # Open it as a gateway does, which creates the tables.
         PostgresStore.open(url).close()
     except TokentapeError as error:
         return CheckResult("store", "fail", f"{shown}: {error}", "See to the server, the user's rights or the URL.")
@@ -183,7 +183,7 @@ def access(config: ServeConfig) -> Iterator[CheckResult]:
 
 
 def certified(certificate: Certificate) -> CheckResult:
-    """Report what of the chat template is not certified."""
+    """Report which parts of the chat template are not certified."""
     refused = [one.name for one in certificate.continuations if one.strategy == "refused"]
     lost = [check.name for check in certificate.parsing if check.holds is False]
     both = {"refused continuations": refused, "turns not parsed back": lost}
@@ -230,7 +230,7 @@ def _described(engine: Engine) -> str:
 
 
 async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
-    """Sample greedily, twice. Each id must have a log-probability, that of the likeliest token."""
+    """Sample greedily, twice. Each id must have a log-probability, and be the likeliest token."""
     prompt = np.array(renderer.tokenizer.encode_plain("The first three letters are A, B and"), np.int32)
     try:
         first, again = [await _sample(engine, prompt) for _ in range(2)]

@@ -60,9 +60,11 @@ def export(
     ] = None,
     wait_checks: Annotated[
         bool,
-        flag("Wait until the gateway beside has checked the bridges that are due, or has checked none for a minute."),
+        flag("Wait until the running gateway has checked all bridges that are due, or has checked none for a minute."),
     ] = False,
-    unread: Annotated[bool, flag("Also turns that no client read: it left before it had all of the reply.")] = False,
+    unread: Annotated[
+        bool, flag("Include turns that no client read to the end: it left before it had the whole reply.")
+    ] = False,
     roles: Annotated[
         str | None, option("Only branches with these roles: main, subagent, side_call; commas between.", "LIST")
     ] = None,
@@ -117,10 +119,7 @@ def export(
                         assert now is not None
                         document = atif_document(now.tree(), now.setups, one, earlier)
                         file.write(json.dumps(document, allow_nan=False).encode() + b"\n")
-                        spans = zip(
-                            one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True
-                        )
-                        trained += sum(end - start for turn, start, end in spans if turn not in earlier)
+                        trained += sum(end - start for turn, start, end in one.completions() if turn not in earlier)
                         earlier.update(one.turns)
                 counts.trained_tokens = trained
             elif file_format == "parquet":
@@ -168,17 +167,17 @@ def export(
 _PATIENCE = 60.0
 
 _SHOWN = 5
-"""Refused sessions that are printed."""
+"""Largest number of refused sessions to print."""
 
 
 def _filter_for(verdicts: Iterable[str]) -> str:
-    """Return the value of --verdict that takes all of these verdicts."""
+    """Return the value of --verdict that selects these verdicts."""
     parts = [part for verdict in verdicts for part in verdict.replace(": ", ":").split(", ")]
     return ",".join(dict.fromkeys(parts))
 
 
 def _wait(store: Store, wanted: Sequence[str] | None) -> int:
-    """Return how many checks are due once none is, or none was done for a minute."""
+    """Wait until no check is due, or none was done for a minute. Return how many are still due."""
     due, until = store.checks_due(wanted or None), time.monotonic() + _PATIENCE
     while due and time.monotonic() < until:
         time.sleep(0.1)

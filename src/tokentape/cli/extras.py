@@ -1,4 +1,4 @@
-"""Packages that only some subcommands need."""
+"""Optional packages of subcommands."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tokentape.training._logprob_check import Forward, forward_pass
 
 
 def require(*modules: str, extra: str) -> None:
-    """Raise `TokentapeError` with the command that installs what is missing of `modules`."""
+    """Raise `TokentapeError` with the install command if some of `modules` are missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         install = f"pip install 'tokentape[{extra}]'"
         if "torch" in missing:
-            # The build of PyPI for Linux downloads gigabytes of CUDA.
+            # The Linux build on PyPI downloads gigabytes of CUDA libraries.
             install += " (without a GPU first: pip install torch --index-url https://download.pytorch.org/whl/cpu)"
         raise TokentapeError(f"{', '.join(missing)} not installed; run: {install}")
 
 
 def open_forward(model: Path, dtype: str = "float32") -> Forward:
-    """Load the weights of a model folder, for a forward pass."""
+    """Load the weights of a model folder for forward passes."""
     require("torch", "transformers", extra="hf")
     return forward_pass(model, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`tokentape lock`: freeze a model's tokenization in a file."""
+"""`tokentape lock`: write a lockfile of a model's tokenization."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tokentape.store._location import refuse_output
 
 def lock(
     path: Annotated[Path, model_folder("Model folder on this machine; nothing is downloaded.")],
-    output: Annotated[Path, new_file("Where the lockfile goes.", "--output", "-o")] = Path("tokentape.lock"),
+    output: Annotated[Path, new_file("Lockfile to write.", "--output", "-o")] = Path("tokentape.lock"),
     chat_template: TemplateFile = None,
     kwargs: TemplateKwargs = "{}",
     as_json: AsJson = False,
 ) -> None:
     """Freeze how a model's tokenizer and chat template turn text and messages into ids.
 
-    The lockfile has the parts of the tokenizer, the template, what is certified, and the ids of a battery of texts and
-    conversations. Commit it, and compare with `tokentape check` in CI or at a trainer's start.
+    The lockfile has the parts of the tokenizer, the template, its certificate, and the ids of test texts and
+    conversations. Commit it, and run `tokentape check` in CI or when a trainer starts.
     """
     refuse_output(output, path, chat_template)
     with working("tokenizing"):

@@ -1,4 +1,4 @@
-"""Print what a command found."""
+"""Print the results of commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tokentape.cli.arguments import NOTHING_MEASURED
 
 
 def end(failed: bool, measured: int, what: str) -> NoReturn:
-    """Exit with 1 if the command failed, with `NOTHING_MEASURED` if it measured none of `what`, else with 0."""
+    """Exit with 1 if the command failed, with `NOTHING_MEASURED` if it measured no `what`, otherwise with 0."""
     if not failed and not measured:
         typer.echo(f"nothing was measured: no {what}", err=True)
     raise typer.Exit(1 if failed else 0 if measured else NOTHING_MEASURED)
 
 
 def working(what: str) -> Status:
-    """Show on stderr what a command does, for as long as the context lasts."""
+    """Show a status line on stderr during the context."""
     return Console(stderr=True).status(what)
 
 
@@ -32,7 +32,7 @@ def print_json(value: Any) -> None:
 
 
 def print_report(report: Report, html: Path | None, value: Any = None, ci: str | None = None) -> None:
-    """Print a report, or instead `value` as JSON, or `ci`; also write the page to the file `html`, if given."""
+    """Print `value` as JSON, else the text `ci`, else the report. Also write the report to the file `html`."""
     if value is not None:
         print_json(value)
     elif ci is not None:

@@ -1,4 +1,4 @@
-"""`tokentape premium`: what languages and scripts cost in tokens."""
+"""`tokentape premium`: compare the token counts of languages and scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def premium(
     paths: Annotated[list[Path], model_folder("Model folders with tokenizer.json.", "TOKENIZER")],
     corpus: Annotated[list[Path], option(_CORPUS_HELP, "FILE", exists=True)],
     baseline: Annotated[
-        str | None, option("Give each language's tokens over this one's: translations.", "LANGUAGE")
+        str | None, option("Divide each language's tokens by those of this one, for translated texts.", "LANGUAGE")
     ] = None,
     lines: Annotated[int | None, option("Read at most this many lines of each file.", min=1)] = None,
     html: HtmlFile = None,
@@ -32,7 +32,7 @@ def premium(
 ) -> None:
     """Count tokens per character and per byte of your texts, by language and by script.
 
-    Several tokenizers are compared on the same texts. Texts are tokenized by themselves, without a chat template.
+    Compares several tokenizers on the same texts. Texts are tokenized without a chat template.
     Exits with 3 if there is no text.
     """
     refuse_output(html, *paths, *corpus)

@@ -1,4 +1,4 @@
-"""`tokentape probe`: count the phantom edits of a model, the same word in other ids."""
+"""`tokentape probe`: count a model's phantom edits, which return the same word in other ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokentape score`: how likely an engine finds what was recorded."""
+"""`tokentape score`: compute the log-probabilities that an engine gives the recorded ids."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def score(
         ),
     ] = None,
     engine_model: Annotated[
-        str | None, option("By which name the server serves it. Default: its first.", "NAME")
+        str | None, option("Name of the model on the server. Default: the first that it lists.", "NAME")
     ] = None,
     column: Annotated[str | None, option("Default: sampler_logprobs, teacher_logprobs.", "NAME")] = None,
     teacher: Annotated[
-        bool, flag("The engine is not the model that sampled: nothing is compared.", "--teacher")
+        bool, flag("The engine is not the model that sampled, so nothing is compared.", "--teacher")
     ] = False,
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
         option(
-            "The lower one of the engine that sampled and this one, by which differences are judged. Default: "
-            "float32 with transformers, bfloat16 with a server."
+            "The lower of this engine's precision and that of the engine that sampled, used to judge differences. "
+            "Default: float32 with transformers, bfloat16 with a server."
         ),
     ] = None,
-    again: Annotated[bool, flag("Score turns too that have the column.", "--again")] = False,
+    again: Annotated[bool, flag("Also score turns that have the column.", "--again")] = False,
     concurrency: Annotated[int, option("Sessions scored at a time by a server.", "N", min=1)] = 8,
     api_key: EngineKey = None,
-    gateway_key: Annotated[str | None, option("What the gateway wants as API key.", envvar="TOKENTAPE_API_KEY")] = None,
+    gateway_key: Annotated[str | None, option("API key for the gateway.", envvar="TOKENTAPE_API_KEY")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score the recorded ids with an engine, and keep the scores as a column per token.
 
-    The scores are the model's own log-probabilities: at temperature 1, before penalties and truncation. Turns that have
-    the column are left alone, so a run that was cut off goes on. Unless the engine is a teacher, what was recorded is
-    compared with scores of the same distribution, or it is said why it can't be. Exits with 1 if it is further off than
-    rounding explains, and names the cause: ids, temperature, truncation, kernels or weights; with 3 if nothing
-    was compared, or a teacher had nothing to score.
+    The scores are the model's own log-probabilities: at temperature 1, before penalties and truncation. Turns that
+    already have the column are skipped, so an interrupted run can be continued. Unless the engine is a teacher, the
+    recorded log-probabilities are compared with scores of the same distribution; where that is not possible, the reason
+    is printed. Exits with 1 if the difference is larger than rounding explains, and names the cause: ids, temperature,
+    truncation, kernels or weights. Exits with 3 if nothing was compared, or a teacher had nothing to score.
     """
     if (engine == "transformers") == (engine_url is not None):
         raise typer.BadParameter("--engine-url goes with --engine vllm and sglang", param_hint="--engine-url")
@@ -77,7 +77,7 @@ def score(
         "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
         "precision": judged,
         "again": again,
-        # One after the other, branches of a session find what they have in common.
+        # One at a time, so that branches of a session share their common prefix.
         "concurrency": 1 if embedded else concurrency,
         "engine_model": engine_model,
         "options": {} if embedded else {"api_key": api_key},
@@ -90,14 +90,14 @@ def score(
                 "name the model folder: a gateway does not say which one it is", param_hint="--model"
             )
         with Client(location, api_key=gateway_key, max_retries=0) as client:
-            # A gateway that is not there is an error at once.
+            # Fail at once if there is no gateway.
             next(client.sessions(), None)
         with Client(location, api_key=gateway_key) as client:
             report = client.score(engine, engine_url, model=model, **asked)
     else:
         report = _of_store(location, engine, engine_url, model, **asked)
     if as_json:
-        # Nothing compared is neither right nor wrong.
+        # Without a comparison the result is unknown.
         ok = not report.causes if report.numeric.tokens else None
         print_json({"ok": ok, **asdict(report)})
     else:
@@ -111,7 +111,7 @@ def score(
 def _of_store(
     location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **asked: Any
 ) -> ScoreReport:
-    # Opened for writing, a record that does not exist would be made. Opened for reading, it is an error.
+    # Opening a missing record for writing would create it. Opening it for reading is an error.
     open_record(location, read_only=True).close()
     with open_record(location) as store:
         source = RecordSource(location, store)

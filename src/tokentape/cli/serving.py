@@ -1,4 +1,4 @@
-"""From a configuration to a gateway that serves: in this process alone, or in workers over one record."""
+"""Serve a configuration, in this process or in several workers with one record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOOK_SECONDS = 1.0
 
 
 def serve_alone(config: ServeConfig) -> None:
-    """Serve in this process, until a signal."""
+    """Serve in this process until a signal."""
     with logging_to(level=config.log.level, form=config.log.format):
         renderer = open_renderer(config)
         with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
@@ -47,7 +47,7 @@ def serve_alone(config: ServeConfig) -> None:
 
 
 def serve_with_workers(config: ServeConfig) -> None:
-    """Serve in `config.workers` processes over one record, until a signal. This process only supervises them."""
+    """Serve in `config.workers` processes with one record until a signal. This process only supervises them."""
     from prometheus_client.multiprocess import mark_process_dead
 
     with ExitStack() as held:
@@ -56,7 +56,7 @@ def serve_with_workers(config: ServeConfig) -> None:
         inherited = []
         if config.store is None:
             make_directory(config.data)
-            # The workers hold it too: while one of them is alive, no other gateway opens the directory.
+            # The workers inherit the lock, so no other gateway opens the directory while one of them is alive.
             lock = DirectoryLock(config.data)
             held.callback(lock.release)
             inherited.append(lock.fileno())
@@ -81,7 +81,7 @@ def serve_with_workers(config: ServeConfig) -> None:
 
 
 def serve_as_worker(config: ServeConfig, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve as one of several processes, on a socket of its own."""
+    """Serve as one of several processes, on `listener`."""
     with logging_to(level=config.log.level, form=config.log.format):
         try:
             with _store(config) as store:
@@ -93,7 +93,7 @@ def serve_as_worker(config: ServeConfig, listener: socket.socket, ready: Callabl
 
 
 def _end_when_broken(store: Store) -> None:
-    """End a worker that can no longer record; the one that replaces it reads the record from the disk."""
+    """End a worker that can no longer record. The worker that replaces it reads the record from the disk."""
     while not store.broken:
         time.sleep(_LOOK_SECONDS)
     _log.error("worker %d ends, because it can no longer record", os.getpid())
@@ -126,14 +126,14 @@ def _serve(
     made: list[ASGIApp] = []
 
     async def gateway(scope: Scope, receive: Receive, send: Send) -> None:
-        # Made inside the event loop that serves it: an engine's connections belong to their loop.
+        # The app is made in the event loop that serves it, because an engine's connections belong to a loop.
         if not made:
             made.append(await open_app(config, renderer, store, drain))
         await made[0](scope, receive, send)
 
     def ready(url: str) -> None:
-        # Vocabularies and templates stay. Each time the collector visits all of them takes 0.1 s, and a call leaves few
-        # cycles.
+        # Vocabularies and templates stay in memory, and a garbage collection that visits them takes 0.1 s. Calls leave
+        # few reference cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(10_000)
@@ -160,7 +160,7 @@ def _announce(config: ServeConfig, base_url: str) -> None:
 
 @contextmanager
 def _port_taken(config: ServeConfig) -> Iterator[None]:
-    """Raise `InvalidRequest`, with advice, for a port that is taken."""
+    """Raise `InvalidRequest`, with advice, if the port is taken."""
     try:
         yield
     except OSError as error:

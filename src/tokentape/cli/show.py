@@ -23,7 +23,7 @@ from tokentape.store._served_model import served_tokenizer
 def show(
     location: StoreLocation,
     session: Annotated[str | None, typer.Argument(metavar="SESSION", help="Id of a session.")] = None,
-    leaf: Annotated[int | None, option("The branch that ends with turn N. Default: the newest.", "N")] = None,
+    leaf: Annotated[int | None, option("Show the branch that ends with turn N. Default: the newest.", "N")] = None,
     ids: Annotated[bool, flag("Print the token ids under each text.", "--ids")] = False,
     lanes: Annotated[
         bool, flag("Under each text: where tokens begin, loss, logprobs, and what would drift.", "--lanes")

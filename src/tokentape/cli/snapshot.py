@@ -1,4 +1,4 @@
-"""`tokentape snapshot`: take sessions out of a running gateway for good, and only once they are safe elsewhere."""
+"""`tokentape snapshot`: move sessions out of a running gateway, and delete them once they are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def create(
     url: Url = LOCAL,
     api_key: Key = None,
     session: Annotated[list[str] | None, option("Only this session; may be repeated.", "ID")] = None,
-    since: Annotated[int | None, option("Only what has changed since this snapshot.", "SNAPSHOT")] = None,
+    since: Annotated[int | None, option("Only sessions that have changed since this snapshot.", "SNAPSHOT")] = None,
     idle: Annotated[float | None, option("Only sessions without a turn for this long.", "SECONDS")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,7 +57,7 @@ def show(
     api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a snapshot, or list all."""
+    """Show the contents of a snapshot, or list all snapshots."""
     with _client(url, api_key) as client:
         found = client.snapshots() if snapshot_id is None else [client.snapshot(snapshot_id).manifest()]
     for one in found:
@@ -71,32 +71,32 @@ def export(
     url: Url = LOCAL,
     api_key: Key = None,
 ) -> None:
-    """Write a snapshot to a file, flushed to the disk, and print its digest.
+    """Write a snapshot to a file, flush it to the disk, and print its digest.
 
-    JSON lines for a file named .jsonl, else Parquet. The file appears under its name once it is whole.
+    The format is JSON lines for a file named .jsonl, otherwise Parquet. The file gets its name when it is complete.
     """
     refuse_output(output)
     with _client(url, api_key) as client:
         typer.echo(client.snapshot(snapshot_id).save(output))
 
 
-@snapshot.command(short_help="Say that a snapshot is safe elsewhere.")
+@snapshot.command(short_help="Confirm that a snapshot is stored elsewhere.")
 def confirm(
     snapshot_id: SnapshotId,
     digest: Annotated[str, typer.Argument(metavar="DIGEST", help="What export printed.")],
     url: Url = LOCAL,
     api_key: Key = None,
 ) -> None:
-    """Say that a snapshot is safe elsewhere: from now on its sessions may be deleted."""
+    """Confirm that a snapshot is stored elsewhere, so that its sessions may be deleted."""
     with _client(url, api_key) as client:
         client.snapshot(snapshot_id).confirm(digest)
 
 
 @snapshot.command()
 def drop(snapshot_id: SnapshotId, url: Url = LOCAL, api_key: Key = None, as_json: AsJson = False) -> None:
-    """Delete the sessions of a confirmed snapshot for good.
+    """Permanently delete the sessions of a confirmed snapshot.
 
-    Exits with 1 if some were kept, because they have changed since or are needed for something else.
+    Exits with 1 if some were kept because they have changed since or are still in use.
     """
     with _client(url, api_key) as client:
         report = client.snapshot(snapshot_id).drop()

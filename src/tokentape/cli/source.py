@@ -1,4 +1,4 @@
-"""What a command reads: a record, wherever it is kept, or a file."""
+"""The input of a command: a record or a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokentape.store._served_model import ServedModel, served_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RecordSource:
-    """A record that is open, or a file."""
+    """An open record, or a file."""
 
     location: str
     store: Store | None
@@ -25,23 +25,23 @@ class RecordSource:
 
     @property
     def name(self) -> str:
-        """The location as it may be shown."""
+        """The location without its password, for messages."""
         return shown(self.location)
 
     def served_model(self) -> ServedModel | None:
-        """Which model the record was made with last; None if nothing says so, as of a file."""
+        """Return the model that the record was last made with; None if it is not known, as for a file."""
         return None if self.store is None else served_model(self.location, self.store)
 
     def rows(self, columns: Columns) -> Iterator[IdRow]:
-        """Return the sequences of ids. `columns` are those of a file in another format. Raises as `iter_rows`."""
+        """Return the sequences of ids. `columns` names those of a file in another format. Raises as `iter_rows`."""
         return iter_rows(self.location, columns) if self.store is None else store_rows(self.store)
 
 
 @contextmanager
 def open_source(location: str) -> Iterator[RecordSource]:
-    """Open a location. An archive is read as a whole, so open it only once.
+    """Open a location. Open an archive only once, because opening reads all of it.
 
-    Raises as `open_record`; files are opened when they are read.
+    Raises as `open_record`. Files are opened when they are read.
     """
     if not is_record(location):
         yield RecordSource(location, None)
@@ -51,10 +51,10 @@ def open_source(location: str) -> Iterator[RecordSource]:
 
 
 def open_tokenizer(named: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
-    """Return the `named` folder with its tokenizer, or those that a record among `sources` was served with.
+    """Return the `named` folder and its tokenizer; without it, those that a record in `sources` was served with.
 
-    Raises `InvalidRequest` if nothing names a folder, or if its tokenizer is gone or has changed since. `option` is the
-    option that names it.
+    Raises `InvalidRequest` if no folder is known, or if its tokenizer is missing or has changed. `option` is the
+    command-line option for the folder.
     """
     if named is not None:
         return named, Tokenizer.load(named)

@@ -1,11 +1,11 @@
 """Show a trajectory as lines of text for a terminal: runs of tokens, each with its provenance.
 
-The word before a run is its provenance, and the color repeats it. A new line in the text shows as ↵, and other control
-characters as escapes: models and strangers wrote the text, and it must not steer the terminal.
+The word before a run is its provenance; the color shows it too. A line break in the text is shown as ↵ and other
+control characters as escapes, because the text comes from models and unknown users and must not control the terminal.
 
-Lanes below the text show more, by shapes instead of colors. In the lane `loss` each token begins with `|` and goes on
-with `=` if it is trained and with `-` if not. In the lane `logprob` a bar is higher the less likely the token was. In
-the lane `drift`, `^~~` and a class mark tokens that tokenizing the text again would change.
+Lanes below the text show more, without colors. In the lane `loss` each token begins with `|` and continues with `=` if
+it is trained and with `-` if not. In the lane `logprob` a higher bar means a less likely token. In the lane `drift`,
+`^~~` and a class mark tokens that retokenizing the text would change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LANE_STYLES = {"loss": "dim", "logprob": "yellow", "drift": "bold red"}
 _GUTTER = max(len(code.name) for code in Provenance)
 _SEPARATOR = " | "
 _STEPS = "▁▂▃▄▅▆▇█"
-"""Steps of -logprob in nats: from less than 1 to 7 and more, which is 1 in 1,100 or less."""
+"""Bars for -logprob in nats, from less than 1 to 7 or more (a probability of 1 in 1,100 or less)."""
 
 
 def transcript(
@@ -55,7 +55,7 @@ def transcript(
 ) -> Iterator[Text]:
     """Yield the lines of a trajectory of `session`; without a tokenizer, ids only.
 
-    With `lanes_width` the text is broken into lines of so many columns, each with its lanes below.
+    With `lanes_width` the text is wrapped at this many columns, and each line has its lanes below.
     """
     lanes = None if lanes_width is None or tokenizer is None else _Lanes(trajectory, tokenizer, lanes_width)
     yield Text(f"session {session.info.session_id}, branch of turns {_joined(trajectory.turns)}", style="bold")
@@ -69,8 +69,7 @@ def transcript(
     if len(leaves) > 1:
         yield Text(f"branches end with turns {_joined(leaves)}: choose one with --leaf")
     start = 0
-    spans = zip(trajectory.completion_starts.tolist(), trajectory.completion_ends.tolist(), strict=True)
-    for seq, (completion_start, end) in zip(trajectory.turns, spans, strict=True):
+    for seq, completion_start, end in trajectory.completions():
         yield Text()
         trained = bool(trajectory.loss_mask[completion_start:end].all())
         yield Text(_headline(session.turns[seq], trained), style="bold")
@@ -86,7 +85,7 @@ def transcript(
             if lanes is not None:
                 yield from lanes.lines(code, run_start, run_end)
             elif tokenizer is not None:
-                # Decoded as a whole: a character may have several tokens.
+                # Decode the whole run: a character may span several tokens.
                 for line in re.findall(r".*\n|.+", readable(tokenizer.decode(ids))):
                     yield _line(label, Text(line.removesuffix("\n"), style=_STYLES[code]))
                     label = ""
@@ -129,18 +128,18 @@ def _joined(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Columns of a line that belong to the same tokens."""
+    """The columns of a line that belong to the same tokens."""
 
     text: str
     start: int
-    """The first of its tokens, in the trajectory."""
+    """Index of its first token in the trajectory."""
     end: int
     first: bool
     """True if its tokens begin here, not on the line before."""
 
 
 class _Lanes:
-    """Makes lines of text with lanes below."""
+    """Print lines of text with lanes below."""
 
     def __init__(self, trajectory: Trajectory, tokenizer: Tokenizer, width: int) -> None:
         again = retokenized(tokenizer, trajectory.token_ids)
@@ -184,7 +183,7 @@ class _Lanes:
     def _loss(self, cell: _Cell) -> str:
         rest = "=" if self._trajectory.loss_mask[cell.start] else "-"
         parts = cell.end - cell.start
-        # Several tokens in one character: their number.
+        # If a character spans several tokens, show their number.
         head = (str(parts) if parts < 10 else "+") if parts > 1 else "|"
         return ((head if cell.first else rest) + rest * cell_len(cell.text))[: cell_len(cell.text)]
 
@@ -208,12 +207,12 @@ class _Lanes:
 
 
 def _touches(drift: Difference, cell: _Cell) -> bool:
-    # Tokens that only the other side has are marked where they would begin.
+    # Tokens that only the retokenized side has are marked where they would begin.
     return drift.expected_start < cell.end and cell.start < max(drift.expected_end, drift.expected_start + 1)
 
 
 def _cut(text: str, width: int) -> Iterator[str]:
-    """Yield parts of at most `width` columns; one empty part for no text."""
+    """Yield parts of at most `width` columns. Yield one empty part for an empty text."""
     part = ""
     for character in text:
         if part and cell_len(part) + cell_len(character) > width:

@@ -26,7 +26,7 @@ from tokentape.viewer._export import export_page
 from tokentape.viewer._routes import PAGE
 
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""What listens on all addresses of this machine, and loopback of its kind."""
+"""Addresses that mean all interfaces, with the loopback address of the same kind."""
 
 
 def view(
@@ -66,14 +66,13 @@ def view(
 
     def ready(url: str) -> None:
         if host in _ALL_ADDRESSES:
-            # That is no address to open: from here it is loopback, from elsewhere this machine's name.
+            # A browser can't open this address: use loopback on this machine, its name on other machines.
             here, port = _ALL_ADDRESSES[host], url.rpartition(":")[2]
             url = f"http://{here}:{port}"
             typer.echo(f"from other machines: http://{socket.gethostname()}:{port}{PAGE}", err=True)
         typer.echo(f"{url}{PAGE}")
         if browser:
-            # webbrowser waits for browsers of the terminal; serving must go on meanwhile.
-
+            # On a thread, because webbrowser waits for terminal browsers to end.
             threading.Thread(target=webbrowser.open, args=(url + PAGE,), daemon=True).start()
 
     with ExitStack() as opened:

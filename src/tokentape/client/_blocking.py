@@ -19,7 +19,7 @@ from tokentape._durable import durable_file
 from tokentape._session.arrow import iter_parquet
 from tokentape._session.jsonl import json_line, trajectory_from_json
 from tokentape.client import _calls as calls
-from tokentape.client._calls import JSON_LINES, PARQUET, Call, Retries
+from tokentape.client._calls import JSON_LINES, PARQUET, Call, Retries, nothing, reader
 from tokentape.client._results import DropReport, EngineState, SessionEntry, SessionState, SnapshotManifest
 from tokentape.errors import GatewayUnavailable, InvalidRequest
 from tokentape.types import Trajectory, TurnColumn
@@ -103,8 +103,17 @@ class Client:
         for these keys. The gateway waits up to `wait_checks` seconds for pending bridge checks. Raises `InvalidRequest`
         if no session is left.
         """
-        taken = self._send(calls.take_snapshot(session_ids, since, idle_seconds, metadata, wait_checks))
-        return ClientSnapshot(self, taken.snapshot_id)
+        body = {
+            "session_ids": None if session_ids is None else list(session_ids),
+            "since": since,
+            "idle_seconds": idle_seconds,
+            "metadata": None if metadata is None else dict(metadata),
+            "wait_checks": wait_checks,
+        }
+        read, encoded = reader(int, "snapshot_id"), msgspec.json.encode(body)
+        # Repeated, it would take a second snapshot.
+        call = Call("POST", "/snapshots", read, encoded, wait=wait_checks, repeatable=False)
+        return ClientSnapshot(self, self._send(call))
 
     def score(
         self,
@@ -172,7 +181,7 @@ class Client:
 
     def snapshots(self) -> list[SnapshotManifest]:
         """Return all snapshots, oldest first, without their sessions."""
-        return self._send(calls.list_snapshots())
+        return self._send(Call("GET", "/snapshots", reader(list[SnapshotManifest], "data")))
 
     def close(self) -> None:
         """Close the connections."""
@@ -300,11 +309,12 @@ class ClientSnapshot:
 
     def __init__(self, client: Client, snapshot_id: int) -> None:
         self._client = client
+        self._path = f"/snapshots/{snapshot_id}"
         self.snapshot_id = snapshot_id
 
     def manifest(self) -> SnapshotManifest:
         """Return the snapshot's digest, counts, verdicts and columns, and the turns and leaves of each session."""
-        return self._client._send(calls.show_snapshot(self.snapshot_id))
+        return self._client._send(Call("GET", self._path, reader(SnapshotManifest)))
 
     def trajectories(self) -> Iterator[Trajectory]:
         """Yield the snapshot's trajectories, the same in each call. The digest is not checked; `save` checks it."""
@@ -345,7 +355,7 @@ class ClientSnapshot:
         `digest`, which `save` returns, is the SHA-256 of the received contents as JSON lines. Raises `Conflict` if it
         differs from the gateway's.
         """
-        self._client._send(calls.confirm_snapshot(self.snapshot_id, digest))
+        self._client._send(Call("POST", f"{self._path}/confirm", nothing, msgspec.json.encode({"digest": digest})))
 
     def drop(self) -> DropReport:
         """Delete the sessions of a confirmed snapshot from the gateway, permanently, and release it.
@@ -353,14 +363,16 @@ class ClientSnapshot:
         The report has the ids of deleted sessions in `dropped`, and in `kept` the others with a reason, for example
         that they have changed since. Raises `Conflict` for a snapshot that is not confirmed.
         """
-        return self._client._send(calls.drop_snapshot(self.snapshot_id))
+        # Repeated, it would return another report.
+        call = Call("DELETE", f"{self._path}?drop_sessions=true", reader(DropReport), repeatable=False)
+        return self._client._send(call)
 
     def release(self) -> None:
         """Release the snapshot: its contents are not kept any more. Its sessions stay."""
-        self._client._send(calls.release_snapshot(self.snapshot_id))
+        self._client._send(Call("DELETE", self._path, nothing))
 
     def _streamed(self, accept: str) -> AbstractContextManager[httpx2.Response]:
-        return self._client._streamed(calls.read_snapshot(self.snapshot_id, accept))
+        return self._client._streamed(Call("GET", f"{self._path}/trajectories", bytes, accept=accept))
 
     def __repr__(self) -> str:
         return f"ClientSnapshot({self.snapshot_id})"
@@ -370,7 +382,7 @@ def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
     """Return the trained turns that have a column: its values are not NaN there."""
     found = set()
     for one in trajectories:
-        for turn, start, end in zip(one.turns, one.completion_starts, one.completion_ends, strict=True):
+        for turn, start, end in one.completions():
             trained = one.loss_mask[start:end].all()
             if trained and column in one.columns and not np.isnan(one.columns[column][start:end]).any():
                 found.add(turn)

@@ -6,7 +6,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape._session.jsonl import trajectory_from_json
-from tokentape.client._results import DropReport, EngineState, SessionEntry, SessionState, SnapshotManifest
+from tokentape.client._results import EngineState, SessionEntry, SessionState
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFound, StoreUnavailable, TokentapeError
 from tokentape.types import Trajectory
 
@@ -56,9 +56,6 @@ class Call(Generic[T]):
     done: T | None = None
     """The result in these cases."""
 
-    def headers(self) -> dict[str, str]:
-        return {"accept": self.accept} | ({} if self.body is None else {"content-type": self.content_type})
-
 
 class Retries(Generic[T]):
     """The requests of one call, the delays between them, and the call's result.
@@ -76,13 +73,13 @@ class Retries(Generic[T]):
 
     def request(self) -> dict[str, Any]:
         """Return the keyword arguments of the next request."""
-        call, left = self._call, max(self._end - time.monotonic(), 0.01)
+        call = self._call
         return {
             "method": call.method,
             "url": call.path,
             "content": call.body,
-            "headers": call.headers(),
-            "timeout": left,
+            "headers": {"accept": call.accept} | ({} if call.body is None else {"content-type": call.content_type}),
+            "timeout": max(self._end - time.monotonic(), 0.01),
         }
 
     def delay(self, failure: httpx2.RequestError | httpx2.Response) -> float | None:
@@ -191,7 +188,7 @@ def create_session(
     return Call(
         "POST",
         "/sessions",
-        lambda content: str(msgspec.json.decode(content)["session_id"]),
+        reader(str, "session_id"),
         msgspec.json.encode(body),
         done_if=Conflict,
         done_at_once=named_only,
@@ -225,19 +222,19 @@ def list_sessions(after: int) -> Call[tuple[list[SessionEntry], int | None]]:
 
 
 def show_engine() -> Call[EngineState]:
-    return Call("GET", "/engine", _reader(EngineState))
+    return Call("GET", "/engine", reader(EngineState))
 
 
 def pause_engine(*, abort: bool, timeout: float) -> Call[EngineState]:
     """Hold back new calls, and wait for those in flight or abort them."""
     body = {"mode": "abort" if abort else "wait", "timeout": timeout}
-    return Call("POST", "/engine/pause", _reader(EngineState), msgspec.json.encode(body), wait=timeout)
+    return Call("POST", "/engine/pause", reader(EngineState), msgspec.json.encode(body), wait=timeout)
 
 
 def resume_engine(weight_version: str | None) -> Call[EngineState]:
     """Let calls start again."""
     body = msgspec.json.encode({"weight_version": weight_version})
-    return Call("POST", "/engine/resume", _reader(EngineState), body)
+    return Call("POST", "/engine/resume", reader(EngineState), body)
 
 
 def session_path(session_id: str) -> str:
@@ -245,13 +242,13 @@ def session_path(session_id: str) -> str:
 
 
 def show_session(session_id: str) -> Call[SessionState]:
-    return Call("GET", session_path(session_id), _reader(SessionState))
+    return Call("GET", session_path(session_id), reader(SessionState))
 
 
 def give_reward(session_id: str, value: float, turn: int | None, leaf: int | None) -> Call[None]:
     """Give a reward. It replaces earlier ones, so a retry is safe."""
     body = msgspec.json.encode({"value": float(value), "turn": turn, "leaf": leaf})
-    return Call("POST", f"{session_path(session_id)}/reward", _nothing, body)
+    return Call("POST", f"{session_path(session_id)}/reward", nothing, body)
 
 
 def annotate_tokens(
@@ -264,13 +261,7 @@ def annotate_tokens(
     place = {"turn": turn, "leaf": leaf}
     query = "&".join(f"{key}={int(number)}" for key, number in place.items() if number is not None)
     path = f"{session_path(session_id)}/columns?name={quote(name, safe='')}&{query}"
-    return Call(
-        "POST",
-        path,
-        lambda content: list(msgspec.json.decode(content)["turns"]),
-        numbers.tobytes(),
-        "application/octet-stream",
-    )
+    return Call("POST", path, reader(list[int], "turns"), numbers.tobytes(), "application/octet-stream")
 
 
 def read_trajectories(
@@ -290,64 +281,16 @@ def read_media(session_id: str, sha256: str) -> Call[bytes]:
     return Call("GET", f"{session_path(session_id)}/media/{quote(sha256, safe='')}", bytes)
 
 
-def read_snapshot(snapshot_id: int, accept: str) -> Call[bytes]:
-    return Call("GET", f"/snapshots/{snapshot_id}/trajectories", bytes, accept=accept)
-
-
 def delete_session(session_id: str) -> Call[None]:
-    return Call("DELETE", session_path(session_id), _nothing, done_if=NotFound)
+    return Call("DELETE", session_path(session_id), nothing, done_if=NotFound)
 
 
-def take_snapshot(
-    session_ids: Iterable[str] | None,
-    since: int | None,
-    idle_seconds: float | None,
-    metadata: Mapping[str, Any] | None,
-    wait_checks: int,
-) -> Call[SnapshotManifest]:
-    """Take a snapshot. A repeated call would take a second one."""
-    body = {
-        "session_ids": None if session_ids is None else list(session_ids),
-        "since": since,
-        "idle_seconds": idle_seconds,
-        "metadata": None if metadata is None else dict(metadata),
-        "wait_checks": wait_checks,
-    }
-    read = _reader(SnapshotManifest)
-    return Call("POST", "/snapshots", read, msgspec.json.encode(body), wait=wait_checks, repeatable=False)
+def reader(kind: type[T], field: str | None = None) -> Callable[[bytes], T]:
+    """Return the function that decodes an answer, or one field of it, as `kind`."""
+    if field is None:
+        return lambda content: msgspec.json.decode(content, type=kind)
+    return lambda content: msgspec.convert(msgspec.json.decode(content)[field], kind)
 
 
-def list_snapshots() -> Call[list[SnapshotManifest]]:
-    """Return all snapshots, oldest first."""
-    return Call(
-        "GET",
-        "/snapshots",
-        lambda content: msgspec.convert(msgspec.json.decode(content)["data"], list[SnapshotManifest]),
-    )
-
-
-def show_snapshot(snapshot_id: int) -> Call[SnapshotManifest]:
-    return Call("GET", f"/snapshots/{snapshot_id}", _reader(SnapshotManifest))
-
-
-def confirm_snapshot(snapshot_id: int, digest: str) -> Call[None]:
-    """Confirm that the contents of a snapshot are safe elsewhere."""
-    return Call("POST", f"/snapshots/{snapshot_id}/confirm", _nothing, msgspec.json.encode({"digest": digest}))
-
-
-def drop_snapshot(snapshot_id: int) -> Call[DropReport]:
-    """Delete the sessions of a snapshot. Not repeatable: a second call would return another report."""
-    path = f"/snapshots/{snapshot_id}?drop_sessions=true"
-    return Call("DELETE", path, _reader(DropReport), repeatable=False)
-
-
-def release_snapshot(snapshot_id: int) -> Call[None]:
-    return Call("DELETE", f"/snapshots/{snapshot_id}", _nothing)
-
-
-def _reader(kind: type[T]) -> Callable[[bytes], T]:
-    return lambda content: msgspec.json.decode(content, type=kind)
-
-
-def _nothing(content: bytes) -> None:
-    return None
+def nothing(content: bytes) -> None:
+    """Ignore an answer."""

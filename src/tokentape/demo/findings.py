@@ -178,7 +178,7 @@ def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]
     """
     recorded: dict[tuple[str, int], str] = {}
     for one in trajectories:
-        for seq, start, end in zip(one.turns, one.completion_starts, one.completion_ends, strict=True):
+        for seq, start, end in one.completions():
             recorded[one.session_id, seq] = call_digest(
                 one.token_ids[:start], one.token_ids[start:end], one.logprobs[start:end]
             )

@@ -27,8 +27,7 @@ def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
         column = numbers
     elif numbers.shape in ((), (turns,)):
         column = np.zeros(tokens, np.float32)
-        per_turn = np.broadcast_to(numbers, (turns,))
-        for start, end, value in zip(sample.completion_starts, sample.completion_ends, per_turn, strict=True):
+        for (_, start, end), value in zip(sample.completions(), np.broadcast_to(numbers, (turns,)), strict=True):
             column[start:end] = value
         column[~sample.loss_mask] = 0
     else:

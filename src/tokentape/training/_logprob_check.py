@@ -327,7 +327,7 @@ class _Tally:
     def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return which tokens were recorded with the model's own logprobs; others count as not comparable."""
         raw = np.zeros(len(mask), bool)
-        for rule, start, end in zip(recorded_rules(one), one.completion_starts, one.completion_ends, strict=True):
+        for rule, (_, start, end) in zip(recorded_rules(one), one.completions(), strict=True):
             raw[start:end] = rule == RAW
             if rule != RAW and (tokens := int(mask[start:end].sum())):
                 self._mismatch.not_comparable[str(rule)] += tokens

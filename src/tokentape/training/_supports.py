@@ -67,8 +67,7 @@ def refuse_unlike_supports(sample: Sample) -> None:
     found = sample.payloads.get(SUPPORTS)
     if found is None:
         return
-    turns = zip(sample.turns, sample.completion_starts, sample.completion_ends, sample.logprobs_of, strict=True)
-    for turn, start, end, recorded in turns:
+    for (turn, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
         rows = found.rows[start:end][sample.loss_mask[start:end]]
         if recorded is not None and recorded.truncation is False and rows.any():
             raise InvalidRequest(
@@ -85,8 +84,7 @@ def token_supports(sample: Sample) -> Kept | None:
     Raises `InvalidRequest` if a token is not in its support.
     """
     out: Kept = [None] * len(sample.token_ids)
-    turns = zip(sample.completion_starts, sample.completion_ends, sample.logprobs_of, strict=True)
-    for start, end, recorded in turns:
+    for (_, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
         if recorded is None or not recorded.truncation:
             continue
         for at in np.flatnonzero(sample.loss_mask[start:end]) + start:

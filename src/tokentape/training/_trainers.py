@@ -93,20 +93,20 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
     """
     about = TRAINERS.get(trainer, _OWN)
     found = []
-    turns = zip(sample.completion_starts, sample.completion_ends, sample.sampled_from, sample.logprobs_of, strict=True)
-    for n, (start, end, sampled, recorded) in enumerate(turns):
+    turns = zip(sample.completions(), sample.sampled_from, sample.logprobs_of, strict=True)
+    for (turn, start, end), sampled, recorded in turns:
         if not sample.loss_mask[start:end].any():
             continue
         wrong = not_comparable(sampled, recorded, about.supports and has_supports(sample, start, end))
         if wrong:
             raise InvalidRequest(
                 f"{about.name} computes {about.formula}; the logprobs of turn "
-                f"{sample.turns[n]} of session {sample.session_id!r} are {wrong}",
+                f"{turn} of session {sample.session_id!r} are {wrong}",
                 "samples",
             )
         assert recorded is not None
         assert recorded.temperature is not None
-        found.append((int(start), int(end), recorded.temperature))
+        found.append((start, end, recorded.temperature))
     return found
 
 

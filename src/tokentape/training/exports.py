@@ -15,7 +15,7 @@ has their pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -234,7 +234,7 @@ def verifiers_nodes(
     for sample in samples:
         parent: int | None = None
         before = 0
-        for turn, start, end in _turns(sample):
+        for turn, start, end in sample.completions():
             if turn not in found:
                 nodes.append(_node(sample, before, start, parent, "user", decode))
                 nodes.append(_node(sample, start, end, len(nodes) - 1, "assistant", decode))
@@ -367,7 +367,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
     """
     _temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
-    trained = [(n, one) for n, one in enumerate(_turns(sample)) if sample.loss_mask[one[1] : one[2]].any()]
+    trained = [(n, one) for n, one in enumerate(sample.completions()) if sample.loss_mask[one[1] : one[2]].any()]
     for n, (turn, start, end) in trained:
         own: float | None = None if np.isnan(sample.turn_rewards[n]) else float(sample.turn_rewards[n])
         if n == trained[-1][0] and sample.reward is not None:
@@ -389,10 +389,6 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
             }
         )
     return triplets
-
-
-def _turns(sample: Sample) -> Iterable[tuple[int, int, int]]:
-    return zip(sample.turns, sample.completion_starts.tolist(), sample.completion_ends.tolist(), strict=True)
 
 
 def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None:

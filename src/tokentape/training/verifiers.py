@@ -126,8 +126,7 @@ def _calls(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the model calls of a session, in the order in which they were made; the last says if it is truncated."""
     calls: dict[int, dict[str, Any]] = {}
     for one in samples:
-        spans = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
-        for (turn, start, end), reason in zip(spans, one.finish_reasons, strict=True):
+        for (turn, start, end), reason in zip(one.completions(), one.finish_reasons, strict=True):
             usage = {"prompt_tokens": start, "completion_tokens": end - start}
             # Nodes come in pairs, in this order.
             calls.setdefault(turn, {"node": 2 * len(calls) + 1, "finish_reason": reason, "usage": usage})
