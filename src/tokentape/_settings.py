@@ -14,7 +14,7 @@ from tokentape.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How the command line shows a setting."""
+    """The command-line option of a setting."""
 
     help: str
     flag: str | None
@@ -32,7 +32,7 @@ def option(
     least: int = 0,
     most: float | None = None,
 ) -> Any:
-    """Return a dataclass field that is also a command-line option. Without `flag`, its last name is the flag."""
+    """Return a dataclass field that is also a command-line option. By default, the flag is its last name."""
     metadata = {"option": Option(help, flag, metavar, least, most)}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -53,18 +53,18 @@ class Setting:
 
     @property
     def repeats(self) -> bool:
-        """Whether it has several values."""
+        """Whether the setting takes several values."""
         return get_origin(self.kind) in (tuple, Mapping)
 
     @property
     def flag(self) -> str:
-        """The command-line option, for example `--engine-url`."""
+        """The flag, for example `--engine-url`."""
         named = self.option.flag if self.option else None
         return named or "--" + self.name.rpartition(".")[2].replace("_", "-")
 
     @property
     def help(self) -> str:
-        """The help of its option, with the default."""
+        """The help of the option, with the default."""
         said, default = self.option.help if self.option else "", self.default
         if default in (None, ()) or isinstance(default, Mapping) or "Default: " in said:
             return said
@@ -73,7 +73,7 @@ class Setting:
         return f"{said} Default: {default:g}." if isinstance(default, float) else f"{said} Default: {default}."
 
     def convert(self, value: Any, where: str, *, strict: bool) -> Any:
-        """Return `value` as the setting's type. Raises `InvalidRequest`, saying `where` the value is from."""
+        """Convert `value` to the setting's type. Raises `InvalidRequest`; its message begins with `where`."""
         if get_origin(self.kind) is Literal and value not in get_args(self.kind):
             raise InvalidRequest(f"{where}: expected one of {', '.join(get_args(self.kind))}", where)
         annotation = self.annotation

@@ -1,7 +1,7 @@
-"""Configuration of a gateway: one frozen tree of settings from flags, the environment, a TOML file and defaults.
+"""The configuration of a gateway: a frozen tree of settings from flags, the environment, a TOML file and defaults.
 
-A setting's name has dots. `limits.body_bytes` is the value of its flag if that is given, else of the environment
-variable `TOKENTAPE_LIMITS_BODY_BYTES`, else of `body_bytes` in the file's table `[limits]`, else the default.
+Names of settings have dots. `limits.body_bytes` comes from its flag if given, else from the environment variable
+`TOKENTAPE_LIMITS_BODY_BYTES`, else from `body_bytes` in the file's table `[limits]`, else it is the default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Source: TypeAlias = Literal["flag", "env", "file", "default"]
 EngineKind: TypeAlias = Literal["transformers", "vllm", "sglang", "llamacpp", "openai"]
 
 DEFAULT_FILE = Path("tokentape.toml")
-"""Read if it exists and no other file is named."""
+"""Read if it exists and no other file is given."""
 
 SECRETS = frozenset({"keys", "admin_keys", "engine.api_key"})
 """Settings that are never shown."""
@@ -199,37 +199,37 @@ class ServeConfig:
 
     @property
     def location(self) -> str | Path:
-        """Where the record is kept."""
+        """The location of the record."""
         return self.store or self.data
 
     def pins(self) -> Pins:
-        """The pinned and default sampling parameters. Raises `InvalidRequest` for a name or value that can't be."""
+        """Return the pinned and default sampling parameters. Raises `InvalidRequest` for an invalid name or value."""
         return Pins.read(self.pin, self.default, strict=False)
 
     def all_keys(self) -> Keys:
-        """The API keys, those in files included. Raises `InvalidRequest` as `Keys` and `read_keys`."""
+        """Return the API keys, including those in files. Raises `InvalidRequest` like `Keys` and `read_keys`."""
         return Keys(_joined(self.keys, self.keys_file), _joined(self.admin_keys, self.admin_keys_file))
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration, and where each setting of it came from."""
+    """A configuration, and the source of each setting."""
 
     config: ServeConfig
     sources: Mapping[str, Source]
-    """By the setting's name, in order."""
+    """By the name of the setting, in order."""
     file: Path | None
     """The TOML file that was read."""
 
     def value(self, name: str) -> Any:
-        """The value of the setting with this name."""
+        """Return the value of a setting."""
         value: Any = self.config
         for part in name.split("."):
             value = getattr(value, part)
         return value
 
     def shown(self, name: str) -> Any:
-        """The same for people and JSON: paths as text, secrets hidden."""
+        """Return the value of a setting to print: paths as text, secrets hidden."""
         value = self.value(name)
         if name == "store" and value:
             return without_password(value)
@@ -241,9 +241,9 @@ class Resolved:
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Resolved:
     """Return the configuration from `flags`, `environ` and a file.
 
-    `flags` are settings by name, None or empty where one is not given. `file` None stands for the file that
-    `TOKENTAPE_CONFIG` names, else for `tokentape.toml` if it exists; paths in it are relative to its folder. Raises
-    `InvalidRequest` for a file that can't be read, unknown names in it, and values that a setting can't have.
+    `flags` are settings by name; those not given are None or empty. By default `file` is the path in
+    `TOKENTAPE_CONFIG`, else `tokentape.toml` if it exists. Paths in it are relative to its folder. Raises
+    `InvalidRequest` for an unreadable file, unknown names in it, and invalid values.
     """
     if file is None and (named := environ.get("TOKENTAPE_CONFIG")):
         file = Path(named)
@@ -282,7 +282,7 @@ def settings() -> Mapping[str, Setting]:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """API keys by name from a file with lines `name=key`; `#` begins a comment line. Raises `InvalidRequest`."""
+    """Return the API keys in a file with lines `name=key`. Lines with `#` are comments. Raises `InvalidRequest`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -333,7 +333,7 @@ def _named_keys(entries: list[str], where: str) -> dict[str, str]:
     keys: dict[str, str] = {}
     for number, entry in enumerate(entries, 1):
         name, equals, key = (part.strip() for part in entry.partition("="))
-        # Neither is repeated: a line without "=" may be a key.
+        # The message does not quote the entry, because a line without "=" may be a key.
         if not equals or name in keys:
             what = "has no '='" if not equals else "has the name of another"
             raise InvalidRequest(f"{where}: entry {number} {what}; expected name=key", "keys")

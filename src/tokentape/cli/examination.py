@@ -204,8 +204,7 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
     try:
         findings = [CheckResult("engine", "ok", _described(engine)), await probe(engine, renderer)]
         if trainer is not None:
-            found = served(trainer, engine.info.logprobs_mode)
-            findings.append(CheckResult("trainer", found.status, found.found, found.advice))
+            findings.append(served(trainer, engine.info.logprobs_mode))
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
             try:

@@ -1,4 +1,4 @@
-"""The demo: a tiny real model that calls tools, tasks for it, an agent, and a look at what was recorded."""
+"""The demo: a tiny model that calls tools, tasks for it, an agent, and a report on the record."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A tool-using agent as one writes it against the OpenAI API. It knows nothing of Tokentape."""
+"""A tool-using agent for the OpenAI API. It does not depend on Tokentape."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from openai.types.chat import ChatCompletionChunk
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool
 
 MAX_CALLS = 8
-"""Model calls per question; a model that still wants tools then has lost its way."""
+"""Largest number of model calls per question. A model that still calls tools then will not finish."""
 
 MAX_TOKENS = 160
-"""Sampled tokens per model call: several times what the longest right reply takes."""
+"""Sampled tokens per model call, several times as many as the longest correct reply needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the agent has said and heard."""
+    """The messages of an agent, and its result."""
 
     messages: Sequence[Mapping[str, Any]]
     model_calls: int
     final_text: str
-    """The reply to the last question; empty if the model never came to one."""
+    """The reply to the last question; empty if the model gave none."""
 
 
 async def solve(client: AsyncOpenAI, task: Task, *, temperature: float, seed: int, stream: bool) -> Conversation:
-    """Ask the questions of `task` one after the other, running the tools that the model calls."""
+    """Ask the questions of `task` in order, and run the tools that the model calls."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM_PROMPT}]
     model_calls = 0
     text = ""
@@ -69,7 +69,7 @@ async def _complete(
 
 
 async def _assembled(chunks: AsyncIterable[ChatCompletionChunk]) -> dict[str, Any]:
-    """The message that a stream's deltas add up to."""
+    """Return the message that a stream's deltas add up to."""
     text = ""
     calls: dict[int, dict[str, Any]] = {}
     async for chunk in chunks:

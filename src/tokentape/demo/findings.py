@@ -1,4 +1,4 @@
-"""What a run of the demo shows, all of it found in its record, its file and the engine's own log. Needs no torch."""
+"""The results of a demo run, computed from its record, its file and the engine's log. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tokentape.store._served_model import ServedModel, write_served_model
 from tokentape.types import Trajectory
 
 RECORDED = Path(__file__).parent / "recorded"
-"""A run that `scripts/record_demo.py` recorded: its database, and hashes of the calls in the engine's log."""
+"""A run by `scripts/record_demo.py`: its database, and hashes of the calls in the engine's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sessions that sampled in one way."""
+    """The sessions with one temperature."""
 
     temperature: float
     sessions: int
@@ -41,45 +41,45 @@ class Group:
     solved: int
     completions: int
     changed_completions: int
-    """Completions that decoding and encoding would change."""
+    """Completions that change when they are decoded and encoded again."""
     tokens: int
     """Sampled tokens."""
     changed_tokens: int
     trajectories: int
     retokenized_trajectories: int
-    """Trajectories with other ids after encoding their own text."""
+    """Trajectories whose text encodes to other ids."""
     rerendered_trajectories: int
-    """Trajectories with other ids after rendering their messages. Templates rewrite history, too."""
+    """Trajectories whose messages render to other ids, also because templates rewrite history."""
     example: Example | None
-    """A changed word, or what else had the most ids."""
+    """A changed word if there is one, else the change with the most ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What was run and what was found, all of it computed from the record, the file and the engine's own log."""
+    """The results of a run, computed from the record, the file and the engine's log."""
 
     directory: Path
     trajectories_file: Path
     groups: tuple[Group, ...]
     turns: int
     tokens: int
-    """Each added or sampled token once, however many contexts it was part of."""
+    """All added and sampled tokens, each counted once."""
     trajectories: int
     turns_unlike_engine: int
-    """Recorded turns, as the file has them, that the engine did not sample exactly so."""
+    """Turns in the file that differ from all calls in the engine's log."""
     findings: int
-    """Of `verify`."""
+    """Findings of `verify`."""
     seconds: float
     """From the first request to the last reply."""
 
     @property
     def exact(self) -> bool:
-        """Whether the record is what was sampled."""
+        """Whether the record has exactly what was sampled."""
         return not self.turns_unlike_engine and not self.findings
 
 
 def new_directory() -> Path:
-    """A directory under runs/demo that is not there yet, named after the time."""
+    """Return a new directory under runs/demo, named after the time."""
     return Path("runs/demo") / time.strftime("%Y%m%d-%H%M%S")
 
 
@@ -90,10 +90,10 @@ def refuse_used(directory: Path) -> None:
 
 
 def replay(directory: Path) -> DemoReport:
-    """Copy the recorded run to `directory`, and look at it as at one that was just made. Raises `Conflict`."""
+    """Copy the recorded run to `directory`, and examine it like a new one. Raises `Conflict`."""
     refuse_used(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # Without the permissions of the file that was installed, which may be read-only.
+    # Not the permissions, because the installed file may be read-only.
     shutil.copyfile(RECORDED / "tokentape.db", directory / "tokentape.db")
     renderer = Renderer.load(MODEL)
     write_served_model(directory, ServedModel(str(MODEL), renderer.tokenizer.sha256, renderer.fingerprint))
@@ -102,9 +102,9 @@ def replay(directory: Path) -> DemoReport:
 
 
 def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: float) -> DemoReport:
-    """Write the trajectories of a run to a file, and report what is in the record.
+    """Write the trajectories of a run to a file, and report on the record.
 
-    `calls` are the `call_digest` of each call in the engine's own log.
+    `calls` has the `call_digest` of each call in the engine's log.
     """
     file = directory / "trajectories.jsonl"
     with SqliteStore.open(directory, read_only=True) as record:
@@ -160,7 +160,7 @@ def _how_telling(example: Example) -> tuple[bool, int]:
 
 
 def _comes_back(renderer: Renderer, stored: StoredSession, one: Trajectory) -> bool:
-    """Return whether rendering the messages of a branch gives its ids."""
+    """Return whether the messages of a branch render to its ids."""
     path = stored.tree().path(one.leaf)
     try:
         return np.array_equal(one.token_ids, through_messages(renderer, path, stored.setups[path[-1].setup]))
@@ -169,12 +169,10 @@ def _comes_back(renderer: Renderer, stored: StoredSession, one: Trajectory) -> b
 
 
 def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]) -> int:
-    """Count the recorded turns that are not, bit for bit, a call in the engine's own log: prompt, ids, logprobs.
+    """Count the recorded turns with another prompt, ids or logprobs than every call in the engine's log.
 
-    `calls` are the `call_digest` of each.
-
-    A turn's prompt is its whole trajectory before its first sampled token. So 0 also says that every context is the
-    context before it + what was sampled there + the bridge.
+    `calls` has the `call_digest` of each call. The prompt of a turn is its whole trajectory before its first sampled
+    token. So 0 also means that every context is the context before it + the completion + the bridge.
     """
     recorded: dict[tuple[str, int], str] = {}
     for one in trajectories:
@@ -186,7 +184,7 @@ def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]
 
 
 def call_digest(prompt_ids: Any, token_ids: Any, logprobs: Any) -> str:
-    """Return the hex SHA-256 of what one call of an engine was sent and sampled."""
+    """Return the hex SHA-256 of a call's prompt, sampled ids and logprobs."""
     prompt, ids = np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)
     arrays = (prompt, ids, np.asarray(logprobs, np.float32))
     return sha256(b"".join([len(prompt).to_bytes(8, "little"), *(one.tobytes() for one in arrays)])).hexdigest()

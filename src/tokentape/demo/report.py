@@ -1,4 +1,4 @@
-"""The demo's report for a terminal of 80 columns."""
+"""Print the demo's report on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tokentape.demo.findings import DemoReport, Group
 
 
 def print_report(report: DemoReport, console: Console | None = None) -> None:
-    """Print what was run, what retokenizing would have changed, what the record changed, and where to look."""
-    # At temperature 1 first: there the model spells freely.
+    """Print the run, the effect of retokenizing, the exactness of the record, and commands to look further."""
+    # Prefer an example at temperature 1, where spellings vary most.
     example = next((group.example for group in reversed(report.groups) if group.example), None)
     console = console or Console(highlight=False)
     Report("Demo", list(_blocks(report, example))).print(console)

@@ -1,4 +1,4 @@
-"""The whole loop on one machine: gateway, embedded engine, agents, record, file, and what is found in them."""
+"""Run the demo: gateway, embedded engine, agents, record and report on one machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tokentape.gateway._serving import serving
 
 
 def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> DemoReport:
-    """Run `sessions` agents at once on the shipped model, record them in `directory`, and look at the record.
+    """Run `sessions` agents at once on the shipped model, record them in `directory`, and examine the record.
 
-    Half sample greedily, half at temperature 1; every second one streams. `progress` gets a line about each step.
-    Raises `Conflict` if the directory holds anything.
+    Half of them sample greedily, the others at temperature 1; every second one streams. `progress` is called with a
+    line about each step. Raises `Conflict` if the directory is not empty.
     """
     refuse_used(directory)
     progress("loading the model")
@@ -42,7 +42,7 @@ def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str]
 
 
 def _tasks(count: int, seed: int) -> list[Task]:
-    """Tasks that the model has not seen, of more than one question each."""
+    """Return tasks with several questions that the model was not trained on."""
     drawn = count
     while True:
         tasks = [task for task in sample_tasks(seed, drawn, "heldout") if len(task.questions) > 1]
@@ -52,7 +52,7 @@ def _tasks(count: int, seed: int) -> list[Task]:
 
 
 async def _run_all(base_url: str, tasks: list[Task], seed: int, progress: Callable[[str], None]) -> None:
-    """Run the sessions at once, and reward each."""
+    """Run the sessions at once, and give each a reward."""
     done = 0
     async with AsyncClient(base_url) as client:
 

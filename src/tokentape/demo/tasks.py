@@ -1,6 +1,6 @@
-"""A small, seeded family of shop questions that need tools, and the tools: what the tiny model was trained for.
+"""Seeded shop questions that need tools, and the tools. The tiny model was trained on them.
 
-Every task carries its own price list, so an answer can't be known by heart: it has to be looked up and worked out.
+Every task has its own price list, so a model can't memorize answers; it has to look up prices and calculate.
 
     >>> task = sample_tasks(seed=0, n=1, split="heldout")[0]
     >>> agent_reply = f"The answer is {task.answer}."
@@ -50,7 +50,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-"""The two tools as the OpenAI API takes them."""
+"""The tools in the format of the OpenAI API."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -110,10 +110,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One user message and what it asks for: the operands joined by the operator.
+    """One user message, and the calculation that it asks for: the operands joined by the operator.
 
-    Operands are, in this order, the answer before (if `continues`), the prices of `items`, and `numbers`.
-    A greeting has no operands and a `name` instead.
+    The operands are the previous answer (if `continues`), the prices of `items`, and `numbers`, in this order. A
+    greeting has no operands but a `name`.
     """
 
     prompt: str
@@ -125,31 +125,31 @@ class Question:
 
     @property
     def subject(self) -> tuple[object, ...]:
-        """What is asked, however phrased and in whatever order; a greeting is its own words."""
+        """The question independent of its phrasing and order; for a greeting its text."""
         if self.name:
             return (self.prompt,)
         return sorted(self.items), sorted(self.numbers), self.continues, self.operator
 
     def operands(self, prices: Mapping[str, int], before: int) -> tuple[int, ...]:
-        """The numbers to reckon with, given the price list and the answer to the question before."""
+        """Return the operands, given the price list and the previous answer."""
         return (*((before,) if self.continues else ()), *(prices[item] for item in self.items), *self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Questions that one user asks in one session, and the shop's prices that day."""
+    """The questions of a user in a session, and the shop's prices."""
 
     questions: tuple[Question, ...]
     prices: Mapping[str, int] = field(hash=False, repr=False)
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The user messages, to be sent one after the other, each after the reply to the one before."""
+        """The user messages in order. Each is sent after the reply to the one before."""
         return tuple(question.prompt for question in self.questions)
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What the reply to each prompt must say: a number, or for a greeting the user's name."""
+        """The answers that the replies must contain: a number, or for a greeting the user's name."""
         answers: list[str] = []
         value = 0
         for question in self.questions:
@@ -161,17 +161,17 @@ class Task:
 
     @property
     def answer(self) -> str:
-        """What the reply to the last prompt must say."""
+        """The answer that the last reply must contain."""
         return self.answers[-1]
 
 
 def calculate(expression: str) -> int:
-    """Value of an integer expression in `+`, `-` and `*`; ValueError for anything else.
+    """Return the value of an integer expression with `+`, `-` and `*`. Raises ValueError for anything else.
 
     >>> calculate("12+37")
     49
     """
-    # Bounds what a sampled expression can cost: 40 digits multiply in no time.
+    # A limit for the cost of a sampled expression.
     if len(expression) > 40:
         raise ValueError("expression too long")
     try:
@@ -193,9 +193,9 @@ def _value(node: ast.expr) -> int:
 
 
 def call_tool(task: Task, name: str, arguments: str) -> str:
-    """Run a tool call as the model wrote it and return the text of the tool message.
+    """Run a tool call as the model wrote it, and return the text of the tool message.
 
-    Never raises: what the model got wrong comes back as a text that starts with `error`, as an agent would do.
+    Never raises: for a wrong call the text starts with `error`.
 
     >>> call_tool(Task((), {"pears": 12}), "lookup", '{"item": "pears"}')
     '12'
@@ -212,7 +212,7 @@ def call_tool(task: Task, name: str, arguments: str) -> str:
 
 
 def is_solved(task: Task, final_text: str) -> bool:
-    """Whether the reply to the last prompt gives the answer: its last number, or the name it greets.
+    """Return whether the last reply gives the answer: its last number, or the name that it greets.
 
     >>> is_solved(Task((Question("2+3?", numbers=(2, 3), operator="+"),), {}), "That makes 5.")
     True
@@ -225,15 +225,15 @@ def is_solved(task: Task, final_text: str) -> bool:
 def sample_tasks(seed: int, n: int, split: Split = "train") -> list[Task]:
     """Draw `n` tasks, the same for the same arguments.
 
-    No question of a "heldout" task is ever asked in a "train" task, in whatever phrasing: a hash of what is
-    asked (`Question.subject`) decides to which split it belongs.
+    A question of a "heldout" task never occurs in a "train" task, in any phrasing: the hash of `Question.subject`
+    decides its split.
     """
     rng = random.Random(f"{split} {seed}")
     return [_sample_task(rng, split) for _ in range(n)]
 
 
 def split_of(question: Question) -> Split:
-    """The only split in which this question may appear; one question in eight is held out."""
+    """Return the split of a question; one question in eight is held out."""
     digest = hashlib.sha256(repr(question.subject).encode()).digest()
     return "heldout" if digest[0] < 32 else "train"
 
@@ -263,7 +263,7 @@ def _sample_question(rng: random.Random, prices: Mapping[str, int], before: int 
     numbers = tuple(rng.randint(2, 12 if op == "*" else 99) for _ in range(number_count))
     question = Question("", items, numbers, continues, op)
     if op == "-":
-        # A shop does not answer with negative numbers: swap what can be swapped, else subtract less.
+        # Avoid negative answers: swap the operands if possible, otherwise subtract less.
         first, second = question.operands(prices, before or 0)
         if first < second and item_count == 2:
             items = items[::-1]

@@ -1,6 +1,6 @@
-"""Tokentape on Ray: the gateway on Ray Serve, large sets of files through Ray Data. See docs/how-to/ray.md.
+"""Run the gateway on Ray Serve, and process large sets of files with Ray Data. See docs/how-to/ray.md.
 
-Needs the extra `ray`. Ray itself is loaded when one of these is called.
+Needs the extra `ray`. Ray is imported when one of these functions is called.
 """
 
 from tokentape.ray._data import audit_corpus, drift, export

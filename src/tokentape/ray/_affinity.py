@@ -1,7 +1,7 @@
-"""Session affinity in Ray Serve: calls of one session go to one replica, as long as there is that replica.
+"""Session affinity in Ray Serve: route the calls of a session to one replica, as long as it exists.
 
-It saves reading the session from the database; nothing depends on it. Ray Serve's own consistent hashing knows sessions
-by the header `X-Session-Id`. Here those that are in the path or in a session's key count as well.
+This saves reads of the session from the database; correctness does not depend on it. Ray Serve's consistent hashing
+only knows sessions from the header `X-Session-Id`. This router also takes them from the path or a session's key.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _IN_PATH = re.compile(r"/sessions/([^/]+)(?:/|$)")
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not typed
-    """Chooses the replica by what `affinity_key` says of a request; at random if that is nothing."""
+    """Choose the replica by `affinity_key`; at random if a request has none."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica that the request's session belongs to, then those to try if it takes no more."""
+        """Return the replica of the request's session, then those to try if it is full."""
         if pending_request is not None and pending_request.metadata.is_http_request:
             scope = _scope(pending_request)
             if scope is not None:
@@ -37,7 +37,7 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
 
 
 def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the session's id of a call, else its Idempotency-Key, else None: calls with the same key go together.
+    """Return the session id of a call, else its Idempotency-Key, else None. Calls with the same key go together.
 
     >>> affinity_key("/sessions/s1/v1/chat/completions", [])
     's1'
@@ -50,12 +50,12 @@ def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | Non
     for session_id in (in_path and unquote(in_path[1]), given.get(b"x-session-id"), session_in_key(key)):
         if session_id and may_be_session_id(session_id):
             return session_id
-    # A retry finds the call that it repeats still under way.
+    # A retry goes to the replica where the call may still be running.
     return given.get(b"idempotency-key") or None
 
 
 def _scope(pending_request: PendingRequest) -> dict[str, Any] | None:
-    """The ASGI scope, which Serve's proxy sends as the pickled first argument."""
+    """Return the ASGI scope, which Serve's proxy sends as the pickled first argument."""
     (request,) = pending_request.args or (None,)
     if not isinstance(request, bytes):
         return None

@@ -1,8 +1,8 @@
-"""Large sets of files on all machines of a Ray cluster: export, drift and the skew audit's corpus, through Ray Data.
+"""Export, measure drift and audit a corpus on all machines of a Ray cluster, with Ray Data.
 
-Work is cut in pieces, each done by an actor, and the results come in the order of the pieces. In each function
-`actors` is the largest number of processes, as many as there are CPUs if None, and `cpus` what each one takes. What is
-named must be readable on every machine. All raise `TokentapeError` if Ray is not installed.
+The work is split into pieces for actors, and the results are in the order of the pieces. In each function `actors` is
+the largest number of processes, by default one per CPU, and `cpus` the number of CPUs for each. Every machine must be
+able to read the given paths. All functions raise `TokentapeError` if Ray is not installed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Result = TypeVar("Result")
 Paths: TypeAlias = str | Path | Iterable[str | Path]
 
 _MOST_ACTORS = 1024
-"""Ray starts as many as it has CPUs for."""
+"""Ray starts only as many as it has CPUs for."""
 
 USUAL = Columns()
-"""Columns are looked for by their usual names."""
+"""Find columns by their usual names."""
 
 
 def require_ray() -> None:
-    """Raise `TokentapeError` with the command that installs Ray unless it is there."""
+    """Raise `TokentapeError` with the install command if Ray is not installed."""
     if find_spec("ray") is None:
         raise TokentapeError("Ray is not installed; run: pip install 'tokentape[ray]'")
 
@@ -63,11 +63,11 @@ def export(
 ) -> ExportCounts:
     """Write the trajectories of a record to Parquet files in a new folder that every machine can write to.
 
-    The files, in the order of their names, hold the rows that `tokentape export` writes to one, with the same columns.
-    The folder appears under its name once it is complete. `sessions` and `verdicts` choose, None stands for all.
+    Read in the order of their names, the files have the rows and columns that `tokentape export` writes to one file.
+    The folder gets its name when it is complete. `sessions` and `verdicts` select; None means all.
 
-    Raises `Conflict` if there is something at `folder`, `InvalidRequest` for a verdict that there is not, `NotFound`
-    for a session that there is not, and as `open_record`.
+    Raises `Conflict` if `folder` exists, `InvalidRequest` for an unknown verdict, `NotFound` for an unknown session,
+    and the errors of `open_record`.
 
     >>> export("postgresql://tokentape@db.internal/tokentape", "exports/2026-11")      # doctest: +SKIP
     ExportCounts(sessions=120000, trajectories=131072, tokens=2147483648, trained_tokens=536870912)
@@ -81,7 +81,7 @@ def export(
     with open_record(location, read_only=True) as store:
         extra = store.extra_names(sessions)
         ids = list(store.session_ids() if sessions is None else dict.fromkeys(sessions))
-    # A record without sessions gives a file without rows, which readers can open.
+    # A record without sessions gives a file without rows, which can be opened.
     starts = range(0, max(len(ids), 1), sessions_per_file)
     pieces = [(f"part-{n:05}.parquet", ids[start : start + sessions_per_file]) for n, start in enumerate(starts)]
     part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
@@ -111,12 +111,12 @@ def _exporting(
             except NotFound:
                 if named:
                     raise
-                # Deleted since the list was made.
+                # It was deleted after the list was made.
 
     def write(piece: tuple[str, list[str]]) -> ExportCounts:
         name, ids = piece
         counts = ExportCounts()
-        # Ray may begin a piece again elsewhere, if it lost sight of an actor.
+        # If Ray loses an actor, another one may do the same piece.
         beginning = folder / f".{name}.{secrets.token_hex(4)}"
         write_parquet(exported(sessions(ids), extra, verdicts, counts), beginning, extra)
         os.replace(beginning, folder / name)
@@ -133,10 +133,10 @@ def drift(
     actors: int | None = None,
     cpus: float = 1.0,
 ) -> DriftReport:
-    """Measure drift in files of ids, as `iter_rows` takes them, or folders of Parquet files, as `measure_drift` does.
+    """Measure drift like `measure_drift`, in files of ids (see `iter_rows`) or folders of Parquet files.
 
-    `tokenizer` is a model folder; `columns` say which columns of other programs' files mean what. Raises
-    `InvalidRequest` if there are no such files, they hold no ids, or ids of another model, and `TokenizerUnusable`.
+    `tokenizer` is a model folder; `columns` names the columns of files from other programs. Raises `InvalidRequest` if
+    there are no files, or files without ids or with ids of another model, and `TokenizerUnusable`.
 
     >>> drift("exports/", "models/Qwen3-8B").tokens.share      # doctest: +SKIP
     0.0031
@@ -165,7 +165,7 @@ def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[P
 
 
 def _drift_pieces(paths: Iterable[Path]) -> Iterator[tuple[Path, int | None]]:
-    """Yield files, of Parquet files with the number of each row group."""
+    """Yield each file, Parquet files once per row group with its number."""
     for named in paths:
         path = named.resolve()
         files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
@@ -187,10 +187,10 @@ def audit_corpus(
     cpus: float = 1.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Compare two sides as `tokentape.audit._skew.auditor.audit` does, with the corpus of text files in `paths`.
+    """Compare two backends like `tokentape.audit._skew.auditor.audit`, with the corpus of text files in `paths`.
 
-    The report is the one that `audit` gives, but for the seconds. Raises `InvalidRequest` for a name of nothing, a side
-    that is a server, or a corpus without text, and `TokenizerUnusable` for a side that can't be read.
+    The report is that of `audit`, except for the seconds. Raises `InvalidRequest` for an unknown name, a backend that
+    is a server, or a corpus without text, and `TokenizerUnusable` for a backend that can't be read.
 
     >>> audit_corpus("models/train", "models/serve", "corpus/").skewed      # doctest: +SKIP
     False
@@ -224,7 +224,7 @@ def _comparing(a: str, b: str) -> Callable[[Range], Compared]:
 
 
 def _absolute(side: str | Path | Backend) -> str | Backend:
-    """Return the side with an absolute path: an actor has another working directory."""
+    """Return the side with an absolute path, because actors have another working directory."""
     if not isinstance(side, str | Path):
         return side
     prefix, colon, rest = str(side).rpartition(":")
@@ -243,9 +243,9 @@ def in_order(
     actors: int | None = None,
     cpus: float = 1.0,
 ) -> Iterator[Result]:
-    """Yield the result of each piece, in order; early results wait here.
+    """Yield the result of each piece, in order. Results that come early are kept until their turn.
 
-    `opened` makes, once in each actor, the function that does the work. A `TokentapeError` of the work is raised here.
+    Each actor calls `opened` once to get the function that processes a piece. Its `TokentapeError`s are raised here.
     """
     require_ray()
     import ray.data
@@ -279,6 +279,6 @@ class _Actor:
         try:
             result = self._work(pickle.loads(row["piece"]))
         except TokentapeError as error:
-            # As it is: Ray would wrap it.
+            # Returned, because Ray would wrap a raised error.
             result = error
         return {"number": row["number"], "result": pickle.dumps(result)}

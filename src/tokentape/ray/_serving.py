@@ -1,4 +1,4 @@
-"""The gateway as a deployment of Ray Serve: replicas without state over one PostgreSQL record."""
+"""The gateway as a Ray Serve deployment: stateless replicas that share one PostgreSQL record."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 DEPLOYMENT = "Tokentape"
-"""The deployment's name, by which a Serve config file gives it other options."""
+"""Name of the deployment, for options in a Serve config file."""
 
 MOST_CALLS = 1000
-"""Calls under way per replica by default. Serve's own 5 is for models; calls here mostly wait."""
+"""Default number of concurrent calls per replica. Serve's default of 5 is for models; these calls mostly wait."""
 
 _CLOSING_SECONDS = 15.0
-"""Added to the time that calls have to end: for closing the engine and the record."""
+"""Time to close the engine and the record, after the time that calls have to end."""
 
 
 def gateway_app(config: ServeConfig, **options: Any) -> Application:
-    """The gateway as an application for `ray.serve.run`.
+    """Return the gateway as an application for `ray.serve.run`.
 
-    `options` are those of a Serve deployment: `num_replicas`, `autoscaling_config`, `ray_actor_options`...
+    `options` are options of a Serve deployment: `num_replicas`, `autoscaling_config`, `ray_actor_options`...
 
-    Raises `InvalidRequest` unless the record is a PostgreSQL database: it is all that replicas share. Raises as
-    `ServeConfig.all_keys`, and `TokentapeError` if Ray is not installed.
+    Raises `InvalidRequest` unless the record is a PostgreSQL database, the only thing that replicas share. Raises the
+    errors of `ServeConfig.all_keys`, and `TokentapeError` if Ray is not installed.
 
     >>> config = ServeConfig(store="postgresql://tokentape@db.internal/tokentape", ...)    # doctest: +SKIP
     >>> serve.run(gateway_app(config, num_replicas=2))                                     # doctest: +SKIP
@@ -51,7 +51,7 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
         raise InvalidRequest(
             f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are", "workers"
         )
-    # Raise here what would keep replicas from starting.
+    # Raise errors here rather than when replicas start.
     config.all_keys()
     require_ray()
     from ray import serve
@@ -69,23 +69,23 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """The application builder for `serve run tokentape.ray:app` and Serve config files.
+    """Build the application for `serve run tokentape.ray:app` and Serve config files.
 
-    `args` are settings by name, as in `tokentape.toml`: `model`, `engine.kind`, `store`...; `config` names such a file.
-    Those that are not given come from the environment and the file, as with `tokentape serve`. Raises `InvalidRequest`
-    as `resolve` and `gateway_app`, and for a name that is no setting.
+    `args` are settings by name, as in `tokentape.toml`: `model`, `engine.kind`, `store`...; `config` is the path of
+    such a file. Other settings come from the environment and the file, as with `tokentape serve`. Raises
+    `InvalidRequest` like `resolve` and `gateway_app`, and for an unknown setting.
     """
     given = dict(args)
     file = given.pop("config", None)
     if unknown := [name for name in given if name not in settings()]:
         raise InvalidRequest(f"there is no setting {', '.join(unknown)}; expected those of tokentape.toml", "args")
-    # `serve run` gives texts, a config file whatever YAML has: both as the environment would say it.
+    # `serve run` passes strings, a config file any YAML value. Convert both to environment variables.
     said = {env_name(name): _text(value) for name, value in given.items()}
     return gateway_app(resolve({}, {**os.environ, **said}, None if file is None else Path(file)).config)
 
 
 class GatewayReplica:
-    """One replica: a gateway of its own, opened in the event loop that serves it."""
+    """One replica: a gateway that is opened in the event loop that serves it."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc] # Serve awaits it
         self._held = ExitStack()
@@ -94,18 +94,18 @@ class GatewayReplica:
         self._store = await asyncio.to_thread(open_record, config.location, synchronous=synchronous(config))
         try:
             await note_served_model(config.location, self._store, served_model(config, renderer))
-            # Serve itself takes a replica off the list, and waits for the calls under way.
+            # Serve removes a replica from its list and waits for the running calls.
             self._app = await open_app(config, renderer, self._store)
         except BaseException:
             self._store.close()
             raise
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application; Serve runs its lifespan, which closes the engine and the store."""
+        """Return the application. Serve runs its lifespan, which closes the engine and the store."""
         return self._app
 
     def check_health(self) -> None:
-        """Raise `StoreError` if nothing can be recorded any more; Serve starts another replica then."""
+        """Raise `StoreError` if nothing can be recorded any more, so that Serve starts another replica."""
         if not self._store.healthy:
             raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
 

@@ -1,4 +1,4 @@
-"""For tests of other projects: that two sequences of ids are the same, with a failure that says where they are not."""
+"""An assertion for other projects' tests: two sequences of ids are equal, or the failure says where they differ."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def assert_same_tokens(
 ) -> None:
     """Fail with `AssertionError` unless both are the same ids.
 
-    `tokenizer` is one, or a model folder with a `tokenizer.json`. Differences whose kinds are in `allow`
-    (`tokentape.audit._tokendiff.KINDS`) are let pass. `provenance` as in `tokentape.audit._tokendiff.compare`.
+    `tokenizer` is a tokenizer, or a model folder with a `tokenizer.json`. Differences of the kinds in `allow`, from
+    `tokentape.audit._tokendiff.KINDS`, are ignored. `provenance` is that of `tokentape.audit._tokendiff.compare`.
 
     >>> assert_same_tokens([1, 2], [1, 2], "path/to/model")          # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""Planted errors: what data paths get wrong, done to the rows that one made."""
+"""Plant typical errors of data paths in correct rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Plant = Callable[[Golden, Sequence[Placed]], list[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """An error, and the kind of finding that has to come of it wherever it changes a row."""
+    """An error, and the kind of finding that must report it if it changes a row."""
 
     name: str
     kind: str
@@ -32,13 +32,13 @@ def _set(**changes: Callable[[Placed], Any]) -> Plant:
 
 
 def _moved(values: Any, by: int) -> Any:
-    """The value so many positions further on, 0 beyond the ends."""
+    """Return the values shifted left by `by` positions, filled up with 0."""
     padding = np.zeros(abs(by), values.dtype)
     return np.concatenate([values[by:], padding] if by > 0 else [padding, values[:by]])
 
 
 def _positions(one: Placed, change: Callable[[Any, float], Any]) -> dict[str, Any]:
-    """All values per token changed; `change` also gets what stands for one that is added."""
+    """Change all values per token. `change` also gets the value for an added token."""
     values = {"token_ids": PAD, "weights": one.row.weights.max(), "logprobs": 0.0, "advantages": 1.0}
     if isinstance(one.row.weight_versions, np.ndarray):
         values["weight_versions"] = one.row.weight_versions[0]
@@ -75,7 +75,7 @@ def _cooler(one: Placed) -> float:
 
 
 def _encoded_again(one: Placed) -> dict[str, Any]:
-    """The first two trained tokens in one."""
+    """Merge the first two trained tokens."""
     first = min(one.trained)
     changed = _positions(one, lambda values, new: np.delete(values, first + 1))
     changed["token_ids"][first] = 3

@@ -1,4 +1,4 @@
-"""Rows as a loss sees them, and what is wrong with them, measured by golden sessions."""
+"""Compare rows, as a loss sees them, with golden sessions."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tokentape.testing.golden import PAD, Golden, GoldenSession, Token
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence as the loss sees it. Values per token are sequences or arrays, each value at its own token.
+    """A sequence as the loss sees it. Values per token are sequences or arrays, each value at the index of its token.
 
-    What stays None is not checked, and the report says so.
+    Fields that are None are not checked, and the report lists them.
     """
 
     token_ids: Any
-    """Of one sample, with or without padding; a packed row is given as several."""
+    """Ids of one sample, with or without padding. Give a packed row as several rows."""
     weights: Any
-    """The factor of each token's term in the loss, up to one above 0 for the whole batch; a loss mask will do."""
+    """Each token's factor in the loss, up to a positive factor for the whole batch. A loss mask is enough."""
     logprobs: Any = None
-    """Per token what the policy that sampled it is taken to have given it. Read where `weights` is not 0."""
+    """Logprob per token of the policy that sampled it. Read where `weights` is not 0."""
     advantages: Any = None
-    """Per token, read where `weights` is not 0: reward minus the group's mean, times any factor per group."""
+    """Advantage per token: reward minus the group's mean, times any factor per group. Read where `weights` is not 0."""
     reward: float | None = None
-    """Of a session that became several rows at least one has it."""
+    """If a session became several rows, at least one of them must have its reward."""
     truncated: bool | None = None
     """Whether the row ends where sampling ran out of tokens."""
     weight_versions: Any = None
-    """Which weights sampled: one version per token, or a set for the row."""
+    """The versions of the weights that sampled: one per token, or a set for the row."""
     temperature: float | None = None
-    """What the trainer divides its logits by, where the row says that."""
+    """The temperature that the trainer divides logits by, if the row has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """Something that is not as it has to be. `kind` is a name that docs/how-to/check-trained-samples.md lists."""
+    """An error in a row. `kind` is one of those in docs/how-to/check-trained-samples.md."""
 
     kind: str
     text: str
@@ -47,34 +47,34 @@ class RowFinding:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A row, and the golden tokens that it consists of."""
+    """A row, and its golden tokens."""
 
     row: Row
     session: GoldenSession
     cells: list[Token | None]
-    """Per position the sampled token; None for context and padding."""
+    """The sampled token at each position; None for context and padding."""
     start: int
     end: int
-    """Where padding ends, and where it begins again."""
+    """The row without padding is from `start` to before `end`."""
 
     @property
     def trained(self) -> dict[int, Token]:
-        """Sampled tokens with weight, by position."""
+        """Sampled tokens with a weight, by position."""
         return {at: cell for at, cell in enumerate(self.cells) if cell is not None and self.row.weights[at]}
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Which positions are of sampled tokens."""
+        """True at positions of sampled tokens."""
         return np.array([cell is not None for cell in self.cells])
 
     @property
     def real(self) -> npt.NDArray[np.bool_]:
-        """Which positions are no padding."""
+        """True at positions without padding."""
         return (np.arange(len(self.cells)) >= self.start) & (np.arange(len(self.cells)) < self.end)
 
     @property
     def prompt(self) -> npt.NDArray[np.bool_]:
-        """Which positions stand before the first sampled token."""
+        """True at positions before the first sampled token."""
         return self.real & (np.arange(len(self.cells)) < self.sampled.argmax())
 
     @property
@@ -97,7 +97,7 @@ def _plain(row: Row) -> Row:
 
 
 def findings(golden: Golden, rows: Sequence[Row]) -> list[RowFinding]:
-    """Compare rows with what the golden turns say."""
+    """Compare rows with the golden turns."""
     placed, found = place(golden, rows)
     for one in placed:
         found += [*_mask(one), *_logprobs(one), *_labels(one)]
@@ -105,7 +105,7 @@ def findings(golden: Golden, rows: Sequence[Row]) -> list[RowFinding]:
 
 
 def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFinding]]:
-    """Find the path that each row is the beginning of, and which rows are of none."""
+    """Find the path that each row is a prefix of. Report rows that are a prefix of none."""
     paths = [(session, path) for session in golden.sessions for path in session.paths()]
     placed, found = [], []
     for n, row in enumerate(map(_plain, rows)):
@@ -137,7 +137,7 @@ def _mask(one: Placed) -> Iterator[RowFinding]:
     on = one.row.weights != 0
     wrong = on & ~one.sampled
     context = one.real & ~one.sampled
-    # A trainer that has a mask of the response only leaves the prompt out when it inverts that.
+    # A trainer with a mask of the response only does not invert the prompt.
     inner = context & ~one.prompt if (context & ~one.prompt).any() else context
     last_turn = max(cell.turn for cell in one.cells if cell is not None)
     to_left = not on[-1] and _of_whole_turns(one, np.append(0, on[:-1]))
@@ -156,14 +156,14 @@ def _mask(one: Placed) -> Iterator[RowFinding]:
 
 
 def _of_whole_turns(one: Placed, on: npt.NDArray[Any]) -> bool:
-    """Whether a mask is that of whole turns; the row's last position may be missing."""
+    """Return whether a mask covers whole turns; the last position of the row may be missing."""
     turns = {cell.turn for cell, is_on in zip(one.cells, on, strict=True) if is_on and cell is not None}
     whole = np.array([cell is not None and cell.turn in turns for cell in one.cells])
     return bool((on[:-1] == whole[:-1]).all() and on[-1] <= whole[-1])
 
 
 def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
-    """Each token once; then all tokens, or all sessions, count alike."""
+    """Check that each token is trained once, and that all tokens or all sessions have equal weight."""
     where: dict[Token, list[tuple[float, int]]] = {}
     for one in placed:
         for at, token in one.trained.items():
@@ -221,7 +221,7 @@ def _logprobs(one: Placed) -> Iterator[RowFinding]:
 
 
 def _labels(one: Placed) -> Iterator[RowFinding]:
-    """The fields of a row that are not numbers per token."""
+    """Check the fields that are not numbers per token."""
     row, where = one.row, f"a row of session {one.session.name}"
     last = next(cell for cell in reversed(one.cells) if cell is not None)
     turn = one.session.turns[last.turn]
@@ -260,7 +260,7 @@ def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
 
 
 def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
-    """Per group: rewards minus their mean over sessions, times any positive factor."""
+    """Check that a group's advantages are rewards minus their mean over sessions, times a positive factor."""
     by_session, by_row = golden.advantages(), golden.advantages([one.session.name for one in placed if one.trained])
     groups: dict[str, list[tuple[float, float, float]]] = {}
     for one in placed:

@@ -1,8 +1,8 @@
-"""Golden sessions: what was sampled, and what a loss has to see of it, found turn by turn.
+"""Golden sessions: sampled turns, and what a loss must see of them.
 
-The expected values come from the lists of turns alone, by walking from each leaf to its root; nothing that makes
-samples is called for them. The token that ends a turn is also the padding id, prompts repeat sampled ids, and logprobs
-have no short form, so that masks made by id and rounded logprobs show.
+The expected values are computed from the turns alone, by walking from each leaf to its root, without the code that
+makes samples. To expose masks made from ids and rounded logprobs, the token that ends a turn is also the padding id,
+prompts repeat sampled ids, and logprobs need all digits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokentape.types import FinishReason, Provenance, Reward, SessionInfo, Token
 
 VOCAB_SIZE = 128
 PAD = 2
-"""The padding id, which also ends every turn that stops by itself."""
+"""The padding id, which also ends every turn with finish reason `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Token:
     offset: int
     id: int
     version: str
-    """Of the weights that sampled it."""
+    """Version of the weights that sampled it."""
     temperature: float
-    """At which it was sampled."""
+    """Temperature at which it was sampled."""
 
     def logprob(self, temperature: float | None = None) -> float:
-        """Return its log-probability under the golden model, at its own temperature or another."""
+        """Return its log-probability under the golden model, by default at the temperature of sampling."""
         return _logprob(self.id, 11 * ord(self.session) + 7 * self.turn + self.offset, temperature or self.temperature)
 
 
@@ -50,7 +50,7 @@ def _logprob(token_id: int, place: int, temperature: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GoldenTurn:
-    """What a turn added to its parent's context, and what was sampled."""
+    """The ids that a turn added to its parent's context, and its sampled tokens."""
 
     parent: int | None
     added: tuple[int, ...]
@@ -60,7 +60,7 @@ class GoldenTurn:
 
 @dataclass(frozen=True, slots=True)
 class GoldenSession:
-    """A session. `recorded_at` is the temperature of its recorded logprobs, None for the one it was sampled at."""
+    """A session. `recorded_at` is the temperature of its recorded logprobs, None for that of sampling."""
 
     name: str
     group: str
@@ -69,11 +69,11 @@ class GoldenSession:
     recorded_at: float | None
 
     def tokens(self) -> list[Token]:
-        """Return every token to be trained, once."""
+        """Return all tokens to train, each once."""
         return [token for turn in self.turns if turn.finish != "abort" for token in turn.sampled]
 
     def paths(self) -> list[list[int | Token]]:
-        """Return each root-to-leaf path: ids of the context, and sampled tokens. Aborted turns are in none."""
+        """Return each root-to-leaf path: ids of the context, and sampled tokens. No path has aborted turns."""
         kept = [seq for seq, turn in enumerate(self.turns) if turn.finish != "abort"]
         leaves = [seq for seq in kept if all(self.turns[other].parent != seq for other in kept)]
         found: list[list[int | Token]] = []
@@ -87,7 +87,7 @@ class GoldenSession:
         return found
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the session as Tokentape hands it out."""
+        """Return the session's trajectories as Tokentape makes them."""
         session = Session(SessionInfo(self.name, 0.0, {"group": self.group}), map(self._turn, range(len(self.turns))))
         return trajectories(session, [] if self.reward is None else [Reward(self.name, None, self.reward, 0.0)])
 
@@ -125,16 +125,16 @@ class GoldenSession:
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """Sessions that make one batch. One that is `refusable` may be refused, since its loss may not be computable."""
+    """The sessions of one batch. A `refusable` batch may be refused, because its loss may not be computable."""
 
     name: str
     sessions: tuple[GoldenSession, ...]
     refusable: bool = False
 
     def advantages(self, counted: Iterable[str] | None = None) -> dict[str, float]:
-        """Return each session's reward minus the mean of its group; of sessions without reward there is none.
+        """Return the reward minus its group's mean for each session with a reward.
 
-        The mean is over sessions, or, to show that error, over `counted`, names as often as they come.
+        The mean is over sessions. To plant an error, pass the names to average over as `counted`, with repetitions.
         """
         rewards = {one.name: one.reward for one in self.sessions if one.reward is not None}
         groups = {one.name: one.group for one in self.sessions}
@@ -154,12 +154,12 @@ def _session(
     temperature: float = 1.0,
     recorded_at: float | None = None,
 ) -> GoldenSession:
-    """Make a session of so many turns. Tokens from `new_weights`, a turn and an offset, on are of version 8, not 7."""
+    """Make a session with one turn per parent. From `new_weights`, a turn and an offset, on the version is 8, not 7."""
     turns: list[GoldenTurn] = []
     number = ord(name) - ord("a")
     for seq, parent in enumerate(parents):
         finish: FinishReason = (ends or {}).get(seq, "stop")
-        # The first id is that of no other turn, so that a row says which turns it holds.
+        # The first id occurs in no other turn, so that it identifies the turns of a row.
         place = 8 * number + seq
         ids = [64 + place, *(3 + (7 * place + 11 * n) % 40 for n in range(3 + place % 3)), *[PAD] * (finish == "stop")]
         versions = ["8" if (seq, n) >= new_weights else "7" for n in range(len(ids))]

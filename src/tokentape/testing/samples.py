@@ -1,11 +1,11 @@
-"""A conformance kit for what a trainer makes of samples: each sampled token has to reach the loss as it was sampled.
+"""A conformance kit for trainers: each sampled token must reach the loss as it was sampled.
 
-Write one function, from `Sample`s to the rows that your loss sees, and run it:
+Write a function from `Sample`s to the rows that your loss sees, and run:
 
     python -m tokentape.testing.samples my_trainer.data:rows
 
-The kit gives it golden sessions and compares each row with what their turns say. Then it plants errors in the rows and
-looks for each. The exit code is 1 if a golden session is not as it has to be, or a planted error goes unnoticed.
+The kit calls it with golden sessions and compares each row with their turns. Then it plants errors in the rows and
+checks that each is found. The exit code is 1 if a row is wrong or a planted error is not found.
 
 >>> def rows(samples):                                                              # doctest: +SKIP
 ...     for one in my_data_path(samples):
@@ -35,19 +35,19 @@ __all__ = ["ConformanceReport", "Row", "RowFinding", "check_samples", "findings"
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What held. `str(report)` is a table."""
+    """The results. `str(report)` is a table."""
 
     goldens: dict[str, list[RowFinding]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    """Golden sessions that the data path refused and may refuse, with its words."""
+    """Golden sessions that the data path refused, as it may, with its message."""
     planted: dict[str, dict[str, bool]] = field(default_factory=dict)
-    """Whether each planted error was caught, by the golden sessions in which it changes anything."""
+    """Whether each planted error was found, by the golden sessions in which it changes anything."""
     not_given: tuple[str, ...] = ()
-    """Fields of `Row` that no row had."""
+    """Fields of `Row` that are None in all rows."""
 
     @property
     def ok(self) -> bool:
-        """Whether every golden session holds and no planted error went unnoticed."""
+        """Whether every golden session holds and every planted error was found."""
         return not any(self.goldens.values()) and all(all(one.values()) for one in self.planted.values())
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class ConformanceReport:
 
 
 def golden_samples(paths: Sequence[Trajectory]) -> Sequence[Sample]:
-    """Make samples as `assemble` does by default, grouped by the sessions' metadata."""
+    """Make samples as `assemble` does by default, with the group from the sessions' metadata."""
     return assemble(paths, group="group").samples
 
 
@@ -74,10 +74,10 @@ def check_samples(
     *,
     samples: Callable[[Sequence[Trajectory]], Sequence[Sample]] = golden_samples,
 ) -> ConformanceReport:
-    """Run a data path on the golden sessions, then look for every planted error in what it made of them.
+    """Run a data path on the golden sessions, then plant each error in its rows and look for it.
 
-    `samples` makes what `adapter` gets. An exception of the data path is a finding, but for an `InvalidRequest` where a
-    golden session may be refused.
+    `samples` makes the arguments of `adapter`. An exception is a finding, unless it is an `InvalidRequest` for a golden
+    session that may be refused.
     """
     report = ConformanceReport(planted={error.name: {} for error in ERRORS})
     given: set[str] = set()
@@ -100,7 +100,7 @@ def check_samples(
             wrong = error.plant(golden, trained)
             if any(map(_differ, wrong, [one.row for one in trained])):
                 kinds = {one.kind for one in findings(golden, wrong + others)} - {one.kind for one in found}
-                # What is wrong already may hide an error; then this golden session has failed anyway.
+                # An earlier finding may hide the error, but then this golden session has failed anyway.
                 if error.kind in kinds or not found:
                     report.planted[error.name][golden.name] = error.kind in kinds
     return replace(report, not_given=tuple(one.name for one in fields(Row) if one.name not in given))
@@ -112,7 +112,7 @@ def _differ(row: Row, other: Row) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the adapter that `module.path:name` names, print the report, and return the exit code."""
+    """Check the adapter named as `module.path:name`, print the report, and return the exit code."""
     if len(arguments) != 1 or ":" not in arguments[0]:
         print("usage: python -m tokentape.testing.samples MODULE:FUNCTION", file=sys.stderr)
         return 2

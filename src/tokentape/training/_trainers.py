@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tokentape._session.comparable import HELP, has_supports, not_comparable
+from tokentape.audit._served import CheckResult
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
 from tokentape.types import TokenDistribution
@@ -139,31 +139,28 @@ def with_distributions(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Whether a trainer can use what an engine records."""
+def served(trainer: str, logprobs_mode: str) -> CheckResult:
+    """Check whether a trainer can use logprobs with this `EngineInfo.logprobs_mode`.
 
-    status: Literal["ok", "warn", "fail"]
-    """`ok`: at any temperature. `warn`: at temperature 1 only, though the trainer takes others. `fail`: never."""
-    found: str
-    advice: str = ""
-
-
-def served(trainer: str, logprobs_mode: str) -> Served:
-    """Say whether a trainer can use logprobs of a mode of `EngineInfo.logprobs_mode`."""
+    `ok`: at any temperature. `warn`: at temperature 1 only, although the trainer takes others. `fail`: never.
+    """
     about = TRAINERS[trainer]
     found = f"{about.name} {about.version} computes {about.formula}; recorded are {logprobs_mode}"
     one = about.setting is None and not about.per_token
+    rest = " at temperature 1" if one else ""
     match logprobs_mode:
         case "processed_logprobs":
-            rest = "" if not one else " at temperature 1"
-            return Served("ok", f"{found}: the same{rest} with top_p 1, top_k 0, min_p 0 and no penalties")
+            return CheckResult(
+                "trainer", "ok", f"{found}: the same{rest} with top_p 1, top_k 0, min_p 0 and no penalties"
+            )
         case "scaled_logprobs":
-            return Served("ok", f"{found}: the same{' at temperature 1' if one else ''} without penalties")
+            return CheckResult("trainer", "ok", f"{found}: the same{rest} without penalties")
         case "raw_logprobs" | "penalised_logprobs":
             found = f"{found}: the same at temperature 1 only"
-            return Served("ok", found) if one else Served("warn", found, f"Else {HELP['raw']}.")
-    return Served("fail", f"{found}: what they are is not known", "Sample with vLLM, SGLang or the embedded engine.")
+            advice = "" if one else f"Else {HELP['raw']}."
+            return CheckResult("trainer", "ok" if one else "warn", found, advice)
+    advice = "Sample with vLLM, SGLang or the embedded engine."
+    return CheckResult("trainer", "fail", f"{found}: what they are is not known", advice)
 
 
 def served_line(logprobs_mode: str) -> str:
