@@ -1,11 +1,11 @@
 """Align two tokenizations of the same bytes, for distillation between models with different tokenizers.
 
-Where both have a token boundary at the same byte there is a common boundary. What lies between two of them is a *span*,
-the smallest stretch that both spell with whole tokens. Log-probabilities are compared by their sums over spans
-(arXiv 2503.20083 calls them chunks).
+A byte at which both have a token boundary is a common boundary. The bytes between two common boundaries are a *span*,
+the smallest text that both spell with whole tokens. Log-probabilities are compared by their sums over spans (called
+chunks in arXiv 2503.20083).
 
-A tokenization is a list with an entry per token: its `bytes`, valid UTF-8 or not, or for a special token its name, a
-`str`. Special tokens stand for no bytes and are in no span. Those with one name at the same byte are paired.
+A tokenization is a list with one entry per token: its `bytes`, valid UTF-8 or not, or for a special token its name, a
+`str`. Special tokens have no bytes and are in no span. Special tokens with the same name at the same byte are paired.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 
 Piece: TypeAlias = bytes | str
-"""The bytes of a token, or the name of a special token, `""` if it has none."""
+"""The bytes of a token, or the name of a special token; `""` if it has no name."""
 
 SpanIndex: TypeAlias = npt.NDArray[np.int32]
 """The span of each token, -1 for special tokens. Shape [tokens]."""
 
 
 class NamedPair(NamedTuple):
-    """A special token that both tokenizations have, with one name at one place, and its positions in both."""
+    """A special token that both tokenizations have at the same place, and its index in each."""
 
     name: str
     left: int
@@ -39,7 +39,7 @@ class NamedPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The spans of two tokenizations, in order. Together they cover every byte."""
+    """The spans of two tokenizations, in order. They cover every byte."""
 
     left: SpanIndex
     right: SpanIndex
@@ -64,10 +64,10 @@ class Alignment:
         *,
         max_tokens: int | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Return the spans to compare likelihoods over, bool [spans].
+        """Return a mask of the spans to compare likelihoods over, bool [spans].
 
-        Those that are not interrupted, have all tokens in the masks (such as loss masks), and at most `max_tokens`
-        tokens on each side: the longer a span, the less its two likelihoods are of the same event.
+        These are not interrupted, have all tokens in the masks (such as loss masks), and at most `max_tokens` tokens on
+        each side: the longer a span is, the less its two likelihoods are of the same event.
         """
         chosen = ~self.interrupted
         for index, mask in ((self.left, left_mask), (self.right, right_mask)):
@@ -81,13 +81,13 @@ class Alignment:
 def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
     r"""Find the spans of two tokenizations of the same bytes. Linear in tokens and bytes.
 
-    A token of no bytes that is not special goes with the bytes after it.
+    A token without bytes that is not special belongs to the bytes after it.
 
     >>> found = align([b"Hel", b"lo", b" \xf0", b"\x9f\xab\xa0"], [b"Hello", b" ", b"\xf0\x9f\xab\xa0", "eos"])
     >>> found.left.tolist(), found.right.tolist(), found.ends.tolist()
     ([0, 0, 1, 1], [0, 1, 1, -1], [5, 10])
 
-    Raises `InvalidRequest`, with the offset, if the two spell different bytes.
+    Raises `InvalidRequest`, with the offset, if the two have different bytes.
     """
     total = _same_bytes(left, right)
     special = [np.array([isinstance(piece, str) for piece in side], np.bool_) for side in (left, right)]
@@ -109,7 +109,7 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
             starts = np.concatenate([[0], end[:-1]])[~named]
             index[~named] = span_of_byte[np.minimum(starts, total - 1)]
         indexes.append(index)
-    # The first of several that have one name at one place is paired with the first, and so on.
+    # Several tokens with the same name at the same place are paired in order.
     waiting: dict[tuple[Piece, int], deque[int]] = defaultdict(deque)
     for n in np.flatnonzero(special[1]).tolist():
         waiting[right[n], int(ends[1][n])].append(n)
@@ -121,10 +121,10 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
 def pieces(
     tokenizer: Tokenizer, ids: Sequence[int], names: Mapping[int, str] | None = None, *, keep_space: bool = False
 ) -> list[Piece]:
-    """Return the piece of each id. Control tokens are special; `names` are their names, by id.
+    """Return the piece of each id. Control tokens are special; `names` has their names, by id.
 
-    SentencePiece tokenizers put a space before a text that has none. It is removed, unless `keep_space` says that the
-    text begins with a space itself. Replace control tokens that the other side spells as text (`<think>`) by bytes.
+    SentencePiece tokenizers add a space before a text that has none. It is removed, unless `keep_space` says that the
+    text itself begins with a space. Replace control tokens that are text on the other side (`<think>`) by their bytes.
     """
     names = names or {}
     found: list[Piece] = [
@@ -142,7 +142,7 @@ def pieces(
     for at in starts:
         text = b"".join(piece for piece in found[at : at + 2] if isinstance(piece, bytes))
         piece = found[at] if at < len(found) else ""
-        # A text with two spaces had both itself.
+        # With two spaces, both are part of the text.
         if isinstance(piece, bytes) and text.startswith(b" ") and not text.startswith(b"  "):
             found[at] = piece[1:]
     return found
@@ -156,7 +156,7 @@ def _sums(index: SpanIndex, values: npt.ArrayLike, spans: int) -> npt.NDArray[np
 
 
 def _same_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> int:
-    """Return how many bytes both spell. Raises `InvalidRequest` if they are not the same."""
+    """Return the number of bytes. Raises `InvalidRequest` if the bytes of the two sides differ."""
     one, other = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
     if one != other:
         raise InvalidRequest(

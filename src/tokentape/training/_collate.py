@@ -1,10 +1,10 @@
-"""Samples to batches: padded on either side, or packed, as numpy arrays or torch tensors.
+"""Collate samples into batches, padded on either side or packed, as numpy arrays or torch tensors.
 
-Per-token arrays of a batch are not shifted: at [row, t] are the id, the mask, the logprob and the columns
-of the *same* token. A causal model's logits at t - 1 predict the token at t. So either leave `labels` to a model that
-shifts them itself, as those of transformers do, or take `shifted()`, whose arrays line up with `logits[:, :-1]`.
+Per-token arrays of a batch are not shifted: at [row, t] are the id, the mask, the logprob and the columns of the *same*
+token. A causal model's logits at t - 1 predict the token at t. So either give `labels` to a model that shifts them, as
+models of transformers do, or use `shifted()`, whose arrays match `logits[:, :-1]`.
 
-A sample's own mask says what carries loss, never a comparison with the padding id: that may end sequences too.
+The loss mask comes from the samples, never from a comparison with the padding id, which may also end sequences.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100
-"""The label of a token without loss: what torch's cross entropy ignores."""
+"""The label of a token without loss, which torch's cross entropy ignores."""
 
 NO_VERSION = -1
-"""In `weight_versions`, of a token that was not sampled."""
+"""Value in `weight_versions` for a token that was not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples side by side. Per-token arrays have shape [rows, length]."""
+    """A batch of samples. Per-token arrays have shape [rows, length]."""
 
     input_ids: npt.NDArray[np.int64]
     attention_mask: npt.NDArray[np.int64]
@@ -44,41 +44,41 @@ class Batch:
     position_ids: npt.NDArray[np.int64]
     """Position in its sample, from 0; 0 for padding."""
     segment_ids: npt.NDArray[np.int32]
-    """Number of its sample in the row, from 1; 0 for padding. A token attends to those of its own number only."""
+    """Number of the token's sample in the row, from 1; 0 for padding. Attention stays within a number."""
     loss_mask: npt.NDArray[np.bool_]
     """Tokens that carry loss."""
     labels: npt.NDArray[np.int64]
-    """The ids where `loss_mask` is set, else -100. Not shifted."""
+    """The ids where `loss_mask` is True, else -100. Not shifted."""
     logprobs: npt.NDArray[np.float32]
-    """What the token had when it was sampled, 0.0 elsewhere; NaN for a trained token that was not sampled here."""
+    """Logprob of the token at sampling; 0.0 for other tokens, NaN for a trained token that was not sampled."""
     temperatures: npt.NDArray[np.float32]
-    """What to divide the logits by that predict the token, so that `log_softmax`, over its support where the batch has
-    one, is of the distribution that `logprobs` are of; 1.0 where nothing is trained, NaN where that is not known."""
+    """Divide the logits that predict the token by this: then `log_softmax`, over the token's support if the batch has
+    one, gives the distribution of `logprobs`. 1.0 for tokens without loss, NaN if not known."""
     weight_versions: npt.NDArray[np.int32]
-    """Which weights sampled the token: an index into `versions`; -1 for tokens that were not sampled."""
+    """Index in `versions` of the weights that sampled the token; -1 for tokens that were not sampled."""
     versions: tuple[str, ...]
     places: npt.NDArray[np.int64]
-    """Per sample its row, first position and the position after its last, shape [samples, 3]."""
+    """For each sample its row, first position and the position after its last, shape [samples, 3]."""
     cu_seqlens: npt.NDArray[np.int32]
-    """Where sequences begin in the flattened [rows * length], and its end, for attention kernels that take variable
-    lengths. Stretches of padding count as sequences of their own."""
+    """Where sequences begin in the flattened [rows * length], and the end, for attention kernels with variable lengths.
+    Runs of padding count as sequences."""
     rewards: npt.NDArray[np.float64]
-    """Per sample, NaN where there is none."""
+    """Reward of each sample, NaN if it has none."""
     truncated: npt.NDArray[np.bool_]
-    """Per sample whether it is known that its last turn reached its token budget."""
+    """For each sample, True if its last turn is known to have reached its token budget."""
     groups: tuple[str | None, ...]
-    """Per sample."""
+    """Group of each sample."""
     columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """By name, per token; 0.0 for padding."""
+    """Columns by name, per token; 0.0 for padding."""
     payloads: dict[str, TokenRows] = field(default_factory=dict)
-    """By name: `rows` of shape [rows, length, ...] and `known` of shape [rows, length]."""
+    """Payloads by name: `rows` of shape [rows, length, ...] and `known` of shape [rows, length]."""
     media: tuple[tuple[MediaSpan, ...], ...] = ()
-    """Per sample its images, at offsets in the sample."""
+    """Images of each sample, at offsets in the sample."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return all arrays by name: the fields', then columns and payloads by theirs, `NAME_known` for a payload's.
+        """Return all arrays by name: fields, columns, and payloads as `NAME` and `NAME_known`.
 
-        Payloads with rows of unequal length, such as `supports`, are in `payloads` only.
+        Payloads with rows of unequal length, such as `supports`, are left out.
         """
         dense = {name: payload for name, payload in self.payloads.items() if payload.rows.dtype != object}
         own = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -90,12 +90,12 @@ class Batch:
         }
 
     def shifted(self) -> dict[str, npt.NDArray[Any]]:
-        """Return arrays of shape [rows, length - 1]; index t is about the token at t + 1, which `logits[:, t]` predict.
+        """Return arrays of shape [rows, length - 1]. Index t has the token at t + 1, which `logits[:, t]` predict.
 
-        `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. A policy's ratio to
-        the one that sampled is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) - logprobs)`, where
-        `loss_mask` is set; with supports, `renormalized_logprobs` in place of `log_softmax`. The first token of a
-        sample never carries loss, so none is predicted from its neighbor in a packed row.
+        These are `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. The ratio of
+        a policy to the one that sampled is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) -
+        logprobs)` where `loss_mask` is True; with supports, use `renormalized_logprobs` instead of `log_softmax`. The
+        first token of a sample has no loss, so no loss depends on the previous sample of a packed row.
         """
         names = ("loss_mask", "logprobs", "temperatures", "weight_versions")
         arrays = {"target_ids": self.input_ids, **{name: getattr(self, name) for name in names}, **self.columns}
@@ -103,7 +103,7 @@ class Batch:
 
 
 def to_torch(arrays: dict[str, npt.NDArray[Any]], device: str | torch.device | None = None) -> dict[str, torch.Tensor]:
-    """Return tensors of `batch.arrays()` or `batch.shifted()`, sharing memory where they stay on the CPU."""
+    """Return `batch.arrays()` or `batch.shifted()` as tensors, which share memory with the arrays on the CPU."""
     import torch
 
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
@@ -120,15 +120,16 @@ def padded(
     multiple: int = 1,
     check_logprobs: bool = True,
 ) -> Batch:
-    """Pad samples, a row each.
+    """Pad samples to one row each.
 
-    Rows are as long as the longest sample, rounded up to a `multiple`, or have exactly `length` tokens. `vocab_size` is
-    the model's: the rows of its embedding. Turn `check_logprobs` off for a loss that does not use them.
+    Rows have exactly `length` tokens; by default they are as long as the longest sample, rounded up to a `multiple`.
+    `vocab_size` is the number of rows of the model's embedding. Set `check_logprobs` to False for a loss that does not
+    use logprobs.
 
-    Raises `InvalidRequest` if there is no sample, for an id outside the vocabulary, for a sample longer than `length`
-    (`assemble(..., max_length=...)` cuts or drops those), for one whose first token carries loss, for a trained token
-    without a value in a column, for recorded logprobs that no `log_softmax(logits / temperature)` gives (see
-    `trainers.turn_temperatures`), and for logprobs over the whole vocabulary beside recorded supports.
+    Raises `InvalidRequest` if there is no sample; for an id outside the vocabulary; for a sample longer than `length`
+    (`assemble(..., max_length=...)` cuts or drops these); if the first token of a sample carries loss; for a trained
+    token without a value in a column; for recorded logprobs that no `log_softmax(logits / temperature)` gives; and for
+    logprobs over the whole vocabulary with recorded supports.
     """
     _check(samples, pad_id, vocab_size)
     lengths = [len(sample.token_ids) for sample in samples]
@@ -147,18 +148,18 @@ def packed(
     multiple: int = 1,
     check_logprobs: bool = True,
 ) -> Batch:
-    """Pack samples one after the other: all in one row, or first fit by size in few rows of `length` tokens.
+    """Pack samples into one row, or by first fit into few rows of `length` tokens.
 
-    Attention must not cross samples: give a kernel `cu_seqlens`, build a mask from `segment_ids`, or, with a model that
-    reads boundaries off `position_ids`, which start anew with each sample, give those and no attention mask
-    (transformers' flash attention, one row). Raises as `padded`.
+    Attention must not cross samples: pass `cu_seqlens` to a kernel, or build a mask from `segment_ids`. Some models
+    (transformers' flash attention, one row) find boundaries from `position_ids`, which restart at each sample; pass
+    those and no attention mask. Raises as `padded`.
     """
     _check(samples, pad_id, vocab_size)
     sizes = [len(sample.token_ids) for sample in samples]
     size = _row_length(sum(sizes) if length is None else max(sizes), length, multiple)
     places = np.zeros((len(samples), 3), np.int64)
     used: list[int] = []
-    # First fit, the longest first; in one row the order stays.
+    # First fit, longest sample first. In a single row, the order stays.
     order = range(len(samples)) if length is None else sorted(range(len(samples)), key=lambda n: -sizes[n])
     for n in order:
         row = next((row for row, filled in enumerate(used) if filled + sizes[n] <= size), len(used))
@@ -211,7 +212,7 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
 
 
 def _temperatures(sample: Sample, check: bool) -> npt.NDArray[np.float32]:
-    # Ids that were not sampled have no logprobs.
+    # Samples of supervised fine-tuning have no logprobs.
     if check and not np.isnan(sample.logprobs[sample.loss_mask]).all():
         refuse_unlike_supports(sample)
         return token_temperatures(sample)

@@ -1,4 +1,4 @@
-"""Numbers that belong to a sample: named columns with one per token, rewards, and advantages within a group."""
+"""Numbers of a sample: named columns with one value per token, rewards, and advantages within a group."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tokentape.types import TokenValues
 
 
 def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
-    """Return the sample with a named number per token: a number for all trained tokens, one per turn, or one per token.
+    """Return the sample with a named column: give one number for all trained tokens, one per turn or one per token.
 
-    One number, and one per turn, are given to the trained tokens only; other tokens have 0. Raises `InvalidRequest` for
-    another count of values.
+    One number, or one per turn, applies to trained tokens only; other tokens get 0. Raises `InvalidRequest` for another
+    number of values.
 
     >>> with_column(sample, "advantages", 0.5)                                      # doctest: +SKIP
     """
@@ -42,11 +42,10 @@ def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
 def group_advantages(
     samples: Sequence[Sample], *, name: str = "advantages", scale: bool = True, epsilon: float = 1e-6
 ) -> list[Sample]:
-    """Return samples with GRPO's advantage as a column: reward minus the group's mean, over its standard deviation.
+    """Return samples with GRPO's advantage as a column: reward minus the group's mean, divided by its deviation.
 
-    The mean is over sessions, so that one which came apart into several samples counts once, with the mean of their
-    rewards. `scale` False leaves the division out (Dr. GRPO). Raises `InvalidRequest` for a sample without reward or
-    group.
+    The mean is over sessions: a session with several samples counts once, with the mean of their rewards. `scale` False
+    omits the division (Dr. GRPO). Raises `InvalidRequest` for a sample without reward or group.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     for sample in samples:

@@ -1,8 +1,8 @@
-"""Make first embeddings for tokens that a model has not seen, from those that it has.
+"""Make initial embeddings for new tokens from a model's embeddings.
 
-`mean_of_pieces`, `token_adapt` (arXiv 2505.09738) and `normal` return the rows of new tokens, numpy arrays in the dtype
-of the given embeddings; `enlarge_model` puts them after the old rows. A semantic-id token has no text of its own:
-describe each by one (a title, a category), or take `normal`: rows that are equal part from each other slowly.
+`mean_of_pieces`, `token_adapt` (arXiv 2505.09738) and `normal` return the rows of new tokens, as numpy arrays in the
+dtype of the given embeddings; `enlarge_model` adds them after the old rows. A semantic-id token has no text: describe
+each by a text (a title, a category), or use `normal`, because equal rows diverge slowly in training.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Rows: TypeAlias = npt.NDArray[np.floating[Any]]
 
 
 class Pieces(NamedTuple):
-    """The tokens of a new token's text before it was one token, and their lengths in bytes."""
+    """The old tokens of a new token's text, and their lengths in bytes."""
 
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 class Auxiliary(NamedTuple):
-    """Texts in the space of another embedding model, which measures likeness: of each new and each old token."""
+    """Embeddings of the texts of all new and all old tokens by another embedding model, to measure similarity."""
 
     new: Rows
     old: Rows
@@ -61,14 +61,15 @@ def token_adapt(
     global_weight: float = 0.3,
     temperature: float = 0.3,
 ) -> Rows:
-    """Mix a weighted mean of pieces (the local estimate) with one of nearest neighbors (the global estimate).
+    """Mix a weighted mean of the pieces (local estimate) with one of the nearest neighbors (global estimate).
 
-    Likeness is the cosine in the auxiliary space, by default that of `embeddings`, with a text at the mean of its
-    pieces. A piece's score is the mean of its likeness to the whole text and its share of the text's length; a
-    neighbor's is its likeness. A softmax with `temperature` makes scores weights. For untied output embeddings pass
-    those, and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the same weights.
+    Similarity is the cosine in the auxiliary space; by default that is the space of `embeddings`, with a text at the
+    mean of its pieces. The score of a piece is the mean of its similarity to the whole text and its share of the text's
+    length; the score of a neighbor is its similarity. A softmax with `temperature` turns scores into weights. For
+    untied output embeddings, pass these and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the
+    same weights.
 
-    Shape [pieces, dimensions]. Raises `InvalidRequest` for an auxiliary space with other numbers of rows.
+    Shape [pieces, dimensions]. Raises `InvalidRequest` if the auxiliary space has other numbers of rows.
     """
     auxiliary = auxiliary or Auxiliary(mean_of_pieces(embeddings, pieces), embeddings)
     if (len(auxiliary.new), len(auxiliary.old)) != (len(pieces), len(embeddings)):
@@ -102,10 +103,11 @@ def normal(embeddings: Rows, count: int, *, seed: int = 0) -> Rows:
 def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, Rows]) -> Rows:
     """Return the embeddings with rows for every block of `training`, by name, shape [vocab_size, dimensions].
 
-    Old rows are copied bit for bit. Rows of ids that are no tokens are zero, and so is the padding token's if `rows`
-    doesn't have it: a zero row in a tied output layer has a logit of 0, so mask by `training.known` when sampling.
+    Old rows are copied bit for bit. Rows of ids that are not tokens are zero, and so is the row of the padding token if
+    it is not in `rows`. A zero row of a tied output layer has a logit of 0, so mask by `training.known` when sampling.
 
-    Raises `InvalidRequest` for a block without rows, rows of another shape, or more old rows than the new vocabulary.
+    Raises `InvalidRequest` for a block without rows, for rows of another shape, and for more old rows than the new
+    vocabulary has.
     """
     if len(embeddings) > training.vocab_size:
         raise InvalidRequest(
@@ -130,9 +132,9 @@ def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, R
 def enlarge_model(
     model: Any, training: TrainingTokenizer, rows: Mapping[str, Rows], output_rows: Mapping[str, Rows] | None = None
 ) -> None:
-    """Give a `transformers` model the rows of `enlarged` and this padding token, in place. Needs torch.
+    """Add the rows of `enlarged` and the padding token to a `transformers` model, in place. Needs torch.
 
-    `output_rows` are for an output layer of its own, `rows` by default. A tied one follows.
+    `output_rows` are for an untied output layer, by default `rows`. A tied layer follows the input layer.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Samples as files: Parquet and JSON lines of trajectories with the mask decided and one more column, `group`.
+"""Files of samples: Parquet or JSON lines of trajectories with their final mask and one more column, `group`.
 
-Whatever reads trajectories reads them too. `tokentape.samples_version` in a Parquet file's metadata, `samples_version`
+They can also be read as trajectories. `tokentape.samples_version` in a Parquet file's metadata, and `samples_version`
 in a line, is the version of the fields that only samples have.
 """
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     import datasets
 
 SAMPLES = Layout(Sample, (FileField("group", "string", nullable=True),), "samples_version", 1)
-"""Fields may be added under the same version; one that changes or goes away raises it."""
+"""The version changes if a field is changed or removed, not if one is added."""
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> int:
-    """Write samples to a file, JSON lines if it is named `.jsonl`, else Parquet. Return how many."""
+    """Write samples to a file, as JSON lines if it is named `.jsonl`, else as Parquet. Return their number."""
     return write_file(samples, path, SAMPLES)
 
 
 def read_samples(path: str | Path) -> Iterator[Sample]:
-    """Yield the samples of such a file, bit for bit. Raises `InvalidRequest` for another file or version."""
+    """Yield the samples of a file, bit for bit. Raises `InvalidRequest` for another format or version."""
     return cast("Iterator[Sample]", iter_file(path, SAMPLES))
 
 
 def to_dataset(samples: Iterable[Sample]) -> datasets.Dataset:
-    """Return a Hugging Face dataset in memory, a row per sample. Needs `datasets`."""
+    """Return a Hugging Face dataset in memory, with one row per sample. Needs `datasets`."""
     import datasets
 
     return datasets.Dataset(datasets.table.InMemoryTable(trajectories_table(list(samples), layout=SAMPLES)))

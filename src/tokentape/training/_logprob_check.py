@@ -1,12 +1,12 @@
-"""Recorded logprobs against a trainer's: whether the trainer sees the sequences that were sampled, and as likely.
+"""Compare recorded logprobs with a trainer's, and check that the trainer has the sampled sequences.
 
-Differences have three causes, and only the first is about numbers. They are reported in channels with a limit each:
+Differences have three causes. Each is reported in a channel with its own limit:
 
-- *numeric*: the same ids, other numbers. Kernels, precision, weights.
-- *id drift*: the trainer has other ids for the same text. Something retokenized.
-- *text drift*: the trainer has another text. Something rendered messages again.
+- *numeric*: the same ids, other numbers, because of kernels, precision or weights.
+- *id drift*: the trainer has other ids for the same text, because something retokenized it.
+- *text drift*: the trainer has another text, because something rendered the messages again.
 
-A token with another context is never counted as numeric: a bug in the token path can't hide in rounding noise.
+A token with another context is never counted as numeric, so an error in the ids can't hide in rounding noise.
 """
 
 from __future__ import annotations
@@ -33,94 +33,94 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds, Trajectory
 
 Forward: TypeAlias = Callable[[TokenIds], Logprobs]
-"""Ids to the logprob of each given those before it, NaN for the first. Shape [tokens]."""
+"""A function from ids to the logprob of each given those before it, NaN for the first. Shape [tokens]."""
 
 
 _ROUNDING = 1e-4
-"""Nats above 0 that a logprob may have by rounding, as a difference of logits in float32."""
+"""Largest logprob above 0, in nats, that rounding in float32 explains."""
 
 _ANY_SIZE = 2**31
-"""Size of an unknown vocabulary: columns normalized over it can't be compared."""
+"""Size of an unknown vocabulary. Columns normalized over it can't be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRow:
-    """What a trainer has of one trajectory."""
+    """A trainer's data about one trajectory."""
 
     token_ids: TokenIds | None
-    """Its ids; None if they are those recorded."""
+    """The trainer's ids; None for the recorded ids."""
     logprobs: Logprobs | None
-    """Its logprobs, one per id of its own, the first of no meaning; None if they are to be computed."""
+    """The trainer's logprobs, one per id; the first is ignored. None if they must be computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """One token on which trainer and record are far apart."""
+    """A token with a large difference between trainer and record."""
 
     session_id: str
     leaf: int
     turn: int
-    """`seq` of the turn that sampled it."""
+    """`seq` of the turn that sampled the token."""
     position: int
-    """In the trajectory."""
+    """Index in the trajectory."""
     token_id: int
     text: str | None
-    """What the token spells, if there is a tokenizer."""
+    """Text of the token, if there is a tokenizer."""
     recorded: float
     trainer: float
     channel: Channel
     drift_class: str | None
-    """Of the last change before it, with its channel's drift."""
+    """Class of the last change before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobLimits:
-    """What is still right."""
+    """Limits for `LogprobReport.failures`."""
 
     mean: float = 0.02
-    """Nats: mean absolute difference, numeric."""
+    """Largest mean absolute difference in the numeric channel, in nats."""
     delta: float | None = None
-    """Nats: largest absolute difference, numeric. Not asked for by default: one token in low precision may be far."""
+    """Largest absolute difference in the numeric channel, in nats. Off by default: low precision has outliers."""
     k3: float = 0.01
     drift: float = 0.0
-    """Share of trained tokens that may have drifted, in ids and in text each."""
+    """Largest share of trained tokens with id drift, and with text drift."""
     missing: int = 0
-    """Rows that only one side may have."""
+    """Largest number of rows that only one side has."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobReport:
-    """What was compared and found."""
+    """The result of `check_logprobs`."""
 
     sequences: int
     without_trainer: int
-    """Recorded trajectories that the trainer has no row of."""
+    """Recorded trajectories without a row of the trainer."""
     unknown: int
-    """Rows of the trainer that are of no recorded trajectory."""
+    """Rows of the trainer without a recorded trajectory."""
     numeric: Numbers
-    """Over tokens with the recorded id and context."""
+    """Differences of tokens with the recorded id and context."""
     id_drift: Drift
     text_drift: Drift
     behind_drift: Numbers
-    """Over tokens that both have, after the first drifted one."""
+    """Differences of tokens that both sides have, after the first drifted token."""
     if_retokenized: Drift | None
-    """What decoding and retokenizing each trajectory would have changed; None without a tokenizer."""
+    """Changes by decoding and retokenizing each trajectory; None without a tokenizer."""
     outliers: tuple[Outlier, ...]
     not_comparable: Mapping[str, int]
-    """Tokens whose recorded logprobs are of another distribution than the trainer's, by how they differ; in no number
-    here. Where a trainer gave its logprobs itself they are taken to be of the same."""
+    """Number of tokens that were left out because their recorded logprobs are of another distribution than the
+    trainer's, by reason. Logprobs in a trainer's file are assumed to be of the same distribution."""
     above_zero: int
-    """Logprobs above 0 on either side, which no probability has."""
+    """Number of logprobs above 0 on either side, which are not probabilities."""
     causes: tuple[Attribution, ...]
-    """Why numeric differences are more than rounding explains, where the model was there to tell."""
+    """Causes of numeric differences beyond rounding, if the model was available to find them."""
 
     @property
     def compared(self) -> int:
-        """Tokens that both sides have a logprob of."""
+        """Number of tokens with a logprob on both sides."""
         return self.numeric.tokens + self.numeric.not_finite + self.behind_drift.tokens + self.behind_drift.not_finite
 
     def failures(self, limits: LogprobLimits) -> list[tuple[str, str]]:
-        """Return what is beyond the limits, by channel; `rows` are those that only one side has."""
+        """Return (channel, message) for each exceeded limit. The channel `rows` is for rows that only one side has."""
         found: list[tuple[str, str]] = []
         numbers = self.numeric
         if self.without_trainer + self.unknown > limits.missing:
@@ -141,7 +141,7 @@ class LogprobReport:
                 found.append(("numeric", f"{name} {value:.3g}, limit {limit:g}"))
         drifts: tuple[tuple[Channel, Drift], ...] = (("id drift", self.id_drift), ("text drift", self.text_drift))
         for channel, drift in drifts:
-            # With a limit of 0, a context that drifted counts too.
+            # With a limit of 0, drift in the context counts too.
             if drift.changed_sequences and (drift.share > limits.drift or not limits.drift):
                 counts = f"{drift.changed_tokens} of {drift.tokens} trained tokens changed"
                 where = f"in {drift.changed_sequences} of {drift.sequences} sequences"
@@ -158,15 +158,15 @@ def check_logprobs(
     outliers: int = 10,
     precision: str = "float32",
 ) -> LogprobReport:
-    """Compare, over the tokens that trajectories train, what was recorded with what a trainer has.
+    """Compare the recorded logprobs of trained tokens with a trainer's.
 
-    `rows` are the trainer's, by session id and leaf; trajectories without one are left out. Without `rows` the trainer
-    has the recorded ids. Logprobs that a row lacks are computed by `forward`. `outliers` is how many of the tokens that
-    are furthest apart are listed. Beyond what rounding explains in the `precision` the causes are named, if `forward`
-    tells alternatives too, as `forward_pass` does.
+    `rows` are the trainer's, by session id and leaf; trajectories without a row are skipped. Without `rows`, the
+    trainer has the recorded ids. `forward` computes missing logprobs. `outliers` is the number of tokens to list. For
+    differences beyond rounding in `precision`, the causes are found if `forward` also returns alternatives, as that of
+    `forward_pass` does.
 
-    Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has another number of logprobs than of
-    ids, and if ids differ while there is no tokenizer to tell how.
+    Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has different numbers of logprobs and
+    ids, and if ids differ but there is no tokenizer to classify it.
     """
     tally = _Tally(outliers, tokenizer, forward, precision)
     seen = set()
@@ -185,7 +185,7 @@ def check_logprobs(
 
 
 class ModelForward:
-    """A model's own logprobs, float32: a `Forward` that tells alternatives too. `forward_pass` makes it."""
+    """A `Forward` with a model's logprobs in float32 that also returns alternatives. Made by `forward_pass`."""
 
     def __init__(self, model: Any, folder: Path, chunk: int) -> None:
         from tokentape.engines._forward import ForwardPass
@@ -210,8 +210,8 @@ class ModelForward:
 def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024) -> ModelForward:
     """Return the forward pass of a model folder, over all rows of the vocabulary.
 
-    Goes through a sequence in chunks with a cache, so that no more than `chunk` rows of logits are held. Needs torch
-    and transformers. Raises `EngineError` if there is no such model.
+    Processes a sequence in chunks with a cache, with at most `chunk` rows of logits in memory. Needs torch and
+    transformers. Raises `EngineError` if the model can't be loaded.
     """
     from tokentape.engines._loading import load_model
 
@@ -221,10 +221,10 @@ def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", 
 def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
     """Read a trainer's rows from Parquet or JSON lines (`.jsonl`).
 
-    Columns `session_id` and `leaf` say of which trajectory a row is; `token_ids` and `trainer_logprobs` are what the
-    trainer has, each may be missing. Others, `logprobs` among them, are left alone.
+    The columns `session_id` and `leaf` identify the trajectory of a row; `token_ids` and `trainer_logprobs` are the
+    trainer's, and one of them may be missing. Other columns, such as `logprobs`, are ignored.
 
-    Raises `InvalidRequest` for a file without the first two, with neither of the others, or with a row twice.
+    Raises `InvalidRequest` for a file without the first two columns or without both others, and for a duplicate row.
     """
     found: dict[tuple[str, int], TrainerRow] = {}
     for number, row in enumerate(read_table_rows(Path(source), _COLUMNS), 1):
@@ -239,7 +239,7 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
             raise InvalidRequest(f"{source}, row {number}: a second row of session {key[0]!r}, leaf {key[1]}")
         found[key] = TrainerRow(
             None if ids is None else np.array(ids, np.int32),
-            # In JSON, NaN may be null.
+            # JSON has null for NaN.
             None if logprobs is None else np.array([np.nan if one is None else one for one in logprobs], np.float32),
         )
     return found
@@ -259,7 +259,7 @@ class _Tally:
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
         self._outliers: list[tuple[float, Outlier]] = []
-        """The furthest apart, with their distance."""
+        """The largest differences, with their tokens."""
         self._above_zero = 0
 
     def add(self, one: Trajectory, row: TrainerRow) -> None:
@@ -320,12 +320,12 @@ class _Tally:
         return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
 
     def _expected(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> Logprobs:
-        """Return the model's logprobs of the tokens of `mask` in the recorded distribution, NaN for all others."""
+        """Return the model's logprobs of the tokens in `mask` in the recorded distribution, NaN for other tokens."""
         scores = self._scores(one.token_ids, 1, self._mismatch.top_for(one))
         return self._mismatch.add(one, mask, 1, scores)
 
     def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return which tokens were recorded with the model's own logprobs; others count as not comparable."""
+        """Return a mask of tokens with raw recorded logprobs, and count the others as not comparable."""
         raw = np.zeros(len(mask), bool)
         for rule, (_, start, end) in zip(recorded_rules(one), one.completions(), strict=True):
             raw[start:end] = rule == RAW

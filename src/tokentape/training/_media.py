@@ -1,10 +1,10 @@
-"""Inputs of vision models beyond token ids: the images of a batch, processed again from their bytes and settings.
+"""Inputs of vision models besides token ids: the images of a batch, processed again from their bytes and settings.
 
     batch = padded(samples, pad_id=0, vocab_size=model.config.get_text_config().vocab_size)
     inputs = to_torch(media_arrays(batch, session.media))
     logits = model(input_ids, attention_mask=attention_mask, **inputs).logits
 
-Give the model no `position_ids`: those of a batch count in one dimension, the model makes its own of these arrays.
+Don't pass `position_ids` to the model: it computes its own from these arrays, in more than one dimension.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tokentape.errors import InvalidRequest
 from tokentape.training._collate import Batch
 
 IMAGE_TYPE = 1
-"""In `mm_token_type_ids`, of an id that stands for a part of an image; text and padding are 0."""
+"""Value in `mm_token_type_ids` for a placeholder of an image; text and padding are 0."""
 
 
 def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.NDArray[Any]]:
     """Return the images of a batch, in the order of their placeholders in its rows.
 
-    `load` has the bytes of an image, or of the settings that it was processed with, by their SHA-256: `media` of a
-    client's session, for example. Needs the extra `images`.
+    `load` returns the bytes of an image, or of the settings that it was processed with, by their SHA-256; for example
+    `media` of a client's session. Needs the extra `images`.
 
-    Returns `mm_token_type_ids`, int64 [rows, length], and where there are images `pixel_values`, float32 [patches of
-    all images, values of a patch], and `image_grid_thw`, int64 [images, 3].
+    Returns `mm_token_type_ids`, int64 [rows, length], and if there are images `pixel_values`, float32 [patches of all
+    images, values of a patch], and `image_grid_thw`, int64 [images, 3].
 
-    Raises `InvalidRequest` for a row with several samples, since a vision model numbers positions per row, and if
-    an image has another number of tokens now, or stands elsewhere, than was recorded: then the libraries have changed.
+    Raises `InvalidRequest` for a row with several samples, because a vision model numbers positions per row, and if an
+    image now has another number of tokens or another position than recorded, because the libraries have changed.
     """
     if len(np.unique(batch.places[:, 0])) < len(batch.places):
         raise InvalidRequest("images can't be packed: the model numbers the positions of whole rows; use `padded`")

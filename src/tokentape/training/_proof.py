@@ -1,7 +1,7 @@
 """Prove that a training tokenizer changes no old text: every old text has its old ids.
 
-The parts that decide ids and text must be the same, and every old added token must be there with its flags. Texts must
-have the same ids: yours, those on which tokenizers are known to differ, and some that spell every old token.
+The parts that determine ids and text must be equal, and every old added token must be there with its flags. Texts must
+have the same ids: yours, texts on which tokenizers are known to differ, and texts that contain every old token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tokentape.errors import InvalidRequest
 from tokentape.training._tokenizer import TrainingTokenizer, token_ids
 
 PARTS = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
-"""The parts of `tokenizer.json` that decide ids and text. Added tokens are compared on their own."""
+"""The parts of `tokenizer.json` that determine ids and text. Added tokens are compared separately."""
 
 _CHARACTERS = 1 << 15
 """Files are encoded in pieces of this many characters."""
 _MIXED, _MIXED_TOKENS = 2000, 64
-"""The number and length of texts of random tokens, where tokens meet that no author would put together."""
+"""The number and length of texts of random tokens, for unusual sequences of tokens."""
 _AROUND = 64
 _CHAT = "<|im_start|>user\nhi<|im_end|>\n<think>\n</think><tool_call>{}</tool_call> <s>[INST] x [/INST]</s>"
 
@@ -47,20 +47,20 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared, and what differs."""
+    """The result of `prove`."""
 
     texts: int
     tokens: int
-    """Of all texts, by the old tokenizer."""
+    """Tokens of all texts, by the old tokenizer."""
     changed_texts: int
     counterexample: Counterexample | None
     """The shortest of the first few changed texts."""
     changed_parts: tuple[str, ...]
-    """`PARTS` that differ, and old added tokens that are gone or have other flags."""
+    """The `PARTS` that differ, and old added tokens that are missing or have other flags."""
     changed_spellings: tuple[int, ...]
     """Old ids that decode to another text."""
     fingerprint: str
-    """Hex SHA-256 of the `PARTS` of the old tokenizer: equal for two that differ in added tokens only."""
+    """Hex SHA-256 of the `PARTS` of the old tokenizer. Equal for tokenizers that differ in added tokens only."""
 
     @property
     def ok(self) -> bool:
@@ -71,8 +71,8 @@ class Proof:
 def prove(old: str | Path, new: str | Path | TrainingTokenizer, corpus: Iterable[str | Path] = ()) -> Proof:
     """Compare the tokenizer in folder `old` with `new`, a folder or a training tokenizer.
 
-    `corpus` has texts (`str`) and UTF-8 files (`Path`), which are read piece by piece and encoded on all cores, as
-    `transformers` does, with the control tokens that they spell: so a text that spells a new token is found.
+    `corpus` has texts (`str`) and UTF-8 files (`Path`). Files are read in pieces, and texts are encoded on all cores,
+    with the control tokens that they contain, as in `transformers`. So a text that contains a new token is found.
 
     >>> prove("path/to/model", training, Path("corpus").glob("*.txt")).ok     # doctest: +SKIP
     True
@@ -118,7 +118,7 @@ def _shrunk(source: str, text: str, sides: Sequence[tokenizers.Tokenizer]) -> Co
     first = len(commonprefix(ids(text)))
     offsets = sides[0].encode(text, add_special_tokens=False).offsets
     at = offsets[first][0] if first < len(offsets) else len(text)
-    # A short piece of a long text probably fails too, and is shrunk much faster.
+    # A short piece of a long text probably differs too, and shrinks much faster.
     near = text[max(0, at - _AROUND) : at + _AROUND]
     least = smallest_text(near if differs(near) else text, differs)
     old_ids, new_ids = ids(least)

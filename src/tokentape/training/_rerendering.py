@@ -1,7 +1,7 @@
-"""Compare recorded conversations with their messages rendered again, and the logprobs there.
+"""Compare recorded conversations with their messages rendered again, and the logprobs of both.
 
-This is what a trainer would have if it got messages. As in `check-logprobs`, there are three channels: before the first
-difference tokens have the same context, after a difference of ids alone the same text, after one of text another text.
+A trainer that gets messages would have these renderings. As in `check-logprobs`, there are three channels: before the
+first difference tokens have the same context, after a difference of ids only the same text, then another text.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tokentape.types import TokenIds, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Trained tokens that a channel changes."""
+    """Changes in one channel."""
 
     sequences: int = 0
-    """Sequences with any such difference, even if only in the context."""
+    """Sequences with a difference, even if only in the context."""
     tokens: int = 0
-    """Trained tokens that are lost."""
+    """Trained tokens that changed."""
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """The number of differences of each of `tokendiff.KINDS`."""
+    """Number of differences of each of `tokendiff.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class IfRerendered:
-    """The result of `check_rerendered`. Numbers are over recorded tokens that are kept: new - recorded, in nats."""
+    """The result of `check_rerendered`. Numbers are new - recorded logprobs of unchanged tokens, in nats."""
 
     sequences: int
     refused: int
-    """Conversations that the template refuses, or that have images. No other number includes them."""
+    """Conversations that the template refuses, or that have images. They are in no other number."""
     tokens: int
     """Trained tokens."""
     id_drift: Changed
@@ -55,11 +55,11 @@ class IfRerendered:
 def check_rerendered(
     sessions: Iterable[StoredSession], renderer: Renderer, forward: Forward | None = None
 ) -> IfRerendered:
-    """Render the conversation of each branch as it is at its end, and compare it with the record.
+    """Render the whole conversation of each branch again, and compare it with the record.
 
-    That is the row of a trainer that gets messages. `tokentape drift` renders before every turn instead, as a server
-    does. Without `forward` there are no logprobs, and the `Numbers` are over no tokens. A row's logprobs are those of
-    the recorded ids in the new context. Ids or text that changed have none.
+    A trainer that gets messages has these rows. `tokentape drift` instead renders before every turn, as a server does.
+    Without `forward` there are no logprobs, and the `Numbers` are empty. Logprobs are those of the recorded ids in the
+    new context; changed ids have none.
     """
     counts: Counter[str] = Counter()
     kinds: dict[str, Counter[str]] = {"ids": Counter(), "text": Counter()}
@@ -73,7 +73,7 @@ def check_rerendered(
         found = compare(one.token_ids, again, renderer.tokenizer, provenance=one.provenance)
         first = {"ids": len(mask), "text": len(mask)}
         for difference in found.differences:
-            # What the template writes after the last turn is in no completion.
+            # Ignore text of the template after the last turn.
             if difference.expected_start < len(mask):
                 name = "ids" if difference.same_bytes else "text"
                 first[name] = min(first[name], difference.expected_start)
@@ -103,7 +103,7 @@ def check_rerendered(
 
 
 def _pairs(sessions: Iterable[StoredSession], renderer: Renderer) -> Iterator[tuple[Trajectory, TokenIds | None]]:
-    """Yield branches with the ids of their messages; None for one that is refused, or has images."""
+    """Yield branches with the ids of their rendered messages; None if they are refused or have images."""
     for stored in sessions:
         session = stored.tree()
         for one in stored.trajectories():

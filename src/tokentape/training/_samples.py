@@ -1,9 +1,9 @@
-"""Trajectories to samples: which tokens are trained, in which sequence, with which numbers beside them.
+"""Make samples from trajectories: decide which tokens are trained, in which sequence.
 
-A session's trajectories share prefixes. Each sampled token carries loss at most once over all samples of a session,
-elsewhere it is context. Masks are decided last, over what `select`, `split` and `max_length` have left: where the
-trajectory that trained a shared turn is gone, the next one that holds the turn trains it. The steps are plain
-functions, so that yours go beside them. A sample's arrays are views of its trajectory's as far as they are equal.
+The trajectories of a session share prefixes. Each sampled token carries loss in at most one sample of a session; in the
+others it is context. Masks are decided after `select`, `split` and `max_length`: if the trajectory that trained a
+shared turn was removed, the next one with this turn trains it. The steps are plain functions, so you can write your
+own. Where possible, a sample's arrays are views of its trajectory's arrays.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from tokentape.types import TokenRows, TokenValues, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample(Trajectory):
-    """What a trainer consumes: a trajectory, or the beginning of one, with its mask decided.
+    """A trajectory, or a prefix of one, with its final loss mask.
 
-    `loss_mask` is True for tokens that this sample trains. `logprobs` are NaN where a trained token was not sampled
-    here, as in a sample of supervised fine-tuning.
+    `loss_mask` is True for tokens that this sample trains. `logprobs` are NaN for trained tokens that were not sampled
+    in this session, as in samples of supervised fine-tuning.
     """
 
     group: str | None = None
-    """Samples of one group are compared with each other (GRPO); None if groups were not asked for."""
+    """Samples of one group are compared with each other (GRPO). None if `assemble` was not given a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A sample before its mask: the beginning of a trajectory."""
+    """A sample before its mask is decided: a prefix of a trajectory."""
 
     trajectory: Trajectory
     turns: int
-    """So many turns of the path."""
+    """Number of turns in the prefix."""
     trains: range
-    """Which of them, by position in the path, may carry loss."""
+    """The turns that may carry loss, by position in the path."""
 
 
 Select: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Trajectory]]
-"""Which trajectories of one session stay."""
+"""Select the trajectories of one session to keep."""
 
 Split: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Piece]]
-"""What of one session's trajectories becomes a sample; in case of doubt the earlier piece trains a turn."""
+"""Split the trajectories of one session into pieces. If several pieces may train a turn, the first one does."""
 
 
 def longest_branch(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """Keep only the trajectory with the most tokens, the first of several."""
+    """Keep only the trajectory with the most tokens; of several, the first."""
     return [max(trajectories, key=lambda one: len(one.token_ids))] if trajectories else []
 
 
 @dataclass(frozen=True, slots=True)
 class KeepVerdicts:
-    """Keep only trajectories with one of these verdicts: `exact`, `closed`, `forked`, or a cause, `forked:sibling`.
+    """Keep only trajectories with one of these verdicts: `exact`, `closed`, `forked`, or with a cause `forked:sibling`.
 
-    Raises `InvalidRequest` for a verdict that there is not.
+    Raises `InvalidRequest` for an unknown verdict.
     """
 
     wanted: tuple[str, ...]
@@ -72,23 +72,23 @@ class KeepVerdicts:
         check_verdicts(self.wanted)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Return those of `trajectories` that have one of the verdicts."""
+        """Return the trajectories with one of the verdicts."""
         return [one for one in trajectories if wanted_verdict(one.verdict, self.wanted)]
 
 
 @dataclass(frozen=True, slots=True)
 class DropRetries:
-    """Of several turns that answer the same context, keep only one, with everything that continues it.
+    """Of several turns that answer the same context, keep only one, with its continuations.
 
-    Such siblings come from an agent that asked again, and from calls with several choices: leave this out where all
-    answers are to be compared. Same means the same parent and the same ids added to it.
+    Such siblings come from an agent that retried a call, or from calls with several choices: don't use this step to
+    compare all answers. A context is the same if the parent and the ids added to it are.
     """
 
     keep: Literal["first", "last", "continued"] = "last"
-    """The one committed `first` or `last`; `continued`: all that another turn continues, or the last if none is."""
+    """The turn committed `first` or `last`; `continued`: all turns with a continuation, or the last if none has one."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Return the trajectories that have only turns that were kept."""
+        """Return the trajectories without removed turns."""
         siblings: dict[tuple[int | None, bytes], set[int]] = {}
         continued: set[int] = set()
         for one in trajectories:
@@ -108,15 +108,15 @@ class DropRetries:
 
 
 def one_per_leaf(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
-    """Return a sample per trajectory. A turn that several share is trained in the first."""
+    """Return one sample per trajectory. A shared turn is trained in the first."""
     return [Piece(one, len(one.turns), range(len(one.turns))) for one in trajectories]
 
 
 def one_per_turn(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
-    """Return a sample per turn: its context, and what it sampled as the only trained tokens.
+    """Return one sample per turn: its context, and its completion as the only trained tokens.
 
-    For trainers that want one action per sequence. All contexts together are quadratic in the turns of a path. `reward`
-    is still that of the whole path; that of the action is the last of `turn_rewards`.
+    For trainers with one action per sequence. The total length is quadratic in the turns of a path. `reward` is still
+    that of the whole path; the reward of the action is the last of `turn_rewards`.
     """
     first: dict[int, Piece] = {}
     for one in trajectories:
@@ -127,12 +127,12 @@ def one_per_turn(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class MaxLength:
-    """No sample with more than so many tokens."""
+    """The largest number of tokens of a sample."""
 
     tokens: int
     how: Literal["cut", "drop"] = "drop"
-    """`drop` leaves a longer sample out. `cut` leaves its last tokens out: it ends there, within a turn if need be, or
-    with the turn before if only tokens that were not sampled would be left after that."""
+    """`drop` removes a longer sample. `cut` removes its last tokens: the sample may end within a turn, but never with
+    tokens that were not sampled."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.how not in ("cut", "drop"):
@@ -141,27 +141,27 @@ class MaxLength:
 
 @dataclass(frozen=True, slots=True)
 class AssemblyReport:
-    """What became of the trajectories, in counts. Reports of several calls can be added."""
+    """Counts of trajectories and samples. Reports of several calls can be added."""
 
     sessions: int = 0
     trajectories: int = 0
     samples: int = 0
     tokens: int = 0
-    """Of all samples."""
+    """Tokens of all samples."""
     trained_tokens: int = 0
-    """Tokens of all samples that carry loss."""
+    """Tokens of all samples with loss."""
     not_selected: int = 0
-    """Trajectories that a `select` left out."""
+    """Trajectories that `select` removed."""
     too_long: int = 0
     """Samples that `MaxLength` dropped."""
     cut: int = 0
     """Samples that `MaxLength` cut."""
     cut_tokens: int = 0
-    """Tokens cut off from them."""
+    """Tokens cut off from samples."""
     cut_trained_tokens: int = 0
-    """How many of those would have carried loss."""
+    """Tokens with loss among these."""
     nothing_to_train: int = 0
-    """Samples left out since no token of theirs carries loss: others train them, or they were cut off."""
+    """Samples that were removed because no token has loss: others train them, or they were cut off."""
 
     def __add__(self, other: AssemblyReport) -> AssemblyReport:
         return AssemblyReport(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -169,7 +169,7 @@ class AssemblyReport:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Samples, and what was left out on the way."""
+    """Samples, and a report about what was removed."""
 
     samples: list[Sample] = field(default_factory=list)
     report: AssemblyReport = field(default_factory=AssemblyReport)
@@ -184,19 +184,19 @@ def assemble(
     group: str | Callable[[Trajectory], str] | None = None,
     roles: Sequence[str] | None = None,
 ) -> Assembled:
-    """Make samples, session by session in the order in which they come.
+    """Make samples, session by session in the given order.
 
-    Give all trajectories of a session in one call, else a token may be trained twice: `StoredSession.trajectories()`,
-    `ClientSession.trajectories()`, a snapshot's, `read_trajectories(...)`. `group` is the key of a session's metadata
-    that names the sample's group, or a function that does. With `roles` only branches with one of these are made
-    samples: `main`, `subagent`, `side_call`; a turn that they share is trained once in any case.
+    Pass all trajectories of a session in one call, otherwise a token may be trained twice. They come from
+    `StoredSession.trajectories()`, `ClientSession.trajectories()`, a snapshot or `read_trajectories(...)`. `group` is
+    the key in a session's metadata with the name of the group, or a function that returns the name. `roles` selects
+    branches by role: `main`, `subagent`, `side_call`.
 
     >>> made = assemble(read_trajectories("rollouts.parquet"), group="task")                     # doctest: +SKIP
     >>> made.report.trained_tokens                                                               # doctest: +SKIP
     18211
 
-    Raises `InvalidRequest` for a session whose metadata lack the key of the group, and if `roles` are wanted of
-    trajectories that say none.
+    Raises `InvalidRequest` for a session without the group's key in its metadata, and with `roles` for trajectories
+    without a role.
     """
     if roles is not None:
         check_roles(roles)
@@ -260,7 +260,7 @@ def _of_session(
 
 
 def _length(piece: Piece, limit: int | None = None) -> int:
-    """Return the tokens through the last turn of a piece, or through the last one sampled before `limit`."""
+    """Return the number of tokens through the last sampled token of a piece, or through the last one before `limit`."""
     starts, ends = piece.trajectory.completion_starts[: piece.turns], piece.trajectory.completion_ends[: piece.turns]
     if limit is not None:
         ends = np.minimum(ends[starts < limit], limit)
@@ -268,7 +268,7 @@ def _length(piece: Piece, limit: int | None = None) -> int:
 
 
 def _owners(given: Sequence[Trajectory]) -> dict[int, Trajectory]:
-    """Return per turn the trajectory that trains it by its own mask: there a missing column value is NaN."""
+    """Return for each turn the trajectory that trains it, where a missing column value is NaN."""
     found: dict[int, Trajectory] = {}
     for one in given:
         for n, start in enumerate(one.completion_starts.tolist()):
@@ -302,7 +302,7 @@ def _sample(
                 for reason, end in zip(whole.finish_reasons, whole.completion_ends[:turns], strict=False)
             ),
             "weight_spans": tuple((a, min(b, length), version) for a, b, version in whole.weight_spans if a < length),
-            # A sample ends with a sampled token, so no image is cut in two.
+            # A sample ends with a sampled token, so an image is never cut.
             "media": tuple(span for span in whole.media if span.start < length),
         },
         columns=_columns(whole, mine, length, owners),
@@ -316,9 +316,9 @@ def _sample(
 def _columns(
     whole: Trajectory, mine: Sequence[int], length: int, owners: Mapping[int, Trajectory]
 ) -> dict[str, TokenValues]:
-    """Return columns in which a missing value is NaN in every turn trained here.
+    """Return columns with NaN for missing values in the turns that the sample trains.
 
-    Turns that `whole` itself does not train have zeros there; their owner says whether those were given.
+    `whole` has zeros for turns that it does not train; their owner says whether these are values.
     """
     others = [owners[whole.turns[n]] for n in mine if whole.turns[n] in owners]
     names = sorted({name for one in [whole, *others] for name in one.columns})
@@ -334,7 +334,7 @@ def _columns(
             start, end = int(whole.completion_starts[n]), int(whole.completion_ends[n])
             recorded = None if owner is None else owner.columns.get(name)
             if recorded is not None:
-                # The path before a turn is the same in all trajectories that hold it, so offsets agree.
+                # The path before a turn is the same in all trajectories with the turn, so offsets agree.
                 own[start:end] = recorded[start:end]
             elif values is None or owner is not None or not values[start:end].any():
                 own[start:end] = np.nan

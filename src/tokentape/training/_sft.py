@@ -1,14 +1,13 @@
-"""Conversations to samples for supervised fine-tuning: the template's ids, and which of them the assistant says.
+"""Make samples for supervised fine-tuning from conversations: the template's ids, with a mask of assistant turns.
 
-What an assistant turn trains is what a model has to sample for it: from after the generation prompt through the token
-that ends the turn. Where a template marks that itself with `{% generation %}`, its marks count, as in transformers.
-Elsewhere turns are found in the rendering by their header, a control token that no caller's text can spell, or, where
-templates have none, after the text of the message before. What is found is checked against provenance: not one
-character of a user, tool or system is trained, and all that the assistant says is found. A template that resists is
-refused.
+An assistant turn trains what a model has to sample for it: from after the generation prompt through the token that ends
+the turn. If a template marks this with `{% generation %}`, its marks are used, as in transformers. Otherwise turns are
+found in the rendering by their header, a control token that callers' text can't contain; in templates without headers,
+by the text of the message before. The spans found are checked against provenance: they must have all text of the
+assistant, and no character of a user, tool or system message. Otherwise the conversation is refused.
 
-The mask is made of characters' places in the rendering and cut together with the ids, so neither truncation nor a
-tokenizer can move it.
+The mask is computed from character offsets in the rendering together with the ids, so neither truncation nor the
+tokenizer can shift it.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A rendered conversation, in characters of its marked text, in which a mark has two."""
+class Rendering:
+    """A rendered conversation. Offsets are characters of the marked text, in which a mark has two characters."""
 
     text: str
     codes: Codes
     """Provenance per character."""
     flat: npt.NDArray[np.int64]
-    """Where each character begins if marks are counted as one, and the end."""
+    """The offset of each character if a mark counts as one, and the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What one assistant message trains: characters `start` to before `end` of a marked text."""
+class AssistantSpan:
+    """The span that an assistant message trains: characters `start` to before `end` of the marked text."""
 
     message: int
     start: int
@@ -68,33 +67,33 @@ def sft_sample(
     reasoning: bool = True,
     marks: bool = True,
 ) -> Sample:
-    """Return a sample of a whole conversation, `name` its session id, that trains assistant messages.
+    """Return a sample of a whole conversation that trains assistant messages. Its session id is `name`.
 
-    `select` says which: all, only the last message, or those at these indices. `reasoning` False leaves reasoning and
-    its delimiters out. The ids are those of `transformers.apply_chat_template` without generation prompt, with
-    arguments of tool calls as objects: JSON text is decoded first, as the gateway does. Each message that is trained is
-    a turn of the sample, its index the turn's number, so `assemble` cuts and groups such samples as any; `logprobs` are
-    NaN where it trains. `marks` False ignores `{% generation %}`: some templates mark what their own generation prompt
-    writes, or the line break after a turn, neither of which a model samples.
+    `select` chooses the messages: `all`, `final` for the last message, or their indices. With `reasoning` False,
+    reasoning and its delimiters are not trained. The ids are those of `transformers.apply_chat_template` without
+    generation prompt, with the arguments of tool calls as objects: JSON text is decoded first, as in the gateway. Each
+    trained message is a turn of the sample, numbered by its index, so `assemble` can cut and group these samples too.
+    `logprobs` are NaN for trained tokens. With `marks` False, `{% generation %}` is ignored: some templates mark text
+    of their generation prompt, or the line break after a turn, which a model does not sample.
 
-    Nothing is made up: a template that writes nothing after the last turn (GLM) has no end there to be trained.
+    Nothing is added: if a template writes nothing after the last turn (GLM), no end of turn is trained.
 
-    Raises `TemplateRefused` if the template refuses the conversation, or its rendering does not show what the
-    assistant says (train the final turn only, then), and `InvalidRequest` for a `select` that is neither of the
-    words or names a message that is no assistant message.
+    Raises `TemplateRefused` if the template refuses the conversation, or if the assistant's text can't be found in its
+    rendering (then train the final turn only), and `InvalidRequest` for an unknown word in `select` or the index of a
+    message of another role.
     """
     messages = [_with_objects(message) for message in messages]
     chosen = _chosen(messages, select)
     if renderer.is_external:
         raise InvalidRequest("an overriding renderer does not say which of its ids the assistant says", "renderer")
-    written = _written(renderer, messages, setup, generate=False)
-    marked = _marked_by_template(renderer, messages, setup, written) if marks else None
-    said = marked if marked is not None else find_said(renderer, messages, setup, written, chosen)
-    _check(written, said, messages, whole=marked is None and len(said) == len(_speakers(messages)))
-    spans = [_without_reasoning(renderer, one, written, setup) if not reasoning else one for one in said]
-    encoded = renderer.tokenizer.encode_marked(written.text)
-    provenance = provenance_of_tokens(written.codes[written.flat[:-1]], encoded.spans)
-    places = written.flat[encoded.spans]
+    rendered = _rendered(renderer, messages, setup, generate=False)
+    marked = _marked_by_template(renderer, messages, setup, rendered) if marks else None
+    said = marked if marked is not None else find_spans(renderer, messages, setup, rendered, chosen)
+    _check(rendered, said, messages, whole=marked is None and len(said) == len(_speakers(messages)))
+    spans = [_without_reasoning(renderer, one, rendered, setup) if not reasoning else one for one in said]
+    encoded = renderer.tokenizer.encode_marked(rendered.text)
+    provenance = provenance_of_tokens(rendered.codes[rendered.flat[:-1]], encoded.spans)
+    places = rendered.flat[encoded.spans]
     ranges = [(one.message, *_tokens(places, one)) for one in spans if one.message in chosen]
     ranges = [(message, start, end) for message, start, end in ranges if start < end]
     if not ranges:
@@ -121,24 +120,24 @@ def sft_sample(
     )
 
 
-def find_said(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written, chosen: Collection[int]
-) -> list[Said]:
-    """Return the span of each assistant message in the rendering; only the last one if only that is chosen.
+def find_spans(
+    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering, chosen: Collection[int]
+) -> list[AssistantSpan]:
+    """Return the span of each assistant message in the rendering, or only the last one if only that is chosen.
 
-    Raises `TemplateRefused` if the rendering does not show it.
+    Raises `TemplateRefused` if the spans can't be found.
     """
     for starts in (
-        _behind_headers(renderer, messages, setup, written),
-        _behind_others(renderer, messages, setup, written),
+        _starts_after_headers(renderer, messages, setup, rendered),
+        _starts_after_others(renderer, messages, setup, rendered),
     ):
         if starts is not None:
-            return _with_ends(renderer, messages, setup, written, starts)
+            return _with_ends(renderer, messages, setup, rendered, starts)
     last = len(messages) - 1
     if set(chosen) == {last}:
         before = renderer.render_text(messages[:last], setup, generate=True)
-        if written.text.startswith(before):
-            return _with_ends(renderer, messages, setup, written, {last: len(before)})
+        if rendered.text.startswith(before):
+            return _with_ends(renderer, messages, setup, rendered, {last: len(before)})
     raise TemplateRefused(
         "the rendering does not show which tokens the assistant says: the template neither begins its turns "
         "with a control token of their own nor writes them right after the message before. Train the final turn only."
@@ -161,7 +160,7 @@ def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Colle
 
 
 def _with_objects(message: Message) -> Message:
-    """Return the message with arguments of its calls as objects: templates print those, and would quote a string."""
+    """Return the message with the arguments of its calls as objects, because templates would quote strings."""
     calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
     for call in calls:
         if "arguments" in call["function"]:
@@ -173,65 +172,65 @@ def _speakers(messages: Sequence[Message]) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _written(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> Written:
+def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> Rendering:
     text, codes = renderer.render_text_with_provenance(messages, setup, generate=generate)
     marks = {match.start() for match in MARK.finditer(text)}
     flat = [at for at in range(len(text) + 1) if at - 1 not in marks]
     places = np.array(flat, np.int64)
-    return Written(text, np.repeat(codes, places[1:] - places[:-1]), places)
+    return Rendering(text, np.repeat(codes, places[1:] - places[:-1]), places)
 
 
 def _marked_by_template(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written
-) -> list[Said] | None:
-    """Return the contents of the template's `{% generation %}` blocks; None unless there is one per message."""
+    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering
+) -> list[AssistantSpan] | None:
+    """Return the spans of the template's `{% generation %}` blocks; None unless there is one per message."""
     if not _GENERATION.search(renderer.template.source):
         return None
     source = _GENERATION.sub(_shown, renderer.template.source)
     shown = Renderer(renderer.tokenizer, ChatTemplate(source)).render_text(messages, setup, generate=False)
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown)
     speakers = _speakers(messages)
-    if "".join(pieces[::2]) != written.text or pieces[1::2] != [_OPEN, _CLOSE] * len(speakers):
+    if "".join(pieces[::2]) != rendered.text or pieces[1::2] != [_OPEN, _CLOSE] * len(speakers):
         return None
     ends = np.cumsum([len(piece) for piece in pieces[::2]]).tolist()
-    return [Said(n, ends[2 * k], ends[2 * k + 1]) for k, n in enumerate(speakers)]
+    return [AssistantSpan(n, ends[2 * k], ends[2 * k + 1]) for k, n in enumerate(speakers)]
 
 
 def _shown(tag: re.Match[str]) -> str:
-    """Return a generation tag as one that writes a sentinel, with the same control of white space."""
+    """Replace a generation tag by one that writes a sentinel, with the same whitespace control."""
     left, end, right = tag.groups()
     sentinel = _CLOSE if end else _OPEN
     return f'{{%{left} if true %}}{{{{ "\\u{ord(sentinel):04x}" }}}}{{% endif {right}%}}'
 
 
-def _behind_headers(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written
+def _starts_after_headers(
+    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering
 ) -> dict[int, int] | None:
-    """Return per assistant message where it starts, after its own header; None if they don't all have one."""
+    """Return the start of each assistant message, after its header; None if some have no header."""
     prompt = renderer.format(setup).generation_prompt
     shared = prompt[: common_prefix(renderer.format(setup).header, prompt)]
     if not MARK.match(shared):
         return None
     speakers = _speakers(messages)
-    # The longest beginning of it that every turn has: what reasoning goes into may be in it, and be filled in some.
+    # Try the longest prefix first: the prompt may have an empty reasoning block, which is filled in some turns.
     for end in [len(shared), *(match.start() for match in reversed(list(MARK.finditer(shared, 1))))]:
-        found = [match.end() for match in re.finditer(re.escape(shared[:end]), written.text)]
+        found = [match.end() for match in re.finditer(re.escape(shared[:end]), rendered.text)]
         if len(found) == len(speakers):
-            # The model does not sample what the generation prompt writes after the header.
-            starts = [at + common_prefix(written.text[at : at + len(prompt) - end], prompt[end:]) for at in found]
+            # The model does not sample the text of the generation prompt after the header.
+            starts = [at + common_prefix(rendered.text[at : at + len(prompt) - end], prompt[end:]) for at in found]
             return dict(zip(speakers, starts, strict=True))
     return None
 
 
-def _behind_others(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written
+def _starts_after_others(
+    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering
 ) -> dict[int, int] | None:
-    """Return the same, after what the template writes between the message before and a turn; None if that differs."""
+    """Return the start of each assistant message, after the text that follows the message before; None if it varies."""
     groups = [
         (own, [n for n, _ in run])
         for own, run in groupby(enumerate(messages), lambda one: one[1]["role"] == "assistant")
     ]
-    runs = list(_runs(written.codes))
+    runs = list(_runs(rendered.codes))
     if [own for own, _ in groups] != [own for own, _, _ in runs] or any(own and len(run) > 1 for own, run in groups):
         return None
     form = renderer.format(setup)
@@ -242,11 +241,11 @@ def _behind_others(
             continue
         if k == 0:
             return None
-        before = _written(renderer, messages[: run[0]], setup, generate=True)
+        before = _rendered(renderer, messages[: run[0]], setup, generate=True)
         spoken = np.flatnonzero(np.isin(before.codes, _FOREIGN))
         tail = before.text[spoken[-1] + 1 :] if spoken.size else before.text
         after = runs[k - 1][2] + 1
-        shared = common_prefix(written.text[after : after + len(tail)], tail)
+        shared = common_prefix(rendered.text[after : after + len(tail)], tail)
         if shared < len(tail) - opened:
             return None
         starts[run[0]] = after + shared
@@ -254,7 +253,7 @@ def _behind_others(
 
 
 def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
-    """Yield runs of callers' text: whether it is the assistant's, first and last character."""
+    """Yield runs of callers' text: whether it is the assistant's, its first and its last character."""
     places = np.flatnonzero(codes != Provenance.TEMPLATE)
     own = codes[places] == Provenance.ASSISTANT
     edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(places)]
@@ -264,10 +263,10 @@ def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
 
 
 def _with_ends(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written, starts: dict[int, int]
-) -> list[Said]:
-    """Return turns through the token that ends them, or without one through the text that closes them."""
-    text, codes, form = written.text, written.codes, renderer.format(setup)
+    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering, starts: dict[int, int]
+) -> list[AssistantSpan]:
+    """Return the spans of turns through the token that ends them, or if there is none, through the closing text."""
+    text, codes, form = rendered.text, rendered.codes, renderer.format(setup)
     stops = renderer.stop_ids(setup)
     ends = [m.end() for m in MARK.finditer(text) if renderer.tokenizer.control_of_mark(m[0]).id in stops]
     foreign = np.flatnonzero(np.isin(codes, _FOREIGN))
@@ -284,17 +283,17 @@ def _with_ends(
             end += common_prefix(text[end:limit], close)
             if n == len(messages) - 1:
                 end = max(end, len(text.rstrip()))
-        said.append(Said(n, start, end))
+        said.append(AssistantSpan(n, start, end))
     return said
 
 
-def _check(written: Written, said: Sequence[Said], messages: Sequence[Message], *, whole: bool) -> None:
-    """Raise `TemplateRefused` if others' text would be trained, or what the assistant says is not where it should be.
+def _check(rendered: Rendering, said: Sequence[AssistantSpan], messages: Sequence[Message], *, whole: bool) -> None:
+    """Raise `TemplateRefused` if text of others would be trained, or if a span has no text of its message.
 
-    Of a `whole` conversation none of it may stand elsewhere.
+    With `whole`, the assistant's text must not be outside the spans.
     """
-    own, others = written.codes == Provenance.ASSISTANT, np.isin(written.codes, _FOREIGN)
-    inside = np.zeros(len(written.codes), np.bool_)
+    own, others = rendered.codes == Provenance.ASSISTANT, np.isin(rendered.codes, _FOREIGN)
+    inside = np.zeros(len(rendered.codes), np.bool_)
     for one in said:
         inside[one.start : one.end] = True
         if others.any() and _speaks(messages[one.message]) and not own[one.start : one.end].any():
@@ -308,7 +307,7 @@ def _check(written: Written, said: Sequence[Said], messages: Sequence[Message], 
 
 
 def _speaks(message: Message) -> bool:
-    """Return whether the message has content, or a call with arguments."""
+    """Return whether the message has content or a call with arguments."""
     content = message.get("content")
     calls = message.get("tool_calls") or ()
     return bool(content if not isinstance(content, str) else content.strip()) or any(
@@ -316,19 +315,19 @@ def _speaks(message: Message) -> bool:
     )
 
 
-def _without_reasoning(renderer: Renderer, said: Said, written: Written, setup: Setup) -> Said:
-    """Return the turn from after its reasoning, if it has any."""
+def _without_reasoning(renderer: Renderer, said: AssistantSpan, rendered: Rendering, setup: Setup) -> AssistantSpan:
+    """Return the span of the turn after its reasoning, if it has any."""
     form = renderer.format(setup).reasoning
     if form is None:
         return said
     for close in (form.close, form.close.strip()):
-        at = written.text.find(close, said.start, said.end) if close else -1
+        at = rendered.text.find(close, said.start, said.end) if close else -1
         if at >= 0:
-            return Said(said.message, at + len(close), said.end)
+            return AssistantSpan(said.message, at + len(close), said.end)
     return said
 
 
-def _tokens(places: npt.NDArray[np.int64], said: Said) -> tuple[int, int]:
-    """Return the tokens within; a model does not sample a token there that begins before."""
+def _tokens(places: npt.NDArray[np.int64], said: AssistantSpan) -> tuple[int, int]:
+    """Return the tokens that are completely in the span."""
     within = np.flatnonzero((places[:, 0] >= said.start) & (places[:, 1] <= said.end) & (places[:, 1] > said.start))
     return (int(within[0]), int(within[-1]) + 1) if within.size else (0, 0)

@@ -1,4 +1,4 @@
-"""A stop rule: limits on the samples of a training run, over the last ones, that halt it or warn."""
+"""A stop rule: limits on the last samples of a training run, which halt the run or log a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokentape.types import Trajectory
 _log = logging.getLogger("tokentape.training")
 
 Tracker: TypeAlias = Callable[[Mapping[str, float]], None]
-"""Takes numbers by name, such as `StopRule.numbers`."""
+"""A function that takes numbers by name, such as `StopRule.numbers`."""
 
 _SHARES: Mapping[str, Callable[[Trajectory], bool]] = {
     "unchecked_bridges": lambda one: "bridge unchecked" in one.verdict or "bridge differs" in one.verdict,
@@ -29,24 +29,24 @@ _SHARES: Mapping[str, Callable[[Trajectory], bool]] = {
 
 
 class StopRule:
-    """Limits on the last `window` samples. Give one to an adapter, or call `add` in a loop of your own.
+    """Limits on the last `window` samples. Pass it to an adapter, or call `add` in your own loop.
 
     >>> rule = StopRule(forked=0.2, truncated=0.3)                                  # doctest: +SKIP
     >>> rule.add(assemble(session.trajectories()).samples)                          # doctest: +SKIP
 
-    Nothing is judged before there are `window` samples, then the window is judged with each one. Samples without loss
-    don't count. A limit of None is no limit. Several threads may use one rule.
+    From `window` samples on, the limits are checked at each sample. Samples without loss don't count. None means no
+    limit. Several threads may use one rule.
 
     Args:
-        unchecked_bridges: highest share of samples with a bridge that was not checked, or that differs.
-        forked: highest share of samples whose verdict is a fork.
-        truncated: highest share of samples with a turn that ended by its length.
-        not_exact: highest share of samples whose verdict is anything but `exact`.
-        log_ratio: highest mean of |log importance ratio|, in nats per trained token; see `add_logprobs`.
-        window: samples, and calls of `add_logprobs`, that are looked at.
-        action: `halt` raises `TrainingStopped`, from then on at each call. `warn` logs each limit that is passed.
-        tracker: called with `numbers()` at each `add`; `wandb_tracker` and `tensorboard_tracker` make one. What it
-            raises is logged, the first time.
+        unchecked_bridges: largest share of samples with a bridge that was not checked, or that differs.
+        forked: largest share of samples with a verdict of a fork.
+        truncated: largest share of samples with a turn that reached its token budget.
+        not_exact: largest share of samples with a verdict other than `exact`.
+        log_ratio: largest mean of |log importance ratio|, in nats per trained token; see `add_logprobs`.
+        window: number of samples, and of calls of `add_logprobs`, in the window.
+        action: `halt` raises `TrainingStopped`, then and at each later call. `warn` logs each limit that is exceeded.
+        tracker: called with `numbers()` at each `add`; `wandb_tracker` and `tensorboard_tracker` make one. Its first
+            exception is logged.
 
     """
 
@@ -79,7 +79,7 @@ class StopRule:
         self._lock = RLock()
 
     def add(self, samples: Iterable[Trajectory]) -> None:
-        """Take samples that are to be trained. Raises `TrainingStopped` if a limit is or was passed."""
+        """Add samples that will be trained. Raises `TrainingStopped` if a limit is or was exceeded."""
         with self._lock:
             for one in samples:
                 if one.loss_mask.any():
@@ -90,10 +90,10 @@ class StopRule:
             self._halt()
 
     def add_logprobs(self, trainer: npt.ArrayLike, recorded: npt.ArrayLike) -> None:
-        """Take the trainer's logprobs of trained tokens, and the recorded ones: arrays, or tensors of torch.
+        """Add the trainer's logprobs of trained tokens and the recorded ones, as arrays or torch tensors.
 
-        Their mean ratio says nothing: it is 1 for any pair of distributions. So the mean of |log ratio| is limited.
-        Raises as `add`, and `InvalidRequest` if their shapes differ.
+        The limit is on the mean of |log ratio|, since the mean ratio is 1 for any pair of distributions. Raises as
+        `add`, and `InvalidRequest` if the shapes differ.
         """
         ours, theirs = _array(recorded), _array(trainer)
         if ours.shape != theirs.shape:
@@ -103,14 +103,14 @@ class StopRule:
             )
         apart = np.abs(theirs - ours)
         with self._lock:
-            # What is not finite is no reason to go on.
+            # NaN must exceed the limit.
             self._ratios.append((float(np.nan_to_num(apart, nan=np.inf).sum()), apart.size))
             if len(self._ratios) == self._ratios.maxlen:
                 self._judge({"log_ratio"})
             self._halt()
 
     def numbers(self) -> dict[str, float]:
-        """Return the shares and the mean |log ratio| of the window, as far as there are any."""
+        """Return the shares and the mean |log ratio| of the window, if there are any."""
         with self._lock:
             seen, ratios = [*self._seen], [*self._ratios]
         found = {name: sum(row[n] for row in seen) / len(seen) for n, name in enumerate(_SHARES) if seen}
@@ -147,5 +147,5 @@ class StopRule:
 
 
 def _array(logprobs: Any) -> npt.NDArray[np.float64]:
-    """Return them in float64. A tensor may be on a device, want its gradient, or be in bfloat16, which NumPy lacks."""
+    """Return logprobs in float64. A tensor may be on a device, have a gradient, or be bfloat16, which NumPy lacks."""
     return np.asarray(logprobs.detach().cpu().double() if hasattr(logprobs, "detach") else logprobs, np.float64)

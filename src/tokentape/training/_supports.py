@@ -1,4 +1,4 @@
-"""Sampling supports for trainers: truncated sampling replayed over the ids that the sampler kept."""
+"""Sampling supports for trainers: compute logprobs of truncated sampling over the ids that the sampler kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Kept = list[npt.NDArray[np.int32] | None]
-"""Per token the ids that truncation kept, None for the whole vocabulary."""
+"""For each token the ids that truncation kept, or None for the whole vocabulary."""
 
 
 def renormalized_logprobs(
@@ -27,15 +27,15 @@ def renormalized_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of each id over its support, as the sampler drew it, float32 with gradients.
 
-    `logits` [..., vocabulary] predict `ids` [...]. `supports` [...] are rows of the payload of that name; where one is
-    empty, the whole vocabulary counts. `temperatures` [...] divide the logits first. With a batch of `padded`:
+    `logits` [..., vocabulary] predict `ids` [...]. `supports` [...] are rows of the payload `supports`; an empty one
+    means the whole vocabulary. The logits are first divided by `temperatures` [...]. With a batch of `padded`:
 
     >>> after = batch.shifted()                                                           # doctest: +SKIP
     >>> renormalized_logprobs(logits[:, :-1], to_torch(after)["target_ids"], batch.payloads["supports"].rows[:, 1:])
     ...                                                                                   # doctest: +SKIP
 
-    Raises `InvalidRequest` for an id that is not in its support: the two do not belong together. Also for a support of
-    which only the size is recorded.
+    Raises `InvalidRequest` for an id that is not in its support, so that the two don't match, and for a support with
+    only its size recorded.
     """
     import torch
 
@@ -63,7 +63,7 @@ def renormalized_logprobs(
 
 
 def refuse_unlike_supports(sample: Sample) -> None:
-    """Raise `InvalidRequest` for supports of trained tokens with logprobs over the whole vocabulary: never to mix."""
+    """Raise `InvalidRequest` for trained tokens with supports but logprobs over the whole vocabulary."""
     found = sample.payloads.get(SUPPORTS)
     if found is None:
         return
@@ -99,9 +99,9 @@ def token_supports(sample: Sample) -> Kept | None:
 
 
 def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] | None) -> dict[str, Any]:
-    """Return what slime, or with its class `RolloutSamplingMask` Miles, has for the supports of a response.
+    """Return slime's fields for the supports of a response; with Miles' class `RolloutSamplingMask`, Miles' field.
 
-    Miles wants a support for each token: those that are not trained have themselves.
+    Miles needs a support for each token: for a token that is not trained, it is the token itself.
     """
     found = token_supports(sample)
     if found is None:
@@ -122,7 +122,7 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
 
 
 def prime_rl_fields(sample: Sample, sampling_mask: Callable[..., Any]) -> dict[str, Any]:
-    """Return what prime-rl has for supports: ids and a count per token, both as bytes of int32."""
+    """Return prime-rl's field for supports: ids and a count per token, both as bytes of int32."""
     found = token_supports(sample)
     if found is None:
         return {}
@@ -132,7 +132,7 @@ def prime_rl_fields(sample: Sample, sampling_mask: Callable[..., Any]) -> dict[s
 
 
 def skyrl_fields(samples: Sequence[Sample], starts: Sequence[int]) -> dict[str, Any]:
-    """Return what SkyRL has for supports: int32 [response, most ids], -1 after a token's ids and where it has none."""
+    """Return SkyRL's field for supports: int32 [response, largest support], filled up with -1."""
     found = [token_supports(sample) for sample in samples]
     wide = max((len(one) for rows in found if rows for one in rows if one is not None), default=0)
     if not wide:
@@ -142,7 +142,7 @@ def skyrl_fields(samples: Sequence[Sample], starts: Sequence[int]) -> dict[str, 
         array = np.full((len(sample.token_ids), wide), -1, np.int32)
         for at, one in enumerate(rows or ()):
             if one is not None:
-                # The sampled one first, as in its own rows.
+                # The sampled id is first, as in SkyRL's rows.
                 array[at, : len(one)] = [sample.token_ids[at], *one[one != sample.token_ids[at]]]
         arrays.append(array[start:])
     return {"rollout_sample_support": arrays}

@@ -1,7 +1,7 @@
-"""Add what training needs to a model's serving tokenizer, and change nothing else.
+"""Add tokens for training to a model's serving tokenizer, and change nothing else.
 
-That is a padding token, blocks of tokens (control tokens, semantic ids), and rows up to a round number. New tokens
-follow the highest id in the order of their addition, and no id moves later. `prove` checks that old text keeps its ids.
+These are a padding token, blocks of tokens (control tokens, semantic ids), and rows up to a round number. New tokens
+get ids after the highest id, in order, and ids never change later. `prove` checks that old text keeps its ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """New tokens with consecutive ids, under a name."""
+    """A named block of new tokens with consecutive ids."""
 
     name: str
     first_id: int
@@ -44,7 +44,7 @@ class TokenBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What `training_tokenizer.json` holds."""
+    """The content of `training_tokenizer.json`."""
 
     multiple_of: int
     blocks: tuple[TokenBlock, ...]
@@ -52,7 +52,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class TrainingTokenizer:
-    """A serving tokenizer with what was added. Use `TrainingTokenizer.load`.
+    """A serving tokenizer with added tokens. Use `TrainingTokenizer.load`.
 
     >>> training = TrainingTokenizer.load("path/to/model", pad="<|pad|>")              # doctest: +SKIP
     >>> training = training.with_block("item", codebook("item", [256, 256, 256]))      # doctest: +SKIP
@@ -61,7 +61,7 @@ class TrainingTokenizer:
     """
 
     tokenizer: Tokenizer
-    """Treats the new tokens as the old ones, so a renderer can use it."""
+    """The tokenizer with the new tokens, for a renderer for example."""
     source: bytes
     """Its `tokenizer.json`."""
     folder: Path
@@ -77,13 +77,13 @@ class TrainingTokenizer:
     ) -> TrainingTokenizer:
         """Load the tokenizer of a model folder, or of one that `save` wrote, with its blocks.
 
-        `pad` is the padding token, an old or a new one; by default the one in the folder's configuration. It may not be
-        an end-of-sequence token, since masks made from padding would leave ends untrained; `pad_is_eos` says that yours
-        are not made so. The number of rows is rounded up to a multiple of `multiple_of`: by default what was saved, or
-        64.
+        `pad` is the padding token, an old or a new one; by default that of the folder's configuration. It can't be an
+        end-of-sequence token, since masks made from padding would not train the end; set `pad_is_eos` if your masks are
+        not made from padding. The number of rows is rounded up to a multiple of `multiple_of`, by default the saved
+        one, or 64.
 
-        Raises `InvalidRequest` if there is no padding token, or it is an end-of-sequence token, and
-        `TokenizerUnusable` as `Tokenizer.load` and for blocks that can't be read.
+        Raises `InvalidRequest` if there is no padding token or it is an end-of-sequence token, and `TokenizerUnusable`
+        as `Tokenizer.load` and for unreadable blocks.
         """
         folder = Path(folder)
         tokenizer, saved = Tokenizer.load(folder), folder / _LAYOUT
@@ -111,7 +111,7 @@ class TrainingTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The rows that an embedding needs: `tokenizer.vocab_size`, rounded up to the multiple."""
+        """The number of rows of the embedding: `tokenizer.vocab_size`, rounded up to the multiple."""
         return len(self.known)
 
     def block(self, name: str) -> TokenBlock:
@@ -122,13 +122,13 @@ class TrainingTokenizer:
         return by_name[name]
 
     def with_block(self, name: str, tokens: Sequence[str], *, special: bool = False) -> TrainingTokenizer:
-        """Return the tokenizer with these tokens, or the same one if it has that block already.
+        """Return the tokenizer with these tokens, or the same one if it already has this block.
 
-        Decoders that skip special tokens leave out `special` ones. A token is found in text wherever it is spelled, so
-        no serving text should spell it; `prove` over your texts checks that.
+        `special` tokens are skipped by decoders that skip special tokens. A token is found wherever text spells it, so
+        serving texts should not contain it; `prove` checks that for your texts.
 
-        Raises `InvalidRequest` for a token that exists, contains another control token, or has only letters, digits and
-        white space, as ordinary text does; and for a block of that name with other tokens.
+        Raises `InvalidRequest` for a token that exists, contains another control token, or consists of letters, digits
+        and white space, like ordinary text; and for a block of this name with other tokens.
         """
         if name in {block.name for block in self.blocks}:
             if self.block(name).tokens == tuple(tokens):
@@ -146,7 +146,7 @@ class TrainingTokenizer:
         return made
 
     def check_ids(self, ids: TokenIds) -> None:
-        """Raise `InvalidRequest` if any of `ids` is no token: negative, or a row of the embedding without one."""
+        """Raise `InvalidRequest` if an id is not a token: negative, or a padding row of the embedding."""
         given = np.asarray(ids)
         wrong = np.flatnonzero(~np.isin(given, np.flatnonzero(self.known)))
         if wrong.size:
@@ -159,8 +159,8 @@ class TrainingTokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer, its chat template, the generation config with this padding token, and the blocks.
 
-        The class is `PreTrainedTokenizerFast`, for which `AutoTokenizer` leaves `tokenizer.json` as it is; models' own
-        classes may replace parts of it.
+        The tokenizer class is `PreTrainedTokenizerFast`, with which `AutoTokenizer` does not change `tokenizer.json`;
+        models' own classes may replace parts of it.
         """
         added = {str(token.pop("id")): token for token in json.loads(self.source)["added_tokens"]}
         files = {
@@ -201,7 +201,7 @@ class TrainingTokenizer:
         return replace(made, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
 
     def _check_blocks(self) -> None:
-        """Raise unless every new token has its id."""
+        """Raise `TokenizerUnusable` unless every new token has its id."""
         for block in self.blocks:
             for token_id, token in zip(block.ids, block.tokens, strict=True):
                 ids = self.tokenizer.encode_plain(token)
@@ -213,7 +213,7 @@ class TrainingTokenizer:
 
 
 def codebook(name: str, sizes: Sequence[int]) -> list[str]:
-    """Return the spellings of semantic-id tokens, one per entry of each codebook, first codebook first.
+    """Return the texts of semantic-id tokens, one per entry of each codebook, in order of the codebooks.
 
     >>> codebook("item", [2, 2])
     ['<|item_0_0|>', '<|item_0_1|>', '<|item_1_0|>', '<|item_1_1|>']

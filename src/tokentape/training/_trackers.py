@@ -1,4 +1,4 @@
-"""Numbers of a run for experiment trackers, through the trackers' own clients, without a network."""
+"""Log the numbers of a run to experiment trackers, with their own clients and without a network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PREFIX = "tokentape/"
 
 
 def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
-    """Return a function that logs numbers by name to the run of `wandb` that is open then, such as the trainer's.
+    """Return a function that logs numbers by name to the open `wandb` run, such as the trainer's.
 
-    While none is, it logs to a run of its own, which the first numbers open with `options` (`project`, `name`) in
-    offline mode, in `directory`/wandb; `wandb sync` uploads it. Raises `InvalidRequest` without the package.
+    Without an open run, it opens a new one in offline mode, with `options` (`project`, `name`) and in
+    `directory`/wandb; `wandb sync` uploads it. Raises `InvalidRequest` without the package.
     """
     try:
         import wandb
@@ -30,9 +30,9 @@ def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
         opened = wandb.run
         if opened is None and own is None:
             own = wandb.init(mode="offline", dir=str(directory), reinit="create_new", **options)
-            # `create_new` leaves `wandb.run` alone, and yet the trainer's `wandb.init` would return an active run.
+            # With `create_new`, `wandb.run` stays None, but the trainer's `wandb.init` would return an active run.
             wandb.setup().remove_active_run(own)
-        # A run of the trainer's counts its own steps: the numbers go with its next one.
+        # The trainer's run counts steps itself, so the numbers belong to its next step.
         named = {_PREFIX + name: value for name, value in numbers.items()}
         (opened or own).log(named, commit=opened is None)
 

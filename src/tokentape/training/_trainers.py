@@ -1,9 +1,9 @@
-"""What each trainer takes recorded logprobs for, and whether a sample's are that.
+"""Check that the recorded logprobs of a sample are of the distribution that a trainer computes.
 
-All of them compute `log_softmax(logits / temperature)` over the whole vocabulary, without penalties and truncation, and
-compare it with the recorded number. So that one has to be of the same distribution: raw logprobs are at temperature 1
-only, processed ones with neither penalties nor truncation, scaled ones without penalties. Some also compute it over the
-ids that truncation kept, where these are recorded (`Trainer.supports`).
+All trainers compute `log_softmax(logits / temperature)` over the whole vocabulary, without penalties and truncation,
+and compare it with the recorded logprob. That is the same distribution for raw logprobs at temperature 1, for processed
+ones without penalties and truncation, and for scaled ones without penalties. Some trainers can also compute it over the
+ids that truncation kept, if these are recorded (`Trainer.supports`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tokentape.types import TokenDistribution
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What a trainer divides its logits by."""
+    """The temperature that a trainer divides its logits by."""
 
     name: str
     version: str
-    """In which its code was read: release or commit."""
+    """The release or commit for which this was read in its code."""
     setting: str | None
-    """Its own setting of the one temperature of a batch. None: see `per_token`."""
+    """Its setting for the one temperature of a batch. None: see `per_token`."""
     supports: bool = False
-    """It takes the ids that truncation kept, and computes truncated logprobs over these."""
+    """Whether it takes the ids that truncation kept, and computes truncated logprobs over these."""
     per_token: bool = False
-    """It takes a temperature per token. Without that and a `setting` it divides by nothing."""
+    """Whether it takes a temperature per token. Without this and a `setting`, it does not divide."""
 
     @property
     def formula(self) -> str:
-        """What it computes."""
+        """The logprobs that it computes."""
         if self.per_token:
             return "log_softmax(logits / T), T given per token"
         return "log_softmax(logits)" if self.setting is None else f"log_softmax(logits / T), T = {self.setting}"
@@ -53,22 +53,22 @@ TRAINERS: Mapping[str, Trainer] = {
         Trainer("prime-rl", "559b44772", None, supports=True, per_token=True),
         Trainer("verifiers", "0.4.1.dev86", "temperature of the sampling arguments"),
         Trainer("SkyRL", "a9564572", "generator.sampling_params.temperature", supports=True),
-        # Given top_k or top_p it truncates too; they have to stay neutral there.
+        # With top_k or top_p in its config it truncates too, so they must stay neutral.
         Trainer("NeMo-RL", "7ea279ab", "policy.generation.temperature"),
         Trainer("Tinker", "0.38.0", None),
         Trainer("Agent Lightning", "0.3.0", "actor_rollout_ref.rollout.temperature"),
     )
 }
-"""By the name that `tokentape doctor --trainer` takes."""
+"""The trainers by their name for `tokentape doctor --trainer`."""
 
 _OWN = Trainer("a loop over samples", "", None, supports=True, per_token=True)
 
 
 def temperature(samples: Sequence[Sample], trainer: str) -> float:
-    """Return the one temperature that the recorded logprobs of all `samples` are at: what the trainer has to divide by.
+    """Return the temperature of the recorded logprobs of all `samples`, which the trainer has to divide by.
 
-    Only turns with a trained token count; 1.0 if there are none. Raises `InvalidRequest` if the logprobs of one are not
-    what the trainer computes, if turns were sampled at several temperatures, and for Tinker unless that is 1.
+    Only turns with a trained token count; 1.0 if there are none. Raises `InvalidRequest` if the trainer can't compute
+    the logprobs of a turn, if turns have several temperatures, and for Tinker if the temperature is not 1.
     """
     found = {one for sample in samples for _, _, one in turn_temperatures(sample, trainer)}
     about = TRAINERS[trainer]
@@ -87,9 +87,9 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
 
 
 def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, int, float]]:
-    """Return for each turn with a trained token its first and end offset and the temperature of its logprobs.
+    """Return (start, end, temperature of its logprobs) for each turn with a trained token.
 
-    Raises `InvalidRequest` if they are not those of `log_softmax(logits / temperature)`, with what to change.
+    Raises `InvalidRequest`, with advice, if the logprobs are not those of `log_softmax(logits / temperature)`.
     """
     about = TRAINERS.get(trainer, _OWN)
     found = []
@@ -111,9 +111,9 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
 
 
 def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.float32]:
-    """Return what to divide the logits by that predict each token, 1.0 for tokens that are not trained.
+    """Return the temperature for the logits that predict each token, 1.0 for tokens that are not trained.
 
-    Then `log_softmax` gives what is recorded, float32 [tokens]. Raises as `turn_temperatures`.
+    Divided by it, `log_softmax` gives the recorded logprobs. float32 [tokens]. Raises as `turn_temperatures`.
     """
     out = np.ones(len(sample.token_ids), np.float32)
     for start, end, value in turn_temperatures(sample, trainer):
@@ -124,10 +124,10 @@ def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.f
 def with_distributions(
     sample: Sample, *, sampled_from: TokenDistribution, logprobs_of: TokenDistribution | None = None
 ) -> Sample:
-    """Return the sample with what you know of the turns of which nothing is recorded.
+    """Return the sample with distributions for the turns that have none recorded.
 
-    `logprobs_of` is `sampled_from` if None. What is recorded stays. Of a record made with an older release, at
-    temperature 1 without penalties and truncation:
+    `logprobs_of` is `sampled_from` by default. Recorded distributions stay. For a record of an older release, sampled
+    at temperature 1 without penalties and truncation:
 
     >>> plain = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
     >>> samples = [with_distributions(one, sampled_from=plain) for one in samples]        # doctest: +SKIP
@@ -164,7 +164,7 @@ def served(trainer: str, logprobs_mode: str) -> CheckResult:
 
 
 def served_line(logprobs_mode: str) -> str:
-    """Return in one line which trainers can use what an engine records: what a gateway says when it starts."""
+    """Return a line, for the log of a gateway, about the trainers that can use an engine's logprobs."""
     by_status: dict[str, list[str]] = {}
     for name, about in TRAINERS.items():
         by_status.setdefault(served(name, logprobs_mode).status, []).append(about.name)
