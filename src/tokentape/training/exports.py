@@ -1,16 +1,14 @@
-"""Samples in the shapes that other trainers take: plain dictionaries and arrays, so that none of them is imported.
+"""Convert samples to the formats of trainers, as plain dictionaries and arrays, without importing the trainers.
 
-Where a trainer splits a sequence in prompt and response, the prompt ends where the first turn begins to be sampled,
-and the response is all the rest. A mask is 1 for tokens that this sample trains, so a turn that another sample trains
-is context here too. `decode` makes the text that some formats have room for; without it that stays empty, and no
-trainer needs it.
+If a format has a prompt and a response, the prompt ends before the first sampled token, and the response is the rest.
+A mask is 1 for tokens that this sample trains; a turn that another sample trains is context. `decode` makes the text
+that some formats have; without it the text is empty, and no trainer needs it.
 
-A sample is truncated if its last turn ended by `length`. Where that is not known it counts as finished.
+A sample is truncated if its last turn ended with `length`. If that is not known, it counts as finished.
 
-Which fields a trainer has was read in its code; docs/how-to/train.md says in which version, and what was tried on it.
-Logprobs are handed on only where they are what the trainer itself computes (`training.trainers`): every function here
-raises `InvalidRequest` otherwise, and says which setting helps. It does so for samples with images too, since no export
-has their pixels.
+The fields were read in the code of each trainer; docs/how-to/train.md has the versions and the tests with them. All
+functions raise `InvalidRequest`, and say which setting helps, if the recorded logprobs are not of the distribution that
+the trainer computes (see `_trainers`). They also raise it for samples with images, because exports have no pixels.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What a TRL `rollout_func` returns: lists of `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`.
+    """Return the result of a TRL `rollout_func`: lists of `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`.
 
-    TRL wants as many as it asked for, in its order of prompts, each prompt's generations together. Whatever else is put
-    into the dictionary, rewards for example, reaches the reward functions.
+    TRL expects one entry per requested generation, in the order of its prompts. You can add other keys, such as
+    rewards; TRL passes them to the reward functions.
     """
     _temperature(samples, "trl")
     return _columns(samples, ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
@@ -52,13 +50,13 @@ def verl_agent_loop_output(
     global_steps: int | None = None,
     logprobs: bool = True,
 ) -> dict[str, Any]:
-    """The fields of verl's `AgentLoopOutput`, for an agent loop of your own that returns `AgentLoopOutput(**fields)`.
+    """Return the fields of verl's `AgentLoopOutput`, for your own agent loop that returns `AgentLoopOutput(**fields)`.
 
-    `experts` names a payload to hand on as `routed_experts`, int16 [tokens, layers, top_k]. `prompt_length` and
-    `response_length` are those of verl's rollout config: a longer response is cut as verl's own loops do, a longer
-    prompt refused. verl's default trainer counts weight versions, so they have to be its steps, `7` or from one to
-    another, `7-9`; `global_steps` stands for a version that is neither. Without `logprobs` verl computes its own, and
-    what was recorded may be of any distribution.
+    `experts` is the name of the payload to export as `routed_experts`, int16 [tokens, layers, top_k]. `prompt_length`
+    and `response_length` are those of verl's rollout config: a longer response is cut, as in verl's own loops, and a
+    longer prompt refused. verl's default trainer expects its steps as weight versions, `7` or a range `7-9`; for other
+    versions, `global_steps` is used. With `logprobs` False, verl computes them, and the recorded ones may be of any
+    distribution.
     """
     at, end = _within(sample, prompt_length, response_length)
     divisor = _temperature([sample], "verl" if logprobs else None)
@@ -92,7 +90,7 @@ def verl_agent_loop_output(
 
 
 def _steps(version: str) -> Sequence[int | None]:
-    """Return verl's steps of a version, `7` or `7-9`; none if it is neither."""
+    """Return verl's steps in a version like `7` or `7-9`; none for other versions."""
     parts = version.split("-")
     return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else []
 
@@ -105,18 +103,20 @@ def verl_data_proto(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Arguments of verl's `DataProto.from_dict` once `tensors` are torch's: prompts padded left, responses right.
+    """Return the arguments of verl's `DataProto.from_dict`, except that `tensors` are arrays: convert them to torch.
 
-    Both are padded to the longest, or to `prompt_length` and `response_length`, with a longer response cut and a longer
-    prompt refused. `rm_scores` has the reward at the last token of the response; `uid` is the group, which GRPO's
-    advantages go by; `meta_info` has the temperature that logits are divided by. verl's `compute_advantage` counts
-    every sample of a `uid`; its `compute_advantage_for_multi_trajectories`, given `batch_key`, every session once.
+    Prompts are padded on the left, responses on the right, to the longest or to `prompt_length` and `response_length`;
+    a longer response is cut, a longer prompt refused. `rm_scores` has the reward at the last token of the response,
+    `uid` is the group for GRPO's advantages, and `meta_info` has the temperature to divide logits by. verl's
+    `compute_advantage` counts every sample of a `uid`; its `compute_advantage_for_multi_trajectories`, which needs
+    `batch_key`, counts every session once.
 
-    Raises `InvalidRequest` for a sample without reward; with a column of `advantages` there are no `rm_scores` then.
+    Raises `InvalidRequest` for a sample without reward, unless there is a column `advantages`; then `rm_scores` are
+    left out.
     """
     divisor = _temperature(samples, "verl")
     splits = [_within(sample, prompt_length, response_length) for sample in samples]
-    # For its checks: ids in the vocabulary, the same columns in all samples.
+    # `padded` checks that ids are in the vocabulary, and that all samples have the same columns.
     batch = padded(samples, pad_id=pad_id, vocab_size=vocab_size)
     wide = prompt_length or max(at for at, _ in splits)
     long = response_length or max(end - at for at, end in splits)
@@ -138,7 +138,7 @@ def verl_data_proto(
         "rollout_log_probs": both(np.float32, 0, lambda sample: sample.logprobs)[:, wide:],
     }
     uids = [sample.group or sample.session_id for sample in samples]
-    # As verl's keys of a prompt, a session and an output.
+    # verl's keys consist of a prompt, a session and an output.
     numbers = {name: n for n, name in enumerate(dict.fromkeys(sample.session_id for sample in samples))}
     keys = [f"{uids[n]}_{numbers[sample.session_id]}_{n}" for n, sample in enumerate(samples)]
     names = {"uid": np.array(uids, object), "batch_key": np.array(keys, object)}
@@ -160,15 +160,15 @@ def slime_sample(
     logprobs: bool = True,
     sampling_mask: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Arguments of slime's and Miles' `Sample.from_dict`.
+    """Return the arguments of slime's and Miles' `Sample.from_dict`.
 
-    `group_index` is a number there, so it is given and not read off the sample's group. `rollout_id`, a number made of
-    the session's id, is that of all samples of a session: the loss counts them as one rollout. Where prompts have
-    unequally many samples, slime's own normalization of rewards takes all for one group: then it
-    needs `--custom-reward-post-process-path tokentape.training.slime.normalized_rewards`. Without `logprobs`, for
-    evaluation, what was recorded may be of any distribution.
+    `group_index` is a number in slime, so pass it; it is not computed from the sample's group. `rollout_id`, a number
+    from a hash of the session id, is the same for all samples of a session, so the loss counts them as one rollout. If
+    prompts have different numbers of samples, slime normalizes rewards over all of them as one group; to avoid that,
+    use `--custom-reward-post-process-path tokentape.training.slime.normalized_rewards`. With `logprobs` False, for
+    evaluation, the recorded logprobs may be of any distribution.
 
-    Recorded supports become slime's `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`; or, with Miles' class
+    Recorded supports become slime's `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`, or with Miles' class
     `RolloutSamplingMask` as `sampling_mask`, its `rollout_sampling_mask`.
     """
     _temperature([sample], "slime" if logprobs else None)
@@ -177,7 +177,7 @@ def slime_sample(
     return {
         "group_index": group_index,
         "index": index,
-        # As many bits as every JSON reader keeps.
+        # 52 bits, which every JSON reader keeps.
         "rollout_id": int(digest_of(sample.session_id.encode())[:13], 16),
         "tokens": prompt + response,
         "response": "" if decode is None else decode(response),
@@ -196,11 +196,11 @@ def slime_sample(
 def prime_rl_training_sample(
     sample: Sample, env_name: str, *, advantages: str = "advantages", sampling_mask: Callable[..., Any] = dict
 ) -> dict[str, Any]:
-    """The fields of prime-rl's `TrainingSample`, all aligned with `token_ids`; `temperatures` are those of the turns.
+    """Return the fields of prime-rl's `TrainingSample`, all aligned with `token_ids`.
 
-    Recorded supports become its `sampling_mask`, made by its class `SamplingMask` if that is given.
+    Recorded supports become its `sampling_mask`; pass its class `SamplingMask` for an object instead of a dictionary.
 
-    Raises `InvalidRequest` if the sample has no such column.
+    Raises `InvalidRequest` if the sample has no column with the name `advantages`.
     """
     _temperature([sample], None)
     temperatures = token_temperatures(sample, "prime-rl")
@@ -218,11 +218,11 @@ def prime_rl_training_sample(
 def verifiers_nodes(
     samples: Sequence[Sample], decode: Decode | None = None, *, logprobs: bool = True
 ) -> list[dict[str, Any]]:
-    """The nodes of a verifiers `Trace` from all samples of a session: two per turn, what it added and what it sampled.
+    """Return the nodes of a verifiers `Trace` from all samples of a session: per turn the added and the sampled ids.
 
-    A turn that several samples share is one node, its mask True if any of them trains it. `logprobs` and `advantages`
-    are there for True tokens only. A node's message has its text, not the parts of one: ids are what is trained on.
-    Without `logprobs`, for evaluation, what was recorded may be of any distribution.
+    A shared turn is one node; its mask is True if one of the samples trains it. `logprobs` and `advantages` are for
+    trained tokens only. The message of a node has its text in `content`, without separate parts; training uses the ids.
+    With `logprobs` False, for evaluation, the recorded logprobs may be of any distribution.
 
     Raises `InvalidRequest` for samples of several sessions.
     """
@@ -267,16 +267,15 @@ def skyrl_generator_output(
     trajectory_id: Callable[..., Any] = dict,
     logprobs: bool = True,
 ) -> dict[str, Any]:
-    """SkyRL's `GeneratorOutput`: `prompt_token_ids`, `response_ids`, `rewards`, `loss_masks`, `rollout_logprobs`.
+    """Return SkyRL's `GeneratorOutput`: `prompt_token_ids`, `response_ids`, `rewards`, `loss_masks` and others.
 
-    Rewards are one number per sample, or with `per_token` the named column. A session of several samples is a
-    trajectory of several steps: set `generator.step_wise_trajectories`, give SkyRL's `TrajectoryID` as `trajectory_id`,
-    and the samples of a session one after the other, as `assemble` does. There the last step's reward counts. `uids`
-    are the `instance_id`: the group, else the session. Recorded supports become `rollout_sample_support`.
-    `stop_reasons` is None unless all are known. Without `logprobs`, for evaluation, what was recorded may be of any
-    distribution.
+    Rewards are one number per sample, or with `per_token` the column of this name. A session with several samples is a
+    trajectory of several steps: set `generator.step_wise_trajectories`, pass SkyRL's `TrajectoryID` as `trajectory_id`,
+    and pass the samples of a session together, as `assemble` returns them. SkyRL then uses the reward of the last step.
+    `instance_id` is the group, else the session. Recorded supports become `rollout_sample_support`. `stop_reasons` is
+    None unless all are known. With `logprobs` False, for evaluation, the recorded logprobs may be of any distribution.
 
-    Raises `InvalidRequest` for a sample without reward, or without that column, and for sessions that are interleaved.
+    Raises `InvalidRequest` for a sample without reward or without that column, and for interleaved sessions.
     """
     _temperature(samples, "skyrl" if logprobs else None)
     splits = [_split(sample) for sample in samples]
@@ -312,11 +311,11 @@ def skyrl_generator_output(
 
 
 def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, tensors: bool = True) -> dict[str, Any]:
-    """NeMo-RL's `DatumSpec` with its `message_log`, in tensors of torch; with `tensors` False in arrays.
+    """Return NeMo-RL's `DatumSpec` with its `message_log`, with torch tensors, or arrays if `tensors` is False.
 
-    There the role decides: only what is trained here is an `assistant` message, with `generation_logprobs`; all else is
-    `user` in the prompt and `environment` after it. `length` is the prompt's, as samples are grouped by their prompts.
-    `total_reward` and `truncated` are what its rollouts add.
+    NeMo-RL trains by role: trained tokens are `assistant` messages with `generation_logprobs`; other tokens are `user`
+    messages in the prompt and `environment` messages after it. `length` is the prompt's, because NeMo-RL groups samples
+    by their prompts. `total_reward` and `truncated` are what its rollouts add.
     """
     _temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
@@ -341,10 +340,10 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
 
 
 def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> dict[str, Any]:
-    """What a Tinker `Datum` is made of: `tokens` for `ModelInput.from_ints`, and arrays `loss_fn_inputs`.
+    """Return the parts of a Tinker `Datum`: `tokens` for `ModelInput.from_ints`, and arrays `loss_fn_inputs`.
 
-    Targets are the ids moved by one. With a column of `advantages` the inputs of its losses `importance_sampling` and
-    `ppo`, where an advantage of 0 stands for no loss; with None those of `cross_entropy`, where `weights` do.
+    Targets are the ids shifted by one. The inputs are those of the losses `importance_sampling` and `ppo`, where an
+    advantage of 0 means no loss; if `advantages` is None, those of `cross_entropy`, with `weights`.
     """
     _temperature([sample], None if advantages is None else "tinker")
     mask = sample.loss_mask
@@ -360,10 +359,10 @@ def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> di
 
 
 def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
-    """Agent Lightning's `Triplet`s: one per trained turn, its whole context as prompt.
+    """Return Agent Lightning's `Triplet`s: one per trained turn, with its whole context as prompt.
 
-    A turn's reward is its own; the last trained turn has the sample's. That one Agent Lightning takes for the reward of
-    all turns, so a last turn with a reward of its own that differs raises `InvalidRequest`.
+    Each turn has its own reward, but the last trained turn has the sample's, which Agent Lightning takes as the reward
+    of all turns. Raises `InvalidRequest` if the last turn also has a reward and the two differ.
     """
     _temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
@@ -392,7 +391,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None:
-    """Return what the trainer divides logits by; None without one. Raises `InvalidRequest` for images."""
+    """Return the temperature that the trainer divides logits by; None without a trainer. Raises for images."""
     for sample in samples:
         if sample.media:
             raise InvalidRequest(
@@ -404,20 +403,20 @@ def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None
 
 
 def _lists(sample: Sample, at: int, end: int | None = None) -> tuple[list[int], list[int], list[float], list[int]]:
-    """Return prompt and response, and of the response the logprobs and the mask."""
+    """Return the prompt, the response, and the logprobs and mask of the response."""
     response = slice(at, end)
     mask = sample.loss_mask[response].astype(int).tolist()
     return sample.token_ids[:at].tolist(), sample.token_ids[response].tolist(), sample.logprobs[response].tolist(), mask
 
 
 def _columns(samples: Sequence[Sample], names: tuple[str, str, str, str]) -> dict[str, Any]:
-    """Return what `_lists` does for each sample, as lists over samples with the trainer's names."""
+    """Return the results of `_lists` as lists over samples, with the trainer's names."""
     rows = [_lists(sample, _split(sample)) for sample in samples]
     return {name: [row[n] for row in rows] for n, name in enumerate(names)}
 
 
 def _within(sample: Sample, prompt_length: int | None, response_length: int | None) -> tuple[int, int]:
-    """Where the response begins and ends. Raises `InvalidRequest` for a longer prompt, which can't be cut."""
+    """Return the start and end of the response. Raises `InvalidRequest` for a longer prompt, which can't be cut."""
     at, end = _split(sample), len(sample.token_ids)
     if prompt_length is not None and at > prompt_length:
         raise InvalidRequest(
@@ -429,6 +428,6 @@ def _within(sample: Sample, prompt_length: int | None, response_length: int | No
 
 
 def _split(sample: Sample) -> int:
-    """Return the index where the response begins: that of the first token that is sampled or trained."""
+    """Return the index of the first token that is sampled or trained, where the response begins."""
     sampled = np.flatnonzero((sample.provenance == Provenance.SAMPLED) | sample.loss_mask)
     return int(sampled[0])
