@@ -53,10 +53,11 @@ class AsyncClient:
         default: Mapping[str, Any] | None = None,
     ) -> AsyncClientSession:
         """Create a session, as `Client.session` does."""
-        made = await self._send(calls.create_session(session_id, metadata, pin, default))
+        options = {"metadata": metadata, "pin": pin, "default": default}
+        made = await self._send(calls.create_session(session_id, options))
         session = AsyncClientSession(self, made or str(session_id))
         if made is None:
-            calls.check_made(await session.info(), metadata, pin, default)
+            calls.check_made(await session.info(), options)
         return session
 
     async def sessions(self) -> AsyncIterator[SessionEntry]:
