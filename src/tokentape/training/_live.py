@@ -1,4 +1,4 @@
-"""Agents as rollouts of a trainer: a gateway in the trainer's process, and a session for each rollout."""
+"""Run agents as rollouts of a trainer: with a gateway in the trainer's process, and a session for each rollout."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ Task: TypeAlias = Mapping[str, Any]
 """A row of the trainer's dataset."""
 
 Agent: TypeAlias = Callable[[str, str, Task], Awaitable[float | None]]
-"""Does one task: `async def agent(base_url, api_key, task)`. Gives both to any client of OpenAI's or Anthropic's wire
-API, and returns the reward, or None where the trainer finds it."""
+"""A function that does one task: `async def agent(base_url, api_key, task)`. It passes URL and key to any client for
+OpenAI's or Anthropic's API, and returns the reward, or None if the trainer computes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One agent's run."""
+    """The result of one run of an agent."""
 
     session_id: str
     samples: tuple[Sample, ...]
-    """What of the session is trained. Several where it branched, none where nothing was sampled."""
+    """The samples of the session: several if it branched, none if nothing was sampled."""
     error: Exception | None
-    """What the agent raised."""
+    """The exception of the agent."""
     replies: Mapping[int, Message] = field(default_factory=dict)
-    """What the agent read, by turn."""
+    """The replies that the agent got, by turn."""
 
 
 @dataclass(frozen=True)
 class LiveGateway:
-    """A gateway over an engine of this process, for agents on this machine. Get it with `live_gateway`."""
+    """A gateway with an engine of this process, for agents on this machine. Get it from `live_gateway`."""
 
     client: AsyncClient
     renderer: Renderer
     store: SqliteStore
-    """Its record, to read."""
+    """The record, for reading."""
     keeps: bool
-    """Whether sessions stay in the record."""
+    """Whether sessions are kept in the record."""
 
     async def run(
         self,
@@ -69,10 +69,10 @@ class LiveGateway:
         seconds: float | None = None,
         stop_rule: StopRule | None = None,
     ) -> Rollout:
-        """Run an agent in a new session, for at most so many seconds. What it raises is in the rollout.
+        """Run an agent in a new session, for at most `seconds`. Its exception is in the rollout.
 
-        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters.
-        Sessions of a temporary record are deleted once they are read.
+        The session's metadata have the group and the attempt. `pin` and `default` are its sampling parameters. Sessions
+        of a temporary record are deleted after they are read.
         """
         named = {"group": group, "attempt": attempt, **(metadata or {})}
         session = await self.client.session(session_id, metadata=named, pin=pin, default=default)
@@ -87,12 +87,12 @@ class LiveGateway:
                 error = raised
             stored, found = await asyncio.to_thread(self._read, session.session_id)
         finally:
-            # Also where the trainer cancels the rollout.
+            # Also if the trainer cancels the rollout.
             if not self.keeps:
                 await session.delete()
         made = assemble(found, group=lambda _: group)
         if stop_rule is not None:
-            # What an agent that failed left is not trained.
+            # Samples of an agent that failed are not trained.
             stop_rule.add(made.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
         return Rollout(session.session_id, tuple(made.samples), error, replies)
@@ -116,9 +116,10 @@ async def live_gateway(
     logprobs_mode: str,
     directory: Path | str | None = None,
 ) -> LiveGateway:
-    """Return the gateway of this event loop for a model. It starts at the first call, and ends with the loop.
+    """Return the gateway of this event loop for a model. It starts at the first call and ends with the loop.
 
-    Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. Raises as `serving`.
+    Later calls for the model return the same gateway, so their arguments must be the same; see `FunctionEngine`. Raises
+    as `serving`.
     """
     make_engine = partial(
         FunctionEngine, sample, max_context=max_context, logprobs_mode=logprobs_mode, sampling=sampling, name=name
@@ -127,7 +128,7 @@ async def live_gateway(
     ready = opened.get(str(model_dir))
     if ready is None or (ready.done() and ready.exception() is not None):
         ready = opened[str(model_dir)] = asyncio.get_running_loop().create_future()
-        # Its own task: a rollout that is cancelled meanwhile must not take the gateway from the others.
+        # In a task, so that a rollout that is cancelled meanwhile does not cancel the gateway of the others.
         task = asyncio.create_task(_hold(ready, model_dir, make_engine, directory))
         _held.add(task)
         task.add_done_callback(_held.discard)
@@ -140,9 +141,9 @@ async def _hold(
     make_engine: Callable[..., Engine],
     directory: Path | str | None,
 ) -> None:
-    """Start a gateway, on another thread, and end it when this task is cancelled: an event loop does that at its end.
+    """Start a gateway on another thread, and end it when this task is cancelled, as event loops do at their end.
 
-    The engine is made here, since its function belongs to this event loop.
+    The engine is made here, because its function belongs to this event loop.
     """
     try:
         renderer = await asyncio.to_thread(Renderer.load, model_dir)
@@ -161,7 +162,7 @@ async def _hold(
 
 
 def imported(given: Any, param: str) -> Any:
-    """Return an object, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
+    """Return the object, or import it if it is given as `package.module.name`. Raises `InvalidRequest`."""
     if not isinstance(given, str):
         return given
     module, _, name = given.rpartition(".")
@@ -176,17 +177,17 @@ def imported(given: Any, param: str) -> Any:
 
 
 def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return the parameters of `names` as vLLM and SGLang take them, without stop strings and the session."""
+    """Return the parameters in `names` in the form of vLLM and SGLang, without stop strings and the session."""
     fields = {name: getattr(params, name) for name in names if name not in ("session_id", "stop_strings")}
     return fields | {"top_k": params.top_k or -1, "stop_token_ids": list(params.stop_token_ids)}
 
 
 def vllm_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return the sampling parameters of a call of vLLM's for ids and logprobs."""
+    """Return vLLM's sampling parameters for a call that returns ids and logprobs."""
     own = {"max_tokens": params.max_tokens, "skip_special_tokens": False, "logprobs": 1}
     return sampling_fields(params, names) | own
 
 
 def version_between(first: object, last: object) -> str | None:
-    """Return the version of a completion that began with one and ended with another, `7-8`: where is not known."""
+    """Return the weight version of a completion: `7`, or `7-8` if it changed at an unknown token."""
     return None if last is None else str(last) if first == last else f"{first}-{last}"
