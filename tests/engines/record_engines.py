@@ -50,7 +50,7 @@ class Recorder(HttpClient):
 async def record(kind: str, url: str, vocab_size: int, version: str, command: str) -> None:
     """Write one transcript per kind of reply."""
     engine = await open_engine(kind, url, vocab_size=vocab_size)
-    engine._http.__class__ = Recorder  # type: ignore[attr-defined]
+    engine.http.__class__ = Recorder
     (greedy,) = [
         delta
         async for delta in engine.sample(

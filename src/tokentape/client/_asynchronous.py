@@ -53,11 +53,10 @@ class AsyncClient:
         default: Mapping[str, Any] | None = None,
     ) -> AsyncClientSession:
         """Create a session, as `Client.session` does."""
-        options = {"metadata": metadata, "pin": pin, "default": default}
-        made = await self._send(calls.create_session(session_id, options))
+        made = await self._send(calls.create_session(session_id, metadata, pin, default))
         session = AsyncClientSession(self, made or str(session_id))
         if made is None:
-            calls.check_made(await session.info(), options)
+            calls.check_made(await session.info(), metadata, pin, default)
         return session
 
     async def sessions(self) -> AsyncIterator[SessionEntry]:

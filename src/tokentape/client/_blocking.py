@@ -70,15 +70,14 @@ class Client:
     ) -> ClientSession:
         """Create a session, with a random id if none is given.
 
-        `pin` has sampling parameters that calls in the session can't change, for example {"temperature": 1.0};
-        `default` has values for calls that don't set them. An existing session is continued; passing other arguments
-        for it raises `Conflict`.
+        `pin` are sampling parameters that no call in it can change, {"temperature": 1.0} for example, `default` those
+        of calls that don't name them. A session that exists already is taken up where it is; giving anything else for
+        one raises `Conflict`.
         """
-        options = {"metadata": metadata, "pin": pin, "default": default}
-        made = self._send(calls.create_session(session_id, options))
+        made = self._send(calls.create_session(session_id, metadata, pin, default))
         session = ClientSession(self, made or str(session_id))
         if made is None:
-            calls.check_made(session.info(), options)
+            calls.check_made(session.info(), metadata, pin, default)
         return session
 
     def sessions(self) -> Iterator[SessionEntry]:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -22,9 +22,6 @@ from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFo
 from tokentape.types import Trajectory
 
 T = TypeVar("T")
-
-Options: TypeAlias = Mapping[str, Mapping[str, Any] | None]
-"""`metadata`, `pin` and `default` of a new session."""
 
 JSON_LINES = "application/jsonl"
 PARQUET = "application/vnd.apache.parquet"
@@ -170,16 +167,22 @@ def _with_subclasses(kind: type[TokentapeError]) -> Iterator[type[TokentapeError
         yield from _with_subclasses(below)
 
 
-def create_session(session_id: str | None, options: Options) -> Call[str | None]:
-    """Create a session, by default with a random id, and return its id. `options` are metadata, pin and default.
+def create_session(
+    session_id: str | None,
+    metadata: Mapping[str, Any] | None,
+    pin: Mapping[str, Any] | None,
+    default: Mapping[str, Any] | None,
+) -> Call[str | None]:
+    """Create a session, with a random id if none is given, and return its id.
 
-    Without options, an existing session with this id is returned. Return None if the session exists after an answer was
-    lost: then `check_made` says whether it can be the requested one.
+    If there is one with the id that was given, and nothing else was, it is taken up. None if there is one after an
+    answer was lost: then `check_made` says whether it may be the one that was asked for.
     """
     name = session_id or secrets.token_hex(16)
-    body: dict[str, Any] = {key: dict(value) for key, value in options.items() if value is not None}
-    named_only = session_id is not None and not body
-    body["session_id"] = name
+    named_only = session_id is not None and (metadata, pin, default) == (None, None, None)
+    given = {"metadata": metadata, "pin": pin, "default": default}
+    body: dict[str, Any] = {"session_id": name}
+    body |= {key: dict(value) for key, value in given.items() if value is not None}
     if named_only:
         body["exist_ok"] = True
     return Call(
@@ -194,12 +197,16 @@ def create_session(session_id: str | None, options: Options) -> Call[str | None]
     )
 
 
-def check_made(state: SessionState, options: Options) -> None:
+def check_made(
+    state: SessionState,
+    metadata: Mapping[str, Any] | None,
+    pin: Mapping[str, Any] | None,
+    default: Mapping[str, Any] | None,
+) -> None:
     """Raise `Conflict` unless a session has the metadata that `create_session` would have given it."""
-    wanted = dict(options["metadata"] or {})
-    pins = {name: options[name] or {} for name in ("pin", "default")}
-    if any(pins.values()):
-        wanted[_PINS] = pins
+    wanted = dict(metadata or {})
+    if pin or default:
+        wanted[_PINS] = {"pin": pin or {}, "default": default or {}}
     if msgspec.json.decode(msgspec.json.encode(wanted)) != state.metadata:
         raise Conflict(f"session {state.session_id!r} exists already with other metadata; use another id or none")
 

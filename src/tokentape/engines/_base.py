@@ -139,6 +139,10 @@ class SampleDelta:
     """In the last delta: number of prompt tokens that the server had cached; None if it does not report it."""
 
 
+PER_TOKEN = ("token_ids", "logprobs", "top_logprobs", "supports")
+"""The fields of `SampleDelta` with an entry for each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The facts about an engine, read when it was opened."""

@@ -68,17 +68,13 @@ class SseReader:
             return
         name, _, value = line.partition(b":")
         if name == b"data":
-            self._data.append(_utf8(value.removeprefix(b" ")))
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                raise EngineContractError("the engine sent a server-sent event that is not UTF-8") from None
+            self._data.append(value.removeprefix(b" "))
         elif name not in (b"", b"event", b"id", b"retry"):
             raise EngineContractError(
                 "the engine's reply is not a stream of server-sent events: a line has an unknown field; is the "
                 "address that of the engine itself?"
             )
-
-
-def _utf8(data: bytes) -> bytes:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        raise EngineContractError("the engine sent a server-sent event that is not UTF-8") from None
-    return data

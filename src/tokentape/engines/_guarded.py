@@ -80,6 +80,8 @@ class GuardedEngine:
         weights_now: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._engine = engine
+        self.http = engine.http
+        """The connections to the server."""
         self._kind = kind
         self._look = look
         self._refuse = refuse
@@ -110,11 +112,6 @@ class GuardedEngine:
             await engine.close()
             raise
         return guarded
-
-    @property
-    def http(self) -> HttpClient:
-        """The connections to the server."""
-        return self._engine.http
 
     @property
     def info(self) -> EngineInfo:

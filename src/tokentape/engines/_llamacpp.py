@@ -33,8 +33,6 @@ from tokentape.types import FinishReason, TokenIds
 PIECE = 32
 """Tokens per reply. Each piece sends the context again: small pieces cost bytes, large ones arrive late."""
 
-_COMPLETION = "/completion"
-
 _SEEDS = 1 << 31
 
 # A logit bias larger than any logit.
@@ -122,8 +120,7 @@ class LlamaCppEngine(RemoteEngine):
         self, context: list[int], params: SamplingParams, completion: ReceivedTokens, tokens: int, slot: int
     ) -> SampleDelta:
         """Sample up to `tokens` more tokens of a completion. The finish_reason is `length` if all were sampled."""
-        body = self._request_body(context, params, tokens, slot, after=completion.tokens)
-        reply = decode(await self.http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
+        reply = await self._complete(context, params, tokens, slot, after=completion.tokens)
         if (reply.tokens_evaluated, reply.tokens_predicted) != (len(context), len(reply.tokens)):
             raise EngineContractError(
                 f"the engine counts {reply.tokens_evaluated} prompt and {reply.tokens_predicted} completion tokens; "
@@ -148,19 +145,18 @@ class LlamaCppEngine(RemoteEngine):
         """
         params = SamplingParams(max_tokens=1, temperature=0)
         for count in (_LIKELY, self.info.vocab_size + _LIKELY):
-            bias = {"logit_bias": [[self._plain_id, _CERTAIN]], "n_probs": count}
-            body = self._request_body(context, params, 1, -1, after=0, **bias)
-            reply = decode(await self.http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
+            bias = [[self._plain_id, _CERTAIN]]
+            reply = await self._complete(context, params, 1, -1, after=0, logit_bias=bias, n_probs=count)
             for row in reply.completion_probabilities:
                 for alternative in row.top_logprobs:
                     if alternative.id == token_id:
                         return _Probability(token_id, alternative.logprob, row.top_logprobs[: max(top, 1)])
         raise EngineContractError(f"the engine reported no log-probability for id {token_id}, which it sampled")
 
-    def _request_body(
+    async def _complete(
         self, context: list[int], params: SamplingParams, tokens: int, slot: int, *, after: int, **more: object
-    ) -> bytes:
-        """Return the body of one piece. It sets every field that has a default in the server."""
+    ) -> _LlamaCppReply:
+        """Request one piece. The request sets every field that has a default in the server."""
         # Each piece gets its own seed, because the server's random state may be that of another call.
         seed = -1 if params.seed is None else (params.seed + after) % _SEEDS
         body: dict[str, object] = {
@@ -200,14 +196,14 @@ class LlamaCppEngine(RemoteEngine):
         }
         if params.json_schema is not None:
             body["json_schema"] = msgspec.Raw(params.json_schema.encode())
-        return msgspec.json.encode(body | more)
+        reply = await self.http.post("/completion", msgspec.json.encode(body | more), {})
+        return decode(reply, _LlamaCppReply, "llama-server")
 
     async def _probe(self, rows: int) -> None:
         """Sample one token to check the reply. Alternatives may have ids of the embedding's padding, below `rows`."""
         params = SamplingParams(max_tokens=1, temperature=0, top_logprobs=2)
         context = [self._plain_id]
-        body = self._request_body(context, params, 1, -1, after=0, logit_bias=[[self._plain_id, _CERTAIN]])
-        reply = decode(await self.http.post(_COMPLETION, body, {}), _LlamaCppReply, "llama-server")
+        reply = await self._complete(context, params, 1, -1, after=0, logit_bias=[[self._plain_id, _CERTAIN]])
         if reply.tokens != context or len(reply.completion_probabilities) != 1:
             raise EngineContractError(
                 f"the engine returned {len(reply.tokens)} ids and {len(reply.completion_probabilities)} "

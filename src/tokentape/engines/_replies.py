@@ -12,12 +12,12 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from tokentape._supports import kept_ids, pack
-from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines._base import PER_TOKEN, SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._status_errors import UNREADABLE, safe_name, status_error
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, TokentapeError, TooLarge
 from tokentape.types import FinishReason
@@ -57,13 +57,10 @@ def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
     """Join one or more consecutive deltas. All fields except those with an entry per token are the last delta's."""
     if len(deltas) == 1:
         return deltas[0]
-    return replace(
-        deltas[-1],
-        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
-        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
-        top_logprobs=tuple(chain.from_iterable(delta.top_logprobs for delta in deltas)),
-        supports=tuple(chain.from_iterable(delta.supports for delta in deltas)),
-    )
+    entries: dict[str, Any] = {
+        name: tuple(chain.from_iterable(getattr(delta, name) for delta in deltas)) for name in PER_TOKEN
+    }
+    return replace(deltas[-1], **entries)
 
 
 async def whole(deltas: AsyncGenerator[SampleDelta, None]) -> SampleDelta:

@@ -50,7 +50,7 @@ class Request:
     """Called on the worker's thread."""
     random: random.Random
     cancelled: bool = False
-    """Set by the caller's thread, and read by the worker between steps."""
+    """Set by the caller's thread. The worker then removes the request from the batch before its next step."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)

@@ -226,13 +226,13 @@ class TransformersEngine:
                     return
         finally:
             self._calls.pop(request_id, None)
-            self._worker.abandon(request)
+            request.cancelled = True
 
     def interrupt(self, request_id: str) -> bool:
         """End a call with `abort` and all its sampled tokens. Return False if there is no call with this id."""
         request = self._calls.get(request_id)
         if request is not None:
-            self._worker.abandon(request)
+            request.cancelled = True
         return request is not None
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:

@@ -59,10 +59,6 @@ class Worker:
         """Add a request to the batch as soon as there is room."""
         self._inbox.put(request)
 
-    def abandon(self, request: Request) -> None:
-        """Cancel a request: it leaves the batch before the next step."""
-        request.cancelled = True
-
     def swap_model(self, model: Any, weight_version: str) -> Future[None]:
         """Replace the model between two steps. Running requests continue and keep their keys and values.
 

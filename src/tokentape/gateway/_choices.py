@@ -8,28 +8,15 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
+from tokentape.chat._parse import Reply, ReplyDelta, ReplyParser, ToolCall
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams
 from tokentape.errors import TokentapeError
 from tokentape.gateway._events import TurnDelta
 from tokentape.types import FinishReason, TokenIds
-
-
-class ReplyReader(Protocol):
-    """Parses one completion, as chat or as plain text, while it is sampled."""
-
-    def feed(self, ids: Sequence[int]) -> ReplyDelta:
-        """Parse newly sampled ids. Return what they add to the reply."""
-        ...
-
-    def finish(self) -> tuple[ReplyDelta, Reply]:
-        """End the completion. Return the text held back until now, and the whole reply."""
-        ...
-
 
 Sample: TypeAlias = Callable[..., AsyncGenerator[SampleDelta, None]]
 """`Engine.sample` or a function with the same signature."""
@@ -39,7 +26,7 @@ Sample: TypeAlias = Callable[..., AsyncGenerator[SampleDelta, None]]
 class Choice:
     index: int
     sampling: SamplingParams
-    reader: ReplyReader
+    reader: ReplyParser
     sample_ids: Sample
     prompt_ids: TokenIds
     """The context, int32 [tokens]."""

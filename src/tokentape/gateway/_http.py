@@ -85,18 +85,17 @@ def read_as(value: Any, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        reason, where = explain(error)
+        if reason.startswith("invalid enum value"):
+            # msgspec quotes the value, which is the caller's text.
+            reason = "this value is not one of those allowed"
+        raise InvalidRequest(f"{where or 'the body'}: {reason}", re.split(r"[.\[]", where)[0] or None) from None
 
 
-def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
-    """Return the error as the caller should see it: `messages[2].content: expected ..., got ...`."""
+def explain(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return the reason of an error, and the path of the invalid value, such as `messages[2].content`."""
     reason, _, path = str(error).partition(" - at `$")
-    if reason.startswith("Invalid enum value"):
-        # msgspec quotes the value, which is the caller's text.
-        reason = "This value is not one of those allowed"
-    where = path.rstrip("`").removeprefix(".")
-    text = f"{where or 'the body'}: {reason[:1].lower()}{reason[1:]}"
-    return InvalidRequest(text, re.split(r"[.\[]", where)[0] or None)
+    return reason[:1].lower() + reason[1:], path.rstrip("`").removeprefix(".")
 
 
 def check_depth(value: Any, param: str) -> None:

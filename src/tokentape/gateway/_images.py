@@ -40,10 +40,6 @@ def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, 
     return {"type": IMAGE, "url": url}
 
 
-def takes(images: bool) -> str:
-    return "text and images" if images else "text only"
-
-
 def append_content(content: Any, more: Any) -> Any:
     """Concatenate two contents, each a string or a list of parts. Return a string if both are, else a list of parts."""
     if isinstance(content, str) and isinstance(more, str):

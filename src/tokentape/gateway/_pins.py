@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from tokentape.engines._base import EngineInfo, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.gateway._http import explain
 
 Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
 TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
@@ -127,9 +128,8 @@ def _read(values: Mapping[str, Any], kind: str, *, strict: bool) -> Mapping[str,
         try:
             found[name] = msgspec.convert(value, _KINDS[name], strict=strict)
         except msgspec.ValidationError as error:
-            reason = str(error).partition(" - at `$")
-            where = f"{name}{reason[2].rstrip('`')}"
-            raise InvalidRequest(f"{kind}.{where}: {reason[0][:1].lower()}{reason[0][1:]}", kind) from None
+            reason, where = explain(error)
+            raise InvalidRequest(f"{kind}.{name}{where}: {reason}", kind) from None
     if "stop" in found:
         found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])
     if "top_k" in found:

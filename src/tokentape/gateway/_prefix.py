@@ -9,6 +9,7 @@ earlier bodies are kept in memory.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ import numpy as np
 
 _WHITE = b" \t\r\n"
 """JSON's whitespace."""
+
+_COMMA = re.compile(rb"[ \t\r\n]*,")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ class RequestBody:
         """The body without the messages of `prefix`."""
         for one in sorted(prefixes, key=lambda prefix: prefix.span.end):
             end = one.span.end
-            comma = self._comma(end) if end < len(data) else None
+            comma = _COMMA.match(data, end)
             if comma is not None and self._digest(end) == one.span.digest:
-                self.prefix, self.unread = one, data[: one.span.head] + data[comma + 1 :]
+                self.prefix, self.unread = one, data[: one.span.head] + data[comma.end() :]
 
     def span(self, count: int = 0) -> MessagesSpan | None:
         unread = self.unread
@@ -86,12 +89,6 @@ class RequestBody:
         self._hash.update(memoryview(self.data)[self._hashed : end])
         self._hashed = end
         return self._hash.copy().digest()
-
-    def _comma(self, at: int) -> int | None:
-        """Return the offset of a comma that follows the first `at` bytes, after whitespace; None without one."""
-        while at < len(self.data) and self.data[at] in _WHITE:
-            at += 1
-        return at if self.data[at : at + 1] == b"," else None
 
 
 class _Messages(msgspec.Struct):

@@ -35,16 +35,6 @@ PROMPT: Message = {"role": "prompt"}
 
 CALL_PREFIX = "call_"
 
-
-def _call_with(call_id: str) -> tuple[Message, ...]:
-    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-    return (
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "f", "tool_call_id": call_id, "content": "."},
-    )
-
-
 _QUICK = 4096
 """Most characters of new messages to render and tokenize on the event loop instead of in a thread."""
 
@@ -141,7 +131,16 @@ class PromptBuilder:
 
         Models see printed ids, and some were trained on ids of exactly nine letters and digits.
         """
-        plain, prefixed = (_call_with(f"{prefix}000000000") for prefix in ("", CALL_PREFIX))
+
+        def conversation(call_id: str) -> list[Message]:
+            call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+            return [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "name": "f", "tool_call_id": call_id, "content": "."},
+            ]
+
+        plain, prefixed = conversation("000000000"), conversation(f"{CALL_PREFIX}000000000")
         return CALL_PREFIX if self.render_alike(plain, prefixed, self._renderer.setup()) else ""
 
     def revoke(self, setup: str, name: str, strategy: Strategy) -> None:

@@ -20,12 +20,12 @@ from tokentape._session.invariants import check_completion, check_turn
 from tokentape._session.payloads import turn_payload
 from tokentape._session.tree import Session
 from tokentape._supports import SUPPORTS, is_known
-from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
+from tokentape.chat._parse import Reply, ReplyDelta, ReplyParser, ToolCall
 from tokentape.engines._base import Engine, SampleDelta, SamplingParams
 from tokentape.engines._distributions import logprobs_of, sampled_from, truncates
 from tokentape.errors import CommitRace, Conflict, InvariantViolation, NotFound, TokentapeError
 from tokentape.gateway._bridge_checks import BridgeChecks
-from tokentape.gateway._choices import Choice, ReplyReader, name_calls
+from tokentape.gateway._choices import Choice, name_calls
 from tokentape.gateway._events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._prompts import Prompt
 from tokentape.gateway._session_cache import OpenSession, SessionCache
@@ -257,7 +257,7 @@ def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, A
 
 
 def replayed(
-    session: Session, answer: RecordedReply, reader_of: Callable[[Turn], ReplyReader], request: TurnRequest
+    session: Session, answer: RecordedReply, reader_of: Callable[[Turn], ReplyParser], request: TurnRequest
 ) -> list[TurnEvent]:
     """Return the events of a recorded call, with one delta per choice.
 
@@ -285,7 +285,7 @@ def replayed(
     return [*events, *done]
 
 
-def _read_again(turn: Turn, reader: ReplyReader) -> Reply:
+def _read_again(turn: Turn, reader: ReplyParser) -> Reply:
     """Return the reply of a recorded turn. Its tool calls have the ids that the client got.
 
     If parsing had failed, return the recorded reply: how far a parser gets depends on the pieces of the stream.

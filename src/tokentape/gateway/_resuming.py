@@ -22,7 +22,7 @@ from prometheus_client import Counter
 
 from tokentape._session.invariants import check_ids
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.engines._base import Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
+from tokentape.engines._base import PER_TOKEN, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
 from tokentape.errors import EngineAborted, EngineUnavailable
 from tokentape.gateway._choices import Choice
 from tokentape.gateway._events import TurnDelta
@@ -160,7 +160,12 @@ class Sampler:
             self._note(choice, "resampled" if choice.lost else "again", cause, "not streamed" if choice.lost else "")
             choice.go_on(None)
             return True
-        why = "on_abort" if self.on_abort != "resume" else self._why_not(choice, more)
+        if self.on_abort != "resume":
+            why = "on_abort"
+        elif choice.captured:
+            why = "captured"
+        else:
+            why = (resume_obstacle(choice.sampling, self.engine.info) or "") if more else "resumes"
         if not choice.ids or self.on_abort == "resample":
             self._note(choice, "resampled", cause, why or "resumes")
             raise EngineAborted("the engine aborted this call before it was finished; send it again", cause)
@@ -182,12 +187,6 @@ class Sampler:
         elif len(ids) >= sampling.max_tokens:
             choice.finish_reason = "length"
         return choice.finish_reason != "abort"
-
-    def _why_not(self, choice: Choice, more: bool) -> str:
-        """Return why a completion can't be resumed; empty if it can. `more` is False after the last allowed resume."""
-        if choice.captured:
-            return "captured"
-        return (resume_obstacle(choice.sampling, self.engine.info) or "") if more else "resumes"
 
     def _stop_finder(self, choice: Choice, sampled: Sequence[int]) -> SplitStopFinder:
         sampling = choice.sampling
@@ -266,7 +265,6 @@ def _up_to_stop(delta: SampleDelta, finder: SplitStopFinder) -> SampleDelta:
     for end, token_id in enumerate(delta.token_ids, 1):
         stop = finder.push(token_id)
         if stop is not None:
-            names = ("token_ids", "logprobs", "top_logprobs", "supports")
-            kept: dict[str, Any] = {name: getattr(delta, name)[:end] for name in names}
+            kept: dict[str, Any] = {name: getattr(delta, name)[:end] for name in PER_TOKEN}
             return replace(delta, **kept, finish_reason="stop", stop=stop, weight_spans=(), payloads=())
     return delta

@@ -244,10 +244,9 @@ class SessionCache:
         return info
 
     def drop(self, opened: OpenSession) -> None:
-        if self._open.get(opened.session_id) is opened:
-            del self._open[opened.session_id]
-        if self._at_hand.get(opened.session_id) is opened:
-            del self._at_hand[opened.session_id]
+        for sessions in (self._open, self._at_hand):
+            if sessions.get(opened.session_id) is opened:
+                del sessions[opened.session_id]
 
     def drop_unused(self, opened: OpenSession) -> None:
         """Drop a session without records and without calls: its calls were refused or have failed."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import numpy as np
@@ -217,7 +216,7 @@ def _tree(store: Store, session_id: str) -> dict[str, Any]:
             if turn.finish_reason == "abort"
         ],
         "rewards": [reward_view(reward) for reward in stored.rewards],
-        "lineage": [asdict(edge) for edge in edges],
+        "lineage": edges,
         "columns": names.columns,
         "payloads": names.payloads,
     }
@@ -235,9 +234,9 @@ def _turn_view(turn: Turn) -> dict[str, Any]:
         "weight_changes": turn.weight_changes,
         "abort_cause": turn.abort_cause,
         "engine": turn.engine,
-        "sampled_from": turn.sampled_from and asdict(turn.sampled_from),
-        "logprobs_of": turn.logprobs_of and asdict(turn.logprobs_of),
-        "resumes": [asdict(one) for one in turn.resumes],
+        "sampled_from": turn.sampled_from,
+        "logprobs_of": turn.logprobs_of,
+        "resumes": turn.resumes,
         "adapter": turn.adapter,
         "parse_problem": turn.sampling.get("parse_problem"),
         "created_at": turn.created_at,

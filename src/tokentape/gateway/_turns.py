@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 from tokentape._session.tree import ContinuationPoint, Session
-from tokentape.chat._parse import PlainReader
+from tokentape.chat._parse import PlainReader, ReplyParser
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._splice import History, StopMismatch
 from tokentape.engines._base import ChatServer, Engine, MediaEngine
@@ -26,7 +26,7 @@ from tokentape.engines._distributions import truncates
 from tokentape.errors import CommitRace, EngineContractError, EngineError
 from tokentape.gateway._bridge_checks import BridgeChecks
 from tokentape.gateway._capturing import ServerRenderedCall
-from tokentape.gateway._choices import Choice, ReplyReader, Sample, sample_choices
+from tokentape.gateway._choices import Choice, Sample, sample_choices
 from tokentape.gateway._events import TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._in_flight_call import InFlightCall
 from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
@@ -168,10 +168,7 @@ class Turns:
         return (await self.sessions.get(session_id, owner)).session
 
     async def delete_session(self, session_id: str, owner: str | None = None, *, force: bool = False) -> None:
-        """Delete a session and its record.
-
-        Raises `NotFound`. Without `force` it raises `Conflict` if an unconfirmed snapshot contains the session.
-        """
+        """Delete a session and its record. Raises like `Store.delete_session`."""
         opened = await self.sessions.get(session_id, owner)
         async with opened.lock:
             if opened.deleted:
@@ -211,10 +208,7 @@ class Turns:
         """
         opened = await self.sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
-        setup = self._prompts.setup(session, request)
-        if self.takes_images:
-            request = await asyncio.to_thread(self._prompts.receive, request)
-        request, found = await self._continued(request, session, setup)
+        request, setup, found = await self._locate(request, session)
         prompt = await asyncio.to_thread(self._prompts.build, request, session, setup, found, fits=False)
         return len(prompt.ids)
 
@@ -268,15 +262,9 @@ class Turns:
         """Build the prompt of a call, sample its choices, record them, and publish the events."""
         with self.telemetry.call():
             session = opened.session
-            setup = self._prompts.setup(session, request)
-            if self.takes_images:
-                request = await asyncio.to_thread(self._prompts.receive, request)
-            if request.prompt_ids is not None:
-                found = session.continuation_of_ids(request.prompt_ids, PROMPT)
-            else:
-                request, found = await self._continued(request, session, setup)
-                if request.span is not None:
-                    opened.prefixes.append(ParsedPrefix(request.span, setup.digest, found.key))
+            request, setup, found = await self._locate(request, session)
+            if request.span is not None:
+                opened.prefixes.append(ParsedPrefix(request.span, setup.digest, found.key))
             async with AsyncExitStack() as held:
                 sample: Sample = self.engine.sample
                 captured = None
@@ -303,25 +291,28 @@ class Turns:
                 held.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(one.ids for one in choices)]))
                 await self._sample(call, opened, request, prompt, choices, held)
 
-    async def _continued(
-        self, request: TurnRequest, session: Session, setup: Setup
-    ) -> tuple[TurnRequest, ContinuationPoint]:
-        """Find the point of the session that a request continues. Return it and the request.
+    async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
+        """Return a request with its images received, its setup, and the point of the session that it continues.
 
         If a harness has changed the ids of tool calls, the returned request has the recorded ids. This is done only if
         the conversation renders to the same text with both, so that the model never sees an id the caller didn't send.
         """
+        setup = self._prompts.setup(session, request)
+        if self.takes_images:
+            request = await asyncio.to_thread(self._prompts.receive, request)
+        if request.prompt_ids is not None:
+            return request, setup, session.continuation_of_ids(request.prompt_ids, PROMPT)
         found = session.continuation(request.messages, setup.digest)
         if self._capture is not None or all(message["role"] != "assistant" for message in found.new_messages):
-            return request, found
+            return request, setup, found
         messages = session.with_recorded_ids(request.messages, setup.digest)
         if messages is None:
-            return request, found
+            return request, setup, found
         renamed = session.continuation(messages, setup.digest)
         deeper = len(renamed.new_messages) < len(found.new_messages)
         if deeper and await asyncio.to_thread(self._prompts.render_alike, request.messages, messages, setup):
-            return replace(request, messages=messages), renamed
-        return request, found
+            return replace(request, messages=messages), setup, renamed
+        return request, setup, found
 
     async def _sample(
         self,
@@ -401,13 +392,13 @@ class Turns:
 
     def _reader(
         self, request: TurnRequest, setup: Setup, stop_ids: Iterable[int], context_ids: TokenIds
-    ) -> ReplyReader:
+    ) -> ReplyParser:
         stops = request.sampling.stop_strings
         if request.prompt_ids is not None:
             return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stops)
         return self.renderer.parser(setup, stops, context_ids)
 
-    def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
+    def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyParser:
         """Return a new reader for a recorded completion, equal to the one that it was parsed with."""
         setup, stop_ids = self._prompts.setup(session, request), turn.sampling["stop_token_ids"]
         return self._reader(request, setup, stop_ids, session.context_before(turn.seq))

@@ -185,7 +185,7 @@ def archive_sessions(
     newest = None
     for snapshot in Snapshots(store).all(None):
         if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
-            client.release(snapshot.snapshot_id)  # left over by a run that was cut off
+            client.release(snapshot.snapshot_id)  # left over by an interrupted run
         newest = snapshot.snapshot_id if _run_name(snapshot) in finished else newest
     try:
         taken = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
@@ -365,7 +365,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
                 for rows in _read(run, name, manifest["files"].get(name), directory):
                     own = [row for row in rows if shared or row["session_id"] in wanted]
                     for row in own:
-                        # Its rank among all rows of its table is another one here.
+                        # Rows get new positions in this database.
                         row.pop("position", None)
                     if own:
                         connection.execute(insert(table).prefix_with("OR IGNORE" if shared else ""), own)

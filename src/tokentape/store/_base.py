@@ -17,7 +17,7 @@ from tokentape.errors import NotFound, StoreError
 from tokentape.store import _reads as reads
 from tokentape.store import _schema as schema
 from tokentape.store import _writes as writes
-from tokentape.store._commit import Claims, CommitQueue, StoreFailure, Work
+from tokentape.store._commit import Claims, CommitQueue, StoreFailure, Work, explaining
 from tokentape.store._listing import SessionSummary, list_sessions
 from tokentape.store._reads import Extent, SessionProgress, StoredSession
 from tokentape.store._rows import Record, decode
@@ -85,7 +85,7 @@ class Store:
     def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
         """Return up to `limit` sessions after the position `after`, in order of creation.
 
-        `owner` selects the sessions of one API key.
+        `owner` selects the sessions of one API key; None stands for all sessions.
         """
         with self.reading() as connection:
             return list_sessions(connection, limit, after, owner)
@@ -216,12 +216,8 @@ class Store:
     def _connected(self, engine: Engine) -> Iterator[Connection]:
         if self._closed:
             raise StoreError("the store is closed")
-        try:
-            with engine.connect() as connection:
-                yield connection
-        except DBAPIError as error:
-            # The driver's message may quote data that it could not decode.
-            raise self._explain(error).error() from None
+        with explaining(self._explain), engine.connect() as connection:
+            yield connection
 
     def keep_until_closed(self, held: ExitStack) -> None:
         """Close `held` when the store is closed, after the database."""

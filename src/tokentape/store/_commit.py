@@ -32,8 +32,8 @@ RECONNECTIONS = (0.0, 0.2, 0.4, 0.8, 1.6)
 Claims: TypeAlias = frozenset[str] | None
 """Names of the things that a call changes, which no other call may change at the same time. None: everything."""
 
-Work: TypeAlias = Callable[[Connection], int]
-"""The part of a call that runs inside the transaction. Returns about how many bytes it wrote."""
+Work: TypeAlias = Callable[[Connection], int | None]
+"""The part of a call that runs inside the transaction. Returns about how many bytes it wrote if they may be many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,16 @@ class StoreFailure:
 
     def error(self) -> TokentapeError:
         return self.kind(self.message)
+
+
+@contextmanager
+def explaining(explain: Callable[[DBAPIError], StoreFailure]) -> Iterator[None]:
+    """Raise the store's error for errors of the driver."""
+    try:
+        yield
+    except DBAPIError as error:
+        # The driver's message may quote data that it could not decode.
+        raise explain(error).error() from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +192,7 @@ class CommitQueue:
         """Run and commit the calls without savepoints. If one of them fails, commit nothing and return None."""
         try:
             with self._transaction(batch):
-                return [call.work(self._connection) for call in batch]
+                return [call.work(self._connection) or 0 for call in batch]
         except Exception as error:
             if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError):
                 raise
@@ -212,7 +222,7 @@ class CommitQueue:
         self._connection.exec_driver_sql("SAVEPOINT call")
         outcome: _Outcome
         try:
-            outcome = work(self._connection)
+            outcome = work(self._connection) or 0
         except IntegrityError as error:
             outcome = self._classify(error).error()
         except DBAPIError:

@@ -13,25 +13,25 @@ from tokentape.store import _schema as schema
 @dataclass(frozen=True, slots=True)
 class GateState:
     position: int = 0
-    """Of the change that made it so. Grows with every change."""
+    """Position of the newest change. It grows with every change."""
     closed: bool = False
     abort: bool = False
-    """Whether calls under way are to be ended at once."""
+    """Whether to abort the calls in flight."""
     weight_version: str | None = None
-    """The weights that sample now, if known."""
+    """Name of the current weights, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """The state that a gateway has last written of itself."""
+    """The last state that a gateway has written about itself."""
 
     gateway_id: str
     beat: int
-    """Grows as long as it lives."""
+    """Heartbeat: grows while the gateway runs."""
     heard: int
-    """Position of the gate change that it goes by."""
+    """Position of the newest gate change that it has applied."""
     under_way: int
-    """Calls of its that the engine is sampling."""
+    """Number of its calls in flight at the engine."""
 
 
 def gate_state(connection: Connection) -> GateState:
@@ -41,30 +41,29 @@ def gate_state(connection: Connection) -> GateState:
     return GateState(row.position, bool(row.closed), bool(row.abort), row.weight_version)
 
 
-def change_gate(connection: Connection, *, closed: bool, abort: bool = False, weight_version: str | None = None) -> int:
-    """Close or open the gate for all gateways. Return 0, the number of bytes that count as written."""
+def change_gate(
+    connection: Connection, *, closed: bool, abort: bool = False, weight_version: str | None = None
+) -> None:
+    """Close or open the gate for all gateways."""
     change = {"closed": int(closed), "abort": int(abort), "weight_version": weight_version, "created_at": time.time()}
     connection.execute(insert(schema.gate_changes), change)
-    return 0
 
 
 def gateways(connection: Connection) -> list[GatewayState]:
     return [GatewayState(*row) for row in connection.execute(select(schema.gateways))]
 
 
-def tell(connection: Connection, state: GatewayState) -> int:
-    """Write the state of a gateway over its earlier one. Return 0."""
+def tell(connection: Connection, state: GatewayState) -> None:
+    """Replace the recorded state of a gateway."""
     own = schema.gateways.c.gateway_id == state.gateway_id
     if not connection.execute(update(schema.gateways).where(own).values(asdict(state))).rowcount:
         connection.execute(insert(schema.gateways), asdict(state))
-    return 0
 
 
-def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> int:
-    """Delete a gateway's state; with `beat` only if that is still its last heartbeat. Return 0."""
+def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> None:
+    """Delete a gateway's state; with `beat` only if that is still its last heartbeat."""
     gone = delete(schema.gateways).where(schema.gateways.c.gateway_id == gateway_id)
     connection.execute(gone if beat is None else gone.where(schema.gateways.c.beat == beat))
-    return 0
 
 
 _CHANGES = schema.gate_changes.c

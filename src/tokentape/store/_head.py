@@ -21,6 +21,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
@@ -347,13 +348,9 @@ def _ed25519(path: Path, kind: str) -> Any:
         raise InvalidRequest("signatures need cryptography: pip install 'tokentape[sign]'") from None
     data = path.read_bytes()
     key: object = None
-    try:
-        if kind == "private":
-            key = serialization.load_pem_private_key(data, None)
-        else:
-            key = serialization.load_pem_public_key(data)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        pass
+    with suppress(ValueError, TypeError, UnsupportedAlgorithm):
+        private = kind == "private"
+        key = serialization.load_pem_private_key(data, None) if private else serialization.load_pem_public_key(data)
     if not isinstance(key, ed25519.Ed25519PrivateKey | ed25519.Ed25519PublicKey):
         raise InvalidRequest(f"{path} is not a PEM file with an unencrypted Ed25519 {kind} key")
     return key

@@ -83,7 +83,7 @@ def list_page(connection: Connection, wanted: Listing) -> ListedPage:
     table = schema.sessions
     conditions = _conditions(wanted)
     total = connection.execute(select(func.count()).select_from(table).where(*conditions)).scalar_one()
-    key = _SORT_KEYS[wanted.sort]()
+    key = _SORT_KEYS[wanted.sort]
     order = key.desc().nulls_last() if wanted.descending else key.asc().nulls_last()
     position = table.c.position.desc() if wanted.descending else table.c.position
     ordered = [position] if wanted.sort == "created" else [order, position]
@@ -94,10 +94,7 @@ def list_page(connection: Connection, wanted: Listing) -> ListedPage:
 
 
 def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
-    """Return up to `limit` sessions with a position greater than `after`, in order of position.
-
-    `owner` None stands for all owners.
-    """
+    """See `Store.sessions`."""
     table = schema.sessions
     conditions = [table.c.position > after, *([] if owner is None else [table.c.owner == owner])]
     page = select(table.c.position).where(*conditions).order_by(table.c.position).limit(limit)
@@ -107,13 +104,13 @@ def list_sessions(connection: Connection, limit: int, after: int, owner: str | N
 def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[SessionSummary]:
     statement = select(
         schema.sessions,
-        of_turns(func.count()).label("turns"),
-        of_turns(func.count(schema.turns.c.fork)).label("forks"),
-        _aborted().label("aborted"),
-        _bytes_of(schema.turns.c.added_ids).label("added_bytes"),
-        _sampled().label("sampled_bytes"),
+        _TURNS.label("turns"),
+        _FORKS.label("forks"),
+        _ABORTED.label("aborted"),
+        _ADDED_BYTES.label("added_bytes"),
+        _SAMPLED_BYTES.label("sampled_bytes"),
         of_turns(func.max(schema.turns.c.created_at)).label("last_at"),
-        _reward().label("reward"),
+        _REWARD.label("reward"),
     )
     return [
         SessionSummary(
@@ -142,7 +139,7 @@ def extent_columns(connection: Connection) -> list[ColumnElement[int]]:
 
     events = [last(schema.events, "last_event")] if schema.has_events(connection) else [literal(0).label("last_event")]
     return [
-        of_turns(func.count()).label("turns"),
+        _TURNS.label("turns"),
         last(schema.rewards, "last_reward"),
         last(schema.token_columns, "last_column"),
         *events,
@@ -159,8 +156,8 @@ def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     limits: tuple[tuple[Any, ColumnElement[Any], Any], ...] = (
         (wanted.owner, sessions.owner, operator.eq),
-        (wanted.reward_min, _reward(), operator.ge),
-        (wanted.reward_max, _reward(), operator.le),
+        (wanted.reward_min, _REWARD, operator.ge),
+        (wanted.reward_max, _REWARD, operator.le),
         (wanted.since, sessions.created_at, operator.ge),
         (wanted.until, sessions.created_at, operator.lt),
     )
@@ -215,37 +212,26 @@ def _bytes_of(ids: ColumnElement[Any]) -> ScalarSelect[Any]:
     return of_turns(func.coalesce(func.sum(func.length(ids)), 0))
 
 
-def _sampled() -> ScalarSelect[Any]:
-    return _bytes_of(schema.turns.c.completion_ids)
-
-
-def _aborted() -> ScalarSelect[Any]:
-    return of_turns(func.count(case((schema.turns.c.finish_reason == "abort", 1))))
-
-
-def _reward() -> ColumnElement[Any]:
+def _newest_reward(scope: str) -> ScalarSelect[Any]:
     rewards = schema.rewards.c
-
-    def newest(scope: str) -> ScalarSelect[Any]:
-        return (
-            select(rewards.value)
-            .where(rewards.session_id == schema.sessions.c.session_id, rewards.scope == scope)
-            .order_by(rewards.position.desc())
-            .limit(1)
-            .correlate(schema.sessions)
-            .scalar_subquery()
-        )
-
-    return func.coalesce(newest("session"), newest("trajectory"))
+    of_session = select(rewards.value).where(rewards.session_id == schema.sessions.c.session_id, rewards.scope == scope)
+    return of_session.order_by(rewards.position.desc()).limit(1).correlate(schema.sessions).scalar_subquery()
 
 
-_SORT_KEYS: dict[SortKey, Any] = {
-    "created": lambda: schema.sessions.c.position,
-    "session": lambda: schema.sessions.c.session_id,
-    "turns": lambda: of_turns(func.count()),
-    "tokens": lambda: _bytes_of(schema.turns.c.added_ids) + _sampled(),
-    "sampled": _sampled,
-    "reward": _reward,
-    "forks": lambda: of_turns(func.count(schema.turns.c.fork)),
-    "aborted": _aborted,
+_TURNS = of_turns(func.count())
+_FORKS = of_turns(func.count(schema.turns.c.fork))
+_ABORTED = of_turns(func.count(case((schema.turns.c.finish_reason == "abort", 1))))
+_ADDED_BYTES = _bytes_of(schema.turns.c.added_ids)
+_SAMPLED_BYTES = _bytes_of(schema.turns.c.completion_ids)
+_REWARD = func.coalesce(_newest_reward("session"), _newest_reward("trajectory"))
+
+_SORT_KEYS: dict[SortKey, ColumnElement[Any]] = {
+    "created": schema.sessions.c.position,
+    "session": schema.sessions.c.session_id,
+    "turns": _TURNS,
+    "tokens": _ADDED_BYTES + _SAMPLED_BYTES,
+    "sampled": _SAMPLED_BYTES,
+    "reward": _REWARD,
+    "forks": _FORKS,
+    "aborted": _ABORTED,
 }

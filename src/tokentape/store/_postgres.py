@@ -15,15 +15,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Literal, Self, TypeAlias
+from functools import partial
+from typing import Any, Literal, Self, TypeAlias
 
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url, select
+from sqlalchemy.engine.interfaces import IsolationLevel
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreError, StoreFull, StoreUnavailable
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
-from tokentape.store._commit import Claims, CommitQueue, StoreFailure
+from tokentape.store._commit import Claims, CommitQueue, StoreFailure, explaining
 from tokentape.store._reads import SessionProgress
 from tokentape.store._served_model import ServedModel
 
@@ -114,10 +116,9 @@ class PostgresStore(Store):
     async def note_served_model(self, model: ServedModel) -> None:
         value = json.dumps(asdict(model))
 
-        def note(connection: Connection) -> int:
+        def note(connection: Connection) -> None:
             connection.execute(schema.meta.delete().where(schema.meta.c.key == _SERVED_MODEL))
             connection.execute(schema.meta.insert().values(key=_SERVED_MODEL, value=value))
-            return len(value)
 
         await self.transact(note, again=note)
 
@@ -157,40 +158,24 @@ def explain(error: DBAPIError) -> StoreFailure:
     return StoreFailure(StoreError, f"the database refused (SQLSTATE {state})")
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    try:
-        yield
-    except DBAPIError as error:
-        raise explain(error).error() from None
+explained = partial(explaining, explain)
 
 
 def reading_engine(url: str | URL) -> Engine:
     """Return an engine for read-only transactions that each see one state of the database."""
     url = _url(url) if isinstance(url, str) else url
-    engine = create_engine(
-        url,
-        isolation_level="REPEATABLE READ",
-        max_overflow=20,
-        # Detect a restarted server before a request fails.
-        pool_pre_ping=True,
-        hide_parameters=True,
-        connect_args=_CONNECTION,
-    )
+    # Ping connections, to detect a restarted server before a request fails.
+    engine = _engine(url, "REPEATABLE READ", max_overflow=20, pool_pre_ping=True)
     return engine.execution_options(postgresql_readonly=True)
 
 
 def _asking_engine(url: URL) -> Engine:
     """Return an engine for single statements, without the round trips of a transaction and of a connection check."""
-    return create_engine(
-        url, isolation_level="AUTOCOMMIT", max_overflow=20, hide_parameters=True, connect_args=_CONNECTION
-    )
+    return _engine(url, "AUTOCOMMIT", max_overflow=20)
 
 
 def _writing_engine(url: URL, synchronous: Durability) -> Engine:
-    engine = create_engine(
-        url, isolation_level="READ COMMITTED", poolclass=NullPool, hide_parameters=True, connect_args=_CONNECTION
-    )
+    engine = _engine(url, "READ COMMITTED", poolclass=NullPool)
     # Set per transaction, since the connection may be a pooler's. All settings take one round trip.
     begin = (
         f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
@@ -199,6 +184,12 @@ def _writing_engine(url: URL, synchronous: Durability) -> Engine:
     )
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
     return engine
+
+
+def _engine(url: URL, isolation_level: IsolationLevel, **options: Any) -> Engine:
+    return create_engine(
+        url, isolation_level=isolation_level, hide_parameters=True, connect_args=_CONNECTION, **options
+    )
 
 
 def _claim(connection: Connection, claims: Sequence[Claims]) -> None:

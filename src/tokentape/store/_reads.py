@@ -100,11 +100,7 @@ _WHOLE = Extent(0, 2**31 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 def load_session(
     connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
 ) -> StoredSession:
-    """Load a session and check its hash chain. Columns and payloads are loaded only with `per_token`.
-
-    `extent` limits the result to that part of the session. Raises `NotFound` for a missing session, and `StoreCorrupt`
-    if a record can't be read or doesn't fit the chain.
-    """
+    """See `Store.load_session`."""
     read = _Reading(connection, session_id)
     info = read.info(None if extent is None else extent.position)
     last = extent or _WHOLE
@@ -123,10 +119,7 @@ def load_session(
 
 
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-    """Load the turns after the `known` ones, with only their answers, setups and events.
-
-    Raises like `load_session`.
-    """
+    """See `Store.load_newer`."""
     read = _Reading(connection, session_id)
     info = read.info()
     turns = read.turns(schema.turns.c.seq >= len(known), known)

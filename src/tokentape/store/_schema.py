@@ -128,7 +128,7 @@ rewards = Table(
     Column("turn", Integer),
     Column("value", Double, nullable=False),
     Column("created_at", Double, nullable=False),
-    # session, turn or trajectory: the last is for the path that ends with `turn`.
+    # session, turn, or trajectory, which is the path that ends with `turn`.
     Column("scope", Text, nullable=False, server_default="session"),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
     sqlite_autoincrement=True,
@@ -137,7 +137,7 @@ rewards = Table(
 token_columns = Table(
     "token_columns",
     metadata,
-    # Order of arrival: the last values of a name and turn count. Older ones stay while a snapshot has them.
+    # Order of arrival: the last values of a name and turn count. Older values stay while a snapshot has them.
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", Text, nullable=False),
     Column("turn", Integer, nullable=False),
@@ -175,8 +175,8 @@ token_payloads = Table(
     Column("start", Integer, nullable=False),
     Column("dtype", Text, nullable=False),
     Column("shape", Text, nullable=False),
-    # How `data` is encoded. By a dtype: elements of it, the narrowest integers that hold them all if `dtype` are
-    # integers. Any other word is one that a later release may add, for rows of unequal length for example.
+    # Encoding of `data`: the dtype of its elements, which is the narrowest integer type that holds them if `dtype` are
+    # integers. Later releases may add other words, for example for rows of unequal length.
     Column("packed", Text, nullable=False),
     Column("data", LargeBinary, nullable=False),
     Column("crc32", BigInteger, nullable=False),
@@ -210,7 +210,7 @@ snapshots = Table(
     Column("snapshot_id", _Position, primary_key=True, autoincrement=True),
     Column("owner", Text, nullable=False),
     Column("created_at", Double, nullable=False),
-    # The snapshot whose sessions were left out unless they have changed.
+    # The snapshot that this one is based on: sessions that have not changed since are left out.
     Column("since", ForeignKey("snapshots.snapshot_id")),
     # held, confirmed or released.
     Column("state", Text, nullable=False),
@@ -225,10 +225,10 @@ snapshot_sessions = Table(
     "snapshot_sessions",
     metadata,
     Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), primary_key=True),
-    # Of the session; a later session of the same id has another.
+    # Position of the session. A later session with the same id has another one.
     Column("position", _Position, primary_key=True),
     Column("session_id", Text, nullable=False, index=True),
-    # What belongs to the snapshot: so many turns, and rewards, columns and events up to these positions.
+    # The snapshot has this number of turns, and the rewards, columns and events up to these positions.
     Column("turns", Integer, nullable=False),
     Column("last_reward", _Position, nullable=False),
     Column("last_column", _Position, nullable=False),
@@ -251,26 +251,26 @@ gate_changes = Table(
     # The last one counts.
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("closed", Integer, nullable=False),
-    # 1 if calls under way are to be ended at once.
+    # 1 if calls in flight are to be aborted.
     Column("abort", Integer, nullable=False),
-    # What samples from now on; null where that was not said.
+    # Name of the new weights, null if it was not given.
     Column("weight_version", Text),
     Column("created_at", Double, nullable=False),
     sqlite_autoincrement=True,
 )
-"""Pauses and resumes of sampling, for gateways on one record, which pause together."""
+"""Pauses and resumes of sampling. Gateways that share a record pause together."""
 
 gateways = Table(
     "gateways",
     metadata,
     Column("gateway_id", Text, primary_key=True),
-    # Grows as long as it lives.
+    # Heartbeat: grows while the gateway runs.
     Column("beat", _Position, nullable=False),
-    # The gate change that it goes by, and how many of its calls the engine is sampling.
+    # The newest gate change that it has applied, and the number of its calls in flight.
     Column("heard", _Position, nullable=False),
     Column("under_way", Integer, nullable=False),
 )
-"""The gateways on one record. A dead one stays until another gateway notices."""
+"""The gateways that share the record. The row of a dead one stays until another gateway notices."""
 
 record_log = Table(
     "record_log",
@@ -278,13 +278,13 @@ record_log = Table(
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("kind", Text, nullable=False),
     Column("body", LargeBinary, nullable=False),
-    # Hex SHA-256 over this row and the digest of the one before.
+    # Hex SHA-256 of this row and the digest of the row before it.
     Column("digest", Text, nullable=False),
     Column("created_at", Double, nullable=False),
     sqlite_autoincrement=True,
 )
-"""What was done to the record as a whole: its contents were summed up in a digest, a session was deleted. Nothing
-writes it yet; docs/decisions/0014 says what it is for."""
+"""Events of the whole record, such as a digest of its contents or the deletion of a session. Nothing writes it yet;
+see docs/decisions/0014."""
 
 Migration: TypeAlias = Callable[[Connection], None]
 
@@ -298,18 +298,18 @@ def _to_2(connection: Connection) -> None:
         "rewards ADD COLUMN scope TEXT NOT NULL DEFAULT 'session'",
     ):
         connection.exec_driver_sql(f"ALTER TABLE {change}")
-    # A turn's reward was that of the trajectory which ended there.
+    # Rewards of turns were rewards of the trajectories that end with them.
     connection.exec_driver_sql("UPDATE rewards SET scope = 'trajectory' WHERE turn IS NOT NULL")
     for table in (answers, token_columns, token_payloads, media, turn_media, snapshots, snapshot_sessions, tombstones):
         table.create(connection)
 
 
 def _to_3(connection: Connection) -> None:
-    """Add the state that gateways on one record share."""
+    """Add the state that gateways with one record share."""
     for table in (gate_changes, gateways):
         table.create(connection)
     for index in answers.indexes:
-        # There already where the step before has just made the table.
+        # It exists if the step before has just created the table.
         index.create(connection, checkfirst=True)
 
 
@@ -318,7 +318,7 @@ def _to_4(connection: Connection) -> None:
     for table in TABLES_SINCE_4:
         table.create(connection)
     for column in COLUMNS_SINCE_4:
-        # There already where the second step has just made the table.
+        # It exists if the second step has just created the table.
         if column.name not in {one["name"] for one in inspect(connection).get_columns(column.table.name)}:
             definition = CreateColumn(column).compile(dialect=connection.dialect)
             connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")

@@ -97,9 +97,8 @@ class Snapshots:
             raise InvalidRequest("no session is selected, so a snapshot would be empty; select others")
         made: list[int] = []
 
-        def freeze(connection: Connection) -> int:
+        def freeze(connection: Connection) -> None:
             made[:] = [_freeze(connection, session_ids, owner, selection.since, now)]
-            return 0
 
         await self._store.transact(freeze)
         return await self.snapshot(made[0], owner)
@@ -148,7 +147,7 @@ class Snapshots:
         """Record that the consumer has stored the contents safely. Raises `Conflict` for another digest."""
         await self.snapshot(snapshot_id, owner)
 
-        def confirm(connection: Connection) -> int:
+        def confirm(connection: Connection) -> None:
             found = _load(connection, snapshot_id, None)
             if found.state == "released":
                 raise Conflict(f"snapshot {snapshot_id} was released; take another one")
@@ -157,7 +156,7 @@ class Snapshots:
                     f"snapshot {snapshot_id} has digest {found.digest}, not the one that was confirmed; what was "
                     "received is damaged or another snapshot"
                 )
-            return _update(connection, snapshot_id, state="confirmed")
+            _update(connection, snapshot_id, state="confirmed")
 
         await self._store.transact(confirm, again=confirm)
 
@@ -177,9 +176,8 @@ class Snapshots:
         for start in range(0, max(len(free), 1), _DROPPED_AT_ONCE):
             some = free[start : start + _DROPPED_AT_ONCE]
 
-            def drop(connection: Connection, some: list[Entry] = some) -> int:
+            def drop(connection: Connection, some: list[Entry] = some) -> None:
                 kept.update(_drop_sessions(connection, snapshot_id, some, time.time()))
-                return 0
 
             await self._store.transact(drop, again=drop)
         await self._update(snapshot_id, state="released")
@@ -333,10 +331,9 @@ def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entr
     return kept
 
 
-def _update(connection: Connection, snapshot_id: int, **values: Any) -> int:
+def _update(connection: Connection, snapshot_id: int, **values: Any) -> None:
     of_snapshot = schema.snapshots.c.snapshot_id == snapshot_id
     connection.execute(update(schema.snapshots).where(of_snapshot).values(values))
-    return 0
 
 
 def _now(connection: Connection) -> Select[Any]:

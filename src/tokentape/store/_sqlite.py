@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError
 from tokentape.errors import Conflict, NotFound, StoreCorrupt, StoreError, StoreFull, StoreLocked
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
-from tokentape.store._commit import CommitQueue, StoreFailure
+from tokentape.store._commit import CommitQueue, StoreFailure, explaining
 from tokentape.store._lock import LOCK_NAME, DirectoryLock, FilesInUse, InterprocessLock, make_directory
 
 _log = logging.getLogger(__name__)
@@ -34,17 +34,16 @@ DATABASE_NAME = "tokentape.db"
 _LOG_NAME = f"{DATABASE_NAME}-wal"
 
 PAGE_BYTES = 1024
-"""Of a new file; one that is there keeps its own. A turn takes a few kilobytes, and its last page is seldom
-filled by another one: what is wasted goes with the size of a page."""
+"""Page size of new files. Small pages waste less: a turn takes a few kilobytes, and its last page is seldom full."""
 
 _LEAST_ROOM = 2**20
-"""Bytes free on the disk, below which a gateway is not ready: a turn of some length finds no room."""
+"""With fewer free bytes on the disk a gateway is not ready, because a long turn may not fit."""
 
 CHECKPOINT_BYTES = 2**20
-"""About how much the write-ahead log grows between checkpoints; it keeps that room."""
+"""Approximate growth of the write-ahead log between two checkpoints."""
 
 _BYTES_PER_COMMIT = 4 * PAGE_BYTES
-"""Bytes that a commit adds to the log on top of its records: the tail and index pages that it rewrites."""
+"""Bytes that a commit adds to the log besides its records: the tail and index pages that it rewrites."""
 
 
 class SqliteStore(Store):
@@ -209,18 +208,12 @@ def reading_engine(path: Path) -> Engine:
     return engine
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    try:
-        yield
-    except DBAPIError as error:
-        # The driver's message may quote data that it could not decode.
-        raise explain_wrapped(error).error() from None
-
-
 def explain_wrapped(error: DBAPIError) -> StoreFailure:
     assert isinstance(error.orig, sqlite3.Error)
     return explain(error.orig)
+
+
+explained = partial(explaining, explain_wrapped)
 
 
 def explain(error: sqlite3.Error) -> StoreFailure:

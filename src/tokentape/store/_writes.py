@@ -92,11 +92,8 @@ def insert_again(connection: Connection, records: Iterable[Record]) -> int:
     return insert_records(connection, records)
 
 
-def delete_session(connection: Connection, session_id: str, *, force: bool = False) -> int:
-    """Delete a session and all of its records. Return 0, the number of bytes that count as written.
-
-    Raises `NotFound`. Without `force` it raises `Conflict` if an unconfirmed snapshot contains the session.
-    """
+def delete_session(connection: Connection, session_id: str, *, force: bool = False) -> None:
+    """See `Store.delete_session`."""
     if not force and (holder := holder_of(connection, session_id)) is not None:
         raise Conflict(
             f"session {session_id!r} is part of snapshot {holder}, which its consumer has not confirmed; "
@@ -104,7 +101,6 @@ def delete_session(connection: Connection, session_id: str, *, force: bool = Fal
         )
     if not delete_rows(connection, session_id):
         raise NotFound(f"there is no session {session_id!r}")
-    return 0
 
 
 def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int | None:
@@ -278,7 +274,7 @@ _OLD_COLUMN = delete_from(schema.token_columns).where(
     )
     .scalar_subquery(),
 )
-"""What new values replace, except what a snapshot has to show again."""
+"""Delete the values that new values replace, except values that a snapshot contains."""
 
 _HOLDER = (
     select(schema.snapshots.c.snapshot_id)

@@ -1,4 +1,4 @@
-"""Run agents as rollouts of a trainer: with a gateway in the trainer's process, and a session for each rollout."""
+"""Agents as rollouts of a trainer: a gateway in the trainer's process, and a session for each rollout."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ Task: TypeAlias = Mapping[str, Any]
 """A row of the trainer's dataset."""
 
 Agent: TypeAlias = Callable[[str, str, Task], Awaitable[float | None]]
-"""A function that does one task: `async def agent(base_url, api_key, task)`. It passes URL and key to any client for
-OpenAI's or Anthropic's API, and returns the reward, or None if the trainer computes it."""
+"""Does one task: `async def agent(base_url, api_key, task)`. Gives both to any client of OpenAI's or Anthropic's wire
+API, and returns the reward, or None where the trainer finds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The result of one run of an agent."""
+    """One agent's run."""
 
     session_id: str
     samples: tuple[Sample, ...]
-    """The samples of the session: several if it branched, none if nothing was sampled."""
+    """What of the session is trained. Several where it branched, none where nothing was sampled."""
     error: Exception | None
-    """The exception of the agent."""
+    """What the agent raised."""
     replies: Mapping[int, Message] = field(default_factory=dict)
-    """The replies that the agent got, by turn."""
+    """What the agent read, by turn."""
 
 
 @dataclass(frozen=True)
 class LiveGateway:
-    """A gateway with an engine of this process, for agents on this machine. Get it from `live_gateway`."""
+    """A gateway over an engine of this process, for agents on this machine. Get it with `live_gateway`."""
 
     client: AsyncClient
     renderer: Renderer
     store: SqliteStore
-    """The record, for reading."""
+    """Its record, to read."""
     keeps: bool
-    """Whether sessions are kept in the record."""
+    """Whether sessions stay in the record."""
 
     async def run(
         self,
@@ -69,10 +69,10 @@ class LiveGateway:
         seconds: float | None = None,
         stop_rule: StopRule | None = None,
     ) -> Rollout:
-        """Run an agent in a new session, for at most `seconds`. Its exception is in the rollout.
+        """Run an agent in a new session, for at most so many seconds. What it raises is in the rollout.
 
-        The session's metadata have the group and the attempt. `pin` and `default` are its sampling parameters. Sessions
-        of a temporary record are deleted after they are read.
+        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters.
+        Sessions of a temporary record are deleted once they are read.
         """
         named = {"group": group, "attempt": attempt, **(metadata or {})}
         session = await self.client.session(session_id, metadata=named, pin=pin, default=default)
@@ -87,12 +87,12 @@ class LiveGateway:
                 error = raised
             stored, found = await asyncio.to_thread(self._read, session.session_id)
         finally:
-            # Also if the trainer cancels the rollout.
+            # Also where the trainer cancels the rollout.
             if not self.keeps:
                 await session.delete()
         made = assemble(found, group=lambda _: group)
         if stop_rule is not None:
-            # Samples of an agent that failed are not trained.
+            # What an agent that failed left is not trained.
             stop_rule.add(made.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
         return Rollout(session.session_id, tuple(made.samples), error, replies)
@@ -116,10 +116,9 @@ async def live_gateway(
     logprobs_mode: str,
     directory: Path | str | None = None,
 ) -> LiveGateway:
-    """Return the gateway of this event loop for a model. It starts at the first call and ends with the loop.
+    """Return the gateway of this event loop for a model. It starts at the first call, and ends with the loop.
 
-    Later calls for the model return the same gateway, so their arguments must be the same; see `FunctionEngine`. Raises
-    as `serving`.
+    Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. Raises as `serving`.
     """
     make_engine = partial(
         FunctionEngine, sample, max_context=max_context, logprobs_mode=logprobs_mode, sampling=sampling, name=name
@@ -128,7 +127,7 @@ async def live_gateway(
     ready = opened.get(str(model_dir))
     if ready is None or (ready.done() and ready.exception() is not None):
         ready = opened[str(model_dir)] = asyncio.get_running_loop().create_future()
-        # In a task, so that a rollout that is cancelled meanwhile does not cancel the gateway of the others.
+        # Its own task: a rollout that is cancelled meanwhile must not take the gateway from the others.
         task = asyncio.create_task(_hold(ready, model_dir, make_engine, directory))
         _held.add(task)
         task.add_done_callback(_held.discard)
@@ -141,9 +140,9 @@ async def _hold(
     make_engine: Callable[..., Engine],
     directory: Path | str | None,
 ) -> None:
-    """Start a gateway on another thread, and end it when this task is cancelled, as event loops do at their end.
+    """Start a gateway, on another thread, and end it when this task is cancelled: an event loop does that at its end.
 
-    The engine is made here, because its function belongs to this event loop.
+    The engine is made here, since its function belongs to this event loop.
     """
     try:
         renderer = await asyncio.to_thread(Renderer.load, model_dir)
@@ -162,7 +161,7 @@ async def _hold(
 
 
 def imported(given: Any, param: str) -> Any:
-    """Return the object, or import it if it is given as `package.module.name`. Raises `InvalidRequest`."""
+    """Return an object, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
     if not isinstance(given, str):
         return given
     module, _, name = given.rpartition(".")
@@ -177,17 +176,17 @@ def imported(given: Any, param: str) -> Any:
 
 
 def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return the parameters in `names` in the form of vLLM and SGLang, without stop strings and the session."""
+    """Return the parameters of `names` as vLLM and SGLang take them, without stop strings and the session."""
     fields = {name: getattr(params, name) for name in names if name not in ("session_id", "stop_strings")}
     return fields | {"top_k": params.top_k or -1, "stop_token_ids": list(params.stop_token_ids)}
 
 
 def vllm_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for a call that returns ids and logprobs."""
+    """Return the sampling parameters of a call of vLLM's for ids and logprobs."""
     own = {"max_tokens": params.max_tokens, "skip_special_tokens": False, "logprobs": 1}
     return sampling_fields(params, names) | own
 
 
 def version_between(first: object, last: object) -> str | None:
-    """Return the weight version of a completion: `7`, or `7-8` if it changed at an unknown token."""
+    """Return the version of a completion that began with one and ended with another, `7-8`: where is not known."""
     return None if last is None else str(last) if first == last else f"{first}-{last}"

@@ -1,4 +1,4 @@
-"""Write the exports for trainers to files, with one row per sample."""
+"""Files of what the exports give: a row per sample, as users of a trainer load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokentape.training._columns import group_advantages
 from tokentape.training._samples import Sample
 
 WITH_ADVANTAGES = ("prime-rl", "tinker")
-"""Trainers that need advantages instead of rewards."""
+"""Trainers that take advantages instead of rewards."""
 
 
 def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:

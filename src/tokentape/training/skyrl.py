@@ -1,4 +1,4 @@
-"""Run agents as the generator of SkyRL, on its inference engines. Written for SkyRL a9564572.
+"""SkyRL: agents as its generator, on its inference engines. Written for SkyRL a9564572.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
@@ -32,10 +32,10 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids
 
 
 class AgentGenerator:
-    """A `GeneratorInterface` that runs agents. It does not derive from a class of SkyRL.
+    """A `GeneratorInterface` that runs agents. It derives from no class of SkyRL's.
 
-    If an agent raises, takes longer than `seconds`, samples nothing or gives no reward, no rollout of its prompt is
-    trained, as in SkyRL's Harbor generator. Sessions are recorded in `directory`, or not kept.
+    If the agent of one rollout raises, takes longer than `seconds`, samples nothing or gives no reward, no rollout of
+    that prompt is trained, as in SkyRL's own Harbor generator. Sessions are recorded in `directory`, or not kept.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AgentGenerator:
             name="skyrl:vllm",
             sampling=_SAMPLING,
             max_context=self._max_seq_len,
-            # The default of vLLM.
+            # vLLM's own default.
             logprobs_mode=engine.get("logprobs_mode", "raw_logprobs"),
             directory=self._directory,
         )
@@ -150,7 +150,7 @@ class AgentGenerator:
 
 
 def _without_loss(rollout: Rollout) -> dict[str, Sequence[Any]]:
-    """Return one step of two ids without loss, as in SkyRL's Harbor generator."""
+    """Return one step of two ids that nothing is trained of, as SkyRL's Harbor generator has it."""
     return {
         "prompt_token_ids": [[0]],
         "response_ids": [[0]],

@@ -1,11 +1,11 @@
-"""Run agents instead of `generate` in slime and Miles, on the servers of the rollout's router.
+"""slime and Miles: agents in place of `generate`, on the servers that the rollout's router has.
 
-Written for slime 624b824a8 and Miles 31f1ca961. In your module:
+Written for slime 624b824a8 and Miles 31f1ca961. In a module of yours:
 
     generate = generating(agent)        # async def agent(base_url, api_key, task) -> float | None
 
-and `--custom-generate-function-path my_module.generate`. `task` has the fields of the sample. The agent returns the
-reward, or None if the trainer's reward model computes it from the response.
+and `--custom-generate-function-path my_module.generate`. `task` has the fields of the sample; the agent returns the
+reward, or None if the trainer's reward model is to find it from the response.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def generating(
 
     It returns a `Sample` for each branch of the agent's session.
 
-    If the agent raised, took longer than `seconds`, sampled nothing or was aborted, the rollout is one sample without
-    loss, with status `aborted` and `remove_sample`, as in slime's own coding agent. Sessions are kept in `directory`;
-    without it they are deleted after they are read. `stop_rule` gets every sample.
+    A rollout whose agent raised, took longer than `seconds`, sampled nothing or was aborted becomes one sample without
+    loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions stay in `directory`; without one
+    they are deleted once they are read. `stop_rule` is given every sample.
     """
     found = imported(agent, "agent")
 
@@ -81,7 +81,7 @@ def generating(
         )
         if rollout.error is not None or not rollout.samples:
             return [_without_loss(sample, rollout)]
-        # Greedy sampling has no logprobs, and an evaluated rollout counts once.
+        # Greedy sampling has no logprobs, and a rollout that is evaluated counts once.
         made = rollout.samples[:1] if evaluation else rollout.samples
         decode = gateway.renderer.tokenizer.decode
         fields = [slime_sample(one, sample.index, sample.group_index, decode, logprobs=not evaluation) for one in made]
@@ -91,10 +91,10 @@ def generating(
 
 
 def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Normalize rewards like slime, but count every rollout once in its group. Return raw and normalized rewards.
+    """Normalize rewards as slime does, with every rollout counted once in its group; both lists are per sample.
 
-    For slime's `--custom-reward-post-process-path`: if rollouts have several samples, slime's own normalization treats
-    the whole batch as one group. Samples with `remove_sample` are in no group. Miles already does this.
+    For slime's `--custom-reward-post-process-path`: its own takes the whole batch for one group where rollouts have
+    several samples. Samples with `remove_sample` count in no group. Miles does the same by itself.
 
     Raises `InvalidRequest` if samples of one rollout have different rewards.
     """
@@ -127,7 +127,7 @@ def _rollout_of(sample: Any) -> Any:
 
 
 class _Router:
-    """The servers of a rollout, called like the trainer's `generate` calls them."""
+    """The servers of a rollout, asked as the trainer's own `generate` does."""
 
     def __init__(self, args: Any, sample: Any) -> None:
         self._args = args
@@ -167,7 +167,7 @@ class _Router:
         )
 
     def _ended(self) -> bool:
-        """Return whether the trainer has enough samples and aborts the others, before the weights change."""
+        """Whether the trainer has all that it needs and aborts the rest: weights change next."""
         module = sys.modules.get(f"{self.package}.rollout.sglang_rollout")
         return module is not None and bool(module.GenerateState(self._args).aborted)
 
@@ -188,7 +188,7 @@ def _aborted() -> EngineUnavailable:
 
 
 def _refuse(args: Any, sample: Any, sampling_params: dict[str, Any]) -> None:
-    """Raise `InvalidRequest` for settings with which samples would be trained wrongly."""
+    """Raise `InvalidRequest` for what would be trained wrongly."""
     if getattr(args, "partial_rollout", False):
         raise InvalidRequest("--partial-rollout continues a text, and an agent can't be continued: leave it out")
     if sampling_params.get("custom_params"):
@@ -211,7 +211,7 @@ def _filled(base: Any, fields: dict[str, Any]) -> Any:
 
 
 def _without_loss(base: Any, rollout: Rollout) -> Any:
-    """Return a sample of two ids, because the trainers need a response."""
+    """Return a sample of two ids, since the trainers take none without a response."""
     why = "nothing was sampled" if rollout.error is None else f"the agent raised {rollout.error!r}"
     if isinstance(rollout.error, asyncio.TimeoutError):
         why = "the agent took too long"

@@ -1,4 +1,4 @@
-"""Run agents as a rollout strategy of the Tinker cookbook, with its sampling client. For tinker-cookbook 0.6.1.
+"""Tinker cookbook: agents as a strategy of its rollouts, with its sampling client. For tinker-cookbook 0.6.1.
 
     class Rollouts(AgentRollouts, RolloutStrategy):
         agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
@@ -7,7 +7,7 @@
 
     Config(..., rollout_error_tolerance=Rollouts())
 
-`task` has the attributes of an environment of any class that `EnvGroupBuilder.make_envs` returns.
+`task` has the attributes of an environment, of any class, that `EnvGroupBuilder.make_envs` makes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tokentape.training.exports import agent_lightning_triplets
 __all__ = ["AgentRollouts"]
 
 _policies: dict[str, Any] = {}
-"""The completer of each session."""
+"""By session the completer that samples it."""
 
 
 class AgentRollouts:
-    """The first base of a strategy, before the cookbook's own class. An agent runs for each environment of a group.
+    """What a strategy derives from before the cookbook's own class. An agent runs for each environment of a group.
 
-    A rollout is one trajectory with a transition per turn; for another branch, the cookbook begins another datum. If an
+    A rollout is one trajectory, a transition per turn; where branches part, the cookbook begins another datum. If an
     agent raises, takes longer than `seconds` or samples nothing, the group is skipped. Sessions are recorded in
     `directory`, or not kept.
     """
@@ -46,7 +46,7 @@ class AgentRollouts:
     seconds: ClassVar[float | None] = None
     directory: ClassVar[Path | str | None] = None
     stop_rule: ClassVar[StopRule | None] = None
-    """It also gets the samples of evaluations, because the cookbook does not tell them apart."""
+    """Takes what groups of evaluations sample too: the cookbook says of none what it is for."""
 
     async def execute(self, env_group_builder: Any, policy: Any) -> Any:
         """Run the agents of a group and return a `RolloutResult`."""
@@ -58,7 +58,7 @@ class AgentRollouts:
             name="tinker",
             sampling=frozenset({"temperature", "stop_token_ids", "session_id"}),
             max_context=self.max_context,
-            # All modes are the same at temperature 1, the only one that can be trained.
+            # At temperature 1, the only one that is trained, all modes are the same.
             logprobs_mode="processed_logprobs",
             directory=self.directory,
         )
@@ -78,7 +78,7 @@ class AgentRollouts:
             try:
                 self.stop_rule.add(sample for one in rollouts for sample in one.samples)
             except TrainingStopped:
-                # Otherwise the cookbook would skip the group and continue.
+                # The cookbook would skip the group and go on.
                 self.catches_group_errors = False
                 raise
         return RolloutResult(trajectories=made, envs=[*envs.values()], errors=[])
@@ -93,7 +93,7 @@ async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
 
 
 def _trajectory(rollout: Rollout) -> Any:
-    """Return a `Trajectory` with the reward at its last transition. Raises the exception of the agent."""
+    """Return a `Trajectory` with the reward at its last transition. Raises what the agent raised."""
     from tinker import ModelInput
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.types import StopReason, Trajectory, Transition

@@ -1,6 +1,6 @@
-"""Run agents as a harness of verifiers and prime-rl, on the vLLM server of the run.
+"""verifiers and prime-rl: agents as a harness, on the run's vLLM server. For verifiers 0.4.1.dev86, prime-rl 559b44772.
 
-Written for verifiers 0.4.1.dev86 and prime-rl 559b44772. In your package, with its name as `harness.id`:
+In a package of yours, which `harness.id` names:
 
     class Harness(AgentHarness, vf.Harness[vf.HarnessConfig]):
         agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
@@ -31,15 +31,15 @@ __all__ = ["AgentHarness"]
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "session_id"})
 _clients: dict[str, tuple[Any, dict[str, Any]]] = {}
-"""By session its client of the server, and fields of its requests besides prompt and sampling parameters."""
+"""By session its client of the server, and what its requests have beside the prompt and the sampling parameters."""
 
 
 class AgentHarness:
-    """The first base class of a harness, before verifiers' own class. Agents run in the process of verifiers' worker.
+    """What a harness derives from before verifiers' own class. Agents run in the process of verifiers' worker.
 
-    The trace is made from the record. If an agent raises, its rollout fails. verifiers' timeouts and retries work; its
-    limits of turns and tokens, and `@stop`, do not, because verifiers does not intercept the calls. Sessions are
-    recorded in `directory` under the id of the trace, or not kept. `logprobs_mode` is that of the server.
+    The trace is made from what was recorded. An agent that raises fails its rollout. verifiers' timeouts and retries
+    hold; its limits of turns and tokens, and `@stop`, do not, since calls don't go through its interception. Sessions
+    are recorded in `directory` under the trace's id, or not kept. `logprobs_mode` is that of the server.
     """
 
     APPENDS_SYSTEM_PROMPT, SUPPORTS_MCP, NEEDS_CONTAINER = True, True, False
@@ -52,7 +52,7 @@ class AgentHarness:
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> Any:
-        """Run the agent in a session, and fill the trace from it."""
+        """Run the agent in a session, and make the trace from it."""
         import verifiers.v1 as vf
         from verifiers.v1.clients.base import build_async_openai
 
@@ -92,7 +92,7 @@ class AgentHarness:
             raise rollout.error
         tokenizer, parts = gateway.renderer.tokenizer, rollout.samples
         nodes = verifiers_nodes(parts, lambda ids: read_text(tokenizer, ids), logprobs=trained)
-        # Nodes come in pairs, the added and the sampled ids of a turn, in this order of turns.
+        # Nodes come in pairs, what a turn added and what it sampled, in this order of turns.
         for node, turn in zip(nodes[1::2], dict.fromkeys(turn for one in parts for turn in one.turns), strict=True):
             node["message"] |= _said(rollout.replies[turn])
         trace.nodes = [vf.MessageNode.model_validate(node) for node in nodes]
@@ -103,13 +103,13 @@ class AgentHarness:
 
 
 async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-    """Call the server like `renderers.client.generate`."""
+    """Ask the server as `renderers.client.generate` does."""
     client, fixed = _clients[str(params.session_id)]
     answer = await client.post(
         f"{str(client.base_url).rstrip('/').removesuffix('/v1')}/inference/v1/generate",
         cast_to=dict[str, Any],
         body={**fixed, "token_ids": prompt_ids, "sampling_params": vllm_fields(params, _SAMPLING)},
-        # Turns with the same id go to the same server, which has their prefix in its cache.
+        # Turns with the same one go to the same server, which has their prefix.
         options={"headers": {"X-Session-ID": params.session_id}},
     )
     choice = answer["choices"][0]
@@ -123,7 +123,7 @@ async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
 
 
 def _calls(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the model calls of a session in order. The last one says whether the session is truncated."""
+    """Return the model calls of a session, in the order in which they were made; the last says if it is truncated."""
     calls: dict[int, dict[str, Any]] = {}
     for one in samples:
         for (turn, start, end), reason in zip(one.completions(), one.finish_reasons, strict=True):
@@ -134,7 +134,7 @@ def _calls(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _said(reply: Message) -> dict[str, Any]:
-    """Return the fields of a reply to the agent that the rewards of the taskset read."""
+    """Return what a message says that the agent read, as the taskset's rewards read it."""
     calls = [{"id": one["id"], **one["function"]} for one in reply.get("tool_calls") or ()]
     given = {name: reply.get(name) for name in ("content", "reasoning_content")}
     return given | {"tool_calls": calls or None}

@@ -1,13 +1,13 @@
-"""Run agents as agent loops of verl, on the servers that verl samples with. Written for verl 0.9.1.
+"""verl: agents as agent loops, on the servers that verl samples with. Written for verl 0.9.1.
 
-In the file at `actor_rollout_ref.rollout.agent.agent_loop_config_path`:
+In the file that `actor_rollout_ref.rollout.agent.agent_loop_config_path` names:
 
     - name: tokentape
       _target_: tokentape.training.verl.AgentLoop
       agent: my_package.my_module.agent
 
-and `async def agent(base_url, api_key, task) -> float | None` in that module. `task` is a row of the dataset. The agent
-returns the reward, or None if verl's reward function computes it.
+and `async def agent(base_url, api_key, task) -> float | None` in that module; `task` is the dataset's row. It returns
+the reward, or None if verl's reward function is to find it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "repetition_penalty", "s
 
 
 class AgentLoop:
-    """The agent loop that verl makes for each rollout. Not an `AgentLoopBase`, since that makes a tokenizer.
+    """What verl makes for each rollout: an `AgentLoopBase` without its constructor, which makes a tokenizer of verl's.
 
-    If the agent raises or takes longer than `seconds`, the rollout fails, and verl drops the whole group of the prompt.
-    Sessions are recorded in `directory`, or not kept. `stop_rule` may be `package.module.name`, because each rollout
-    has its own loop, and the loops of a process share a rule.
+    An agent that raises, or takes longer than `seconds`, fails its rollout, and verl drops the prompt's whole group.
+    Sessions are recorded in `directory`, or not kept. `stop_rule` may be `package.module.name`: each rollout has its
+    own loop, and a rule is shared by its process.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AgentLoop:
             raise InvalidRequest("write model.custom_chat_template into the model's folder: it is read from there")
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
-        """Run the agent. Return an `AgentLoopOutput` per branch of its session; for the old trainer a single one."""
+        """Run the agent and return an `AgentLoopOutput` per branch of its session; for the old trainer one alone."""
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
         asked = self._rollout
@@ -72,14 +72,14 @@ class AgentLoop:
             self._sample,
             name=f"verl:{asked.name}",
             sampling=_SAMPLING,
-            # SGLang's server reserves one token.
+            # SGLang's server keeps one token of its own.
             max_context=min(room, asked.get("max_model_len") or room) - (asked.name == "sglang"),
             logprobs_mode=modes.get(asked.name) or UNKNOWN_MODE,
             directory=self._directory,
         )
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
-        # verl does not say whether it validates or samples a baseline. It does both with other settings, doesn't train
-        # on the samples, and could not compute the logprobs.
+        # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
+        # none of that, and could not compute the logprobs.
         trained = all(sampling_params.get(name) == asked.get(name) for name in names[:3])
         rollout = await gateway.run(
             self._agent,
@@ -107,7 +107,7 @@ class AgentLoop:
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         output = await self._servers.generate(
-            # Turns with the same id go to the same server, which has their prefix in its cache.
+            # Turns with the same one go to the same server, which has their prefix.
             request_id=params.session_id or uuid4().hex,
             prompt_ids=prompt_ids,
             sampling_params=sampling_fields(params, _SAMPLING) | {"max_tokens": params.max_tokens, "logprobs": True},
@@ -122,7 +122,7 @@ class AgentLoop:
 
 
 def _end(stop_reason: str | None, ids: tuple[int, ...], params: SamplingParams) -> FinishReason:
-    """Return the finish reason of a completion. vLLM's server returns `completed` for both stop and length."""
+    """Return how a completion ended: vLLM's server says `completed` for stop and length alike."""
     match stop_reason:
         case "abort" | "aborted":
             return "abort"

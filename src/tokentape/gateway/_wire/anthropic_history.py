@@ -175,8 +175,8 @@ def _result(parts: Sequence[Part], where: str, takes_images: bool) -> Any:
         if takes_images and part.type == "image":
             content = append_content(content, [_image(part, f"{where}[{at}]")])
         else:
-            behind_text = at > 0 and parts[at - 1].type == "text"
-            content = append_content(content, ("\n" if behind_text else "") + _text([part], where, at))
+            after_text = at > 0 and parts[at - 1].type == "text"
+            content = append_content(content, ("\n" if after_text else "") + _text([part], where, at))
     return content
 
 

@@ -5,20 +5,17 @@ extensions `seed`, `chat_template_kwargs`, `return_token_ids` (the reply has `pr
 `logprobs` (the reply has `logprobs`, one number per sampled id). In streams the prompt's ids are in `message_start`,
 the rest in `message_delta`. Unknown fields are refused with their name, except the fields in `IGNORED`.
 
-Choices that the protocol leaves open:
+docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
 
-- Any `model` is accepted; replies name the model that is served.
 - `tool_choice` of `any` or a tool, `disable_parallel_tool_use`, an effort, a thinking budget, context edits and other
-  requests to the model or the server are accepted but not enforced. The reply's header `X-Tokentape-Ignored-Params`
-  names them.
+  requests to the model or the server are accepted but not enforced.
 - `tool_choice` `none` removes the tools from the prompt, as in chat completions.
 - `thinking` `disabled` becomes the template kwarg `enable_thinking: false` if the template uses that. Other settings of
   `thinking` set no kwarg: a kwarg that changes between requests would fork the session.
-- A request that ends with an assistant message (prefill) is refused, as newer models do.
 - Tools that run on Anthropic's servers, or with a schema that only its models know, are refused.
 - Thinking blocks get signatures from this gateway, which prove nothing: the session has the sampled ids.
 - A reply that ends because the context is full has the stop reason `model_context_window_exceeded`.
-- A reply names its recorded turn: `tokentape: {session_id, turn}`, in streams in `message_delta`.
+- In streams the recorded turn is in `message_delta`.
 """
 
 from __future__ import annotations
@@ -209,7 +206,7 @@ class AnthropicMessages(Dialect):
 
     def _ignored_params(self, body: MessagesBody) -> list[str]:
         thinking, edits = body.thinking, body.context_management and body.context_management.edits
-        unhonoured = {
+        ignored = {
             "tool_choice": body.tool_choice.type in ("any", "tool"),
             "tool_choice.disable_parallel_tool_use": body.tool_choice.disable_parallel_tool_use,
             "tools.strict": any(tool.strict for tool in body.tools),
@@ -225,7 +222,7 @@ class AnthropicMessages(Dialect):
             "output_config.effort": body.output_config.effort,
             "output_config.task_budget": body.output_config.task_budget,
         }
-        return [name for name, asked in unhonoured.items() if asked]
+        return [name for name, is_set in ignored.items() if is_set]
 
 
 def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:

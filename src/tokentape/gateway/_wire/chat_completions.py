@@ -4,23 +4,16 @@ The protocol is https://platform.openai.com/docs/api-reference/chat as the `open
 extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `chat_template_kwargs` and
 `return_token_ids`. Unknown fields are refused with their name, except the fields in `IGNORED`.
 
-Choices that the protocol leaves open:
+docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
 
-- Any `model` is accepted; replies name the model that is served.
 - `tool_choice: "required"` or a function, `parallel_tool_calls: false`, `reasoning_effort`, `verbosity` and a tool's
-  `strict` are accepted but not enforced. The reply's header `X-Tokentape-Ignored-Params` names them, and unknown fields
-  of messages.
-- `response_format` is passed on to engines that support schemas. It is refused for other engines and with tools.
-- Reasoning is in `reasoning_content` and `reasoning`: versions of vLLM use one or the other.
-- `continue_final_message` and a message's `prefix` (prefill) are refused.
-- `developer` messages become system messages: most templates have no developer role.
+  `strict` are accepted but not enforced.
 - `tool_choice: "none"` removes the tools from the prompt, so that the model can't call them. The setup then differs
   from that of a turn with tools, so the session forks.
 - Without `max_tokens` a reply may fill the context.
 - `logprobs` has one entry per sampled id, the stop token included.
 - With `n` > 1 and a seed, choice i samples with seed + i.
-- Every choice names its recorded turn: `tokentape: {session_id, turn}`, in streams in the finish chunk, which is sent
-  after the turns of all choices are durable.
+- In streams the recorded turn is in the finish chunk, which is sent after the turns of all choices are durable.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
 from tokentape.gateway._http import check_depth, encode_json, parse_json
-from tokentape.gateway._images import image_part, takes
+from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire import openai_fields as shared
@@ -84,7 +77,7 @@ class ChatMessage(Struct, omit_defaults=True):
 
 
 _MESSAGE_FIELDS = frozenset(ChatMessage.__struct_fields__) | {"annotations", "cache_control"}
-"""Fields of messages that are read, or that change nothing that is sampled."""
+"""Known fields of messages: those in `ChatMessage`, and others that have no effect."""
 
 
 class ChatToolFunction(Struct):
@@ -118,13 +111,13 @@ class ChatCompletionsBody(shared.ChoicesBody, kw_only=True):
 
 
 _AFTER_TEXT = b'"}}]}\n\n'
-"""How a chunk of nothing but text ends."""
+"""End of a chunk that has only text."""
 
 _AGAIN = b',"reasoning":'
-"""Between the two names that reasoning has in a chunk."""
+"""Separator of the two fields with reasoning in a chunk."""
 
 _NOTHING = {"finish_reason": None, "logprobs": None}
-"""Fields of chunks that clients expect, whatever a chunk says."""
+"""Fields that clients expect in every chunk."""
 
 
 class ChatCompletions(Dialect):
@@ -223,9 +216,8 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
             if takes_images and part.type == "image_url" and part.image_url is not None:
                 images[at] = image_part(part.image_url.url, where, detail=part.image_url.detail)
             elif part.type != "text" or part.text is None:
-                raise UnsupportedParameter(
-                    f"{where} is not a text part; this model takes {takes(takes_images)}", "messages"
-                )
+                taken = "text and images" if takes_images else "text only"
+                raise UnsupportedParameter(f"{where} is not a text part; this model takes {taken}", "messages")
     for call in message.tool_calls or ():
         call.function.arguments = shared.tool_arguments(call.function.arguments, "messages")
     if message.reasoning == message.reasoning_content:
@@ -241,12 +233,6 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
     return plain
 
 
-def _with_both_names(message: Message) -> Message:
-    """Return a message or delta with reasoning also under `reasoning`, the name in newer versions of vLLM."""
-    reasoning = message.get("reasoning_content")
-    return message if reasoning is None else {**message, "reasoning": reasoning}
-
-
 class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
     _id, _whole, _chunks = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -258,7 +244,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         self._calls: dict[int, int] = {}
         """By choice that the stream has opened, the number of tool calls that it has sent."""
         self._before_text: dict[tuple[int, str], bytes] = {}
-        """By choice and field, the bytes before the text in a chunk of nothing but text."""
+        """By choice and field, the bytes before the text in a chunk that has only text."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         ids = {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
@@ -266,9 +252,13 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
 
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         turn = choice.done.turn
+        message = dict(turn.reply)
+        if "reasoning_content" in message:
+            # The name in newer versions of vLLM.
+            message["reasoning"] = message["reasoning_content"]
         written: dict[str, Any] = {
             "index": choice.done.choice,
-            "message": _with_both_names(turn.reply),
+            "message": message,
             "logprobs": {"content": shared.logprob_entries(self._tokenizer, choice.sampled)}
             if self._body.logprobs
             else None,

@@ -168,7 +168,7 @@ class _Progress:
 
 
 _NOTHING = {"logprobs": None, "finish_reason": None, "stop_reason": None}
-"""Fields of chunks that clients expect, whatever a chunk says."""
+"""Fields that clients expect in every chunk."""
 
 
 class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
@@ -180,7 +180,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         self._longest_stop = max(map(len, stops), default=1)
         self._spells_all = body.include_stop_str_in_output
         self._progress: dict[int, _Progress] = {}
-        """By choice what its stream has sent."""
+        """The progress of each choice's stream."""
 
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         so_far = _Progress()

@@ -33,7 +33,7 @@ _SCHEDULING = ("priority", "cache_salt")
 HINTS = frozenset(
     {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
 )
-"""What chat and Responses take for OpenAI's servers: nothing that is sampled depends on it."""
+"""Fields of chat and Responses for OpenAI's servers. They have no effect on sampling."""
 
 _BodyKind = TypeVar("_BodyKind", bound=Struct)
 _Choices = TypeVar("_Choices", bound="ChoicesBody")

@@ -5,20 +5,18 @@ extensions that chat completions have here: `top_k`, `min_p`, `repetition_penalt
 `chat_template_kwargs` and `return_token_ids`. Unknown fields are refused with their name, except the fields in
 `IGNORED`.
 
-Choices that the protocol leaves open:
+docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
 
 - A response's id contains its session's id, so `previous_response_id` works after a restart too. It does not carry
   instructions over: a request without instructions after a response with instructions forks the session.
 - Every response is recorded, even with `store: false`, and GET returns it again.
-- `developer` messages become system messages, and leading ones are joined with `instructions`: most templates have no
-  developer role and accept one system message.
+- Leading system and developer messages are joined with `instructions`: most templates accept one system message.
 - Reasoning is sent as `reasoning_text`, without summaries and encryption. A client may leave reasoning out of the items
   that it sends back: the sampled reasoning stays in context.
 - Functions and namespaces of functions are supported. Tools that OpenAI runs itself and that harnesses add by default,
   such as `web_search`, are not shown to the model; other kinds are refused.
-- Requests that no engine enforces are accepted, and named by the header `X-Tokentape-Ignored-Params`: left-out tools,
-  `strict`, a `tool_choice` that forces a call, `parallel_tool_calls: false`, `reasoning` (use `chat_template_kwargs`
-  for the template's options), `text.verbosity` and `truncation: "auto"`.
+- Left-out tools, `strict`, a `tool_choice` that forces a call, `parallel_tool_calls: false`, `reasoning` (use
+  `chat_template_kwargs` for the template's options), `text.verbosity` and `truncation: "auto"` are not enforced.
 - The log-probabilities of a text part have one entry per sampled id of the whole completion.
 - With `return_token_ids` a response, in streams the last event's, has `prompt_token_ids` and `token_ids`.
 """
@@ -253,7 +251,7 @@ def _refuse_unserved(body: ResponsesBody) -> None:
 
 def _ignored_params(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
     asked = {
-        "tools": tools.unhonoured,
+        "tools": tools.ignored,
         "tool_choice": body.tool_choice not in ("auto", "none"),
         "parallel_tool_calls": not body.parallel_tool_calls,
         "reasoning": any(value is not None for value in (body.reasoning or {}).values()),

@@ -27,7 +27,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 _Item = TypeVar("_Item", bound=Struct)
 
 _HOSTED = ("web_search", "image_generation", "tool_search")
-"""Tools that OpenAI runs itself and that harnesses add without being asked to. The model is not shown them."""
+"""Tools that OpenAI runs itself and that harnesses add by default. They are not in the prompt."""
 
 _SEPARATOR = "__"
 
@@ -75,10 +75,10 @@ ITEM_FIELDS = frozenset(
     {name for kind in (_Message, _Reasoning, _Call, _CallOutput, _Reference) for name in kind.__struct_fields__}
     | {"created_by", "encrypted_content", "phase", "status", "type"}
 )
-"""Fields of items that are read, or that clients send back as they got them and that change nothing."""
+"""Known fields of items: those that are read, and others that clients send back and that have no effect."""
 
 PART_FIELDS = frozenset(_Part.__struct_fields__) | {"annotations", "logprobs"}
-"""The same of the parts of messages."""
+"""Known fields of the parts of messages."""
 
 
 async def read_input(given: str | Sequence[Any], context: RequestContext) -> list[dict[str, Any]]:
@@ -303,11 +303,11 @@ class _NamespaceTool(Struct):
 @dataclass(frozen=True, slots=True)
 class Tools:
     shown: tuple[Tool, ...] = ()
-    """As the model is shown them."""
+    """The tools in the prompt."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Per name that the model is shown, where it is not the function's own: namespace and name."""
-    unhonoured: bool = False
-    """Some were left out, or ask for arguments that follow their schema, which no engine is made to enforce."""
+    """Maps the names of functions in namespaces, as in the prompt, to namespace and name."""
+    ignored: bool = False
+    """Whether a tool was left out, or has `strict`, which is not enforced."""
 
 
 def read_tools(given: Sequence[Any]) -> Tools:
@@ -319,7 +319,7 @@ def read_tools(given: Sequence[Any]) -> Tools:
     check_depth(given, "tools")
     shown: list[Tool] = []
     namespaces: dict[str, tuple[str, str]] = {}
-    unhonoured = False
+    ignored = False
     for at, tool in enumerate(given):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "function":
@@ -328,7 +328,7 @@ def read_tools(given: Sequence[Any]) -> Tools:
             group = _read(tool, _NamespaceTool, "tools", at)
             functions = [(group.name, one) for one in group.tools]
         elif isinstance(kind, str) and kind.startswith(_HOSTED):
-            unhonoured = True
+            ignored = True
             continue
         else:
             raise UnsupportedParameter(
@@ -339,11 +339,11 @@ def read_tools(given: Sequence[Any]) -> Tools:
             name = flat_name(function.name, namespace)
             if namespace:
                 namespaces[name] = namespace, function.name
-            unhonoured = unhonoured or bool(function.strict)
+            ignored = ignored or bool(function.strict)
             fields = {"name": name, "description": function.description, "parameters": function.parameters}
             given_fields = {key: value for key, value in fields.items() if value is not None}
             shown.append({"type": "function", "function": given_fields})
-    return Tools(tuple(shown), namespaces, unhonoured)
+    return Tools(tuple(shown), namespaces, ignored)
 
 
 def flat_name(name: str, namespace: str | None) -> str:

@@ -37,9 +37,9 @@ class ResponseEncoder:
         self._logprobs, self._return_token_ids = logprobs, return_token_ids
         self._sequence = 0
         self._items: list[Item] = []
-        """Those that the stream has sent."""
+        """The items that the stream has sent."""
         self._text: str | None = None
-        """What was sent of the last of them, if that is still open."""
+        """The text of the last item so far, None if the item is closed."""
         self._late_reasoning = ""
         self._entries: list[Any] = []
         self._entries_sent = 0

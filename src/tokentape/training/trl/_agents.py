@@ -1,4 +1,4 @@
-"""Run an agent through a gateway for a row of the dataset, and make samples from its session."""
+"""Run an agent through a gateway for a row of the dataset, and make samples of its session."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ Row: TypeAlias = Mapping[str, Any]
 """A row of the dataset, `prompt` and other columns."""
 
 Agent: TypeAlias = Callable[[ClientSession, Row], float | Awaitable[float | None] | None]
-"""A function that does one task in one session: it passes `session.base_url` and `session.api_key` to an OpenAI client,
-and returns the reward. It may also return None, and call `session.reward` or leave rewards to the trainer. A coroutine
-function runs in a new event loop, so it must create its client itself."""
+"""Does one task in one session: gives `session.base_url` and `session.api_key` to an OpenAI client, and returns the
+reward. It may return None, and call `session.reward` or leave rewards to the trainer. A coroutine function gets an
+event loop of its own, so it has to make its client itself."""
 
 _ROW = "tokentape_row"
 
 
 def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Dataset:
-    """Return the dataset with each row written into its prompt, because TRL passes only prompts to a rollout function.
+    """Return the dataset with each row written into its own prompt: TRL gives a rollout function prompts only.
 
-    The row is stored as JSON under a key of the prompt's first message that templates ignore. `columns` are the columns
-    to store, by default all. A string prompt becomes a user message, and a row without prompt gets an empty one.
+    The row goes, as JSON, under a key of the prompt's first message that templates don't look at. `columns` are those
+    that are carried, all by default; a prompt that is a string becomes a user message, and a row without prompt gets an
+    empty one.
 
-    Raises `InvalidRequest` for a column that is not JSON.
+    Raises `InvalidRequest` for a column that is no JSON.
     """
     wanted = [name for name in dataset.column_names if name != "prompt"] if columns is None else list(columns)
 
@@ -49,7 +50,7 @@ def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Datase
 
 
 def row_of(prompt: Any) -> dict[str, Any]:
-    """Return the row in a prompt of TRL, with at least `prompt`."""
+    """Return the row that a prompt of TRL's carries, at least `prompt`."""
     if isinstance(prompt, str) or not prompt:
         return {"prompt": prompt}
     messages = [{key: value for key, value in one.items() if key != _ROW} for one in prompt]
@@ -66,7 +67,7 @@ def run_agent(
     max_length: MaxLength | None = None,
     group: str | None = None,
 ) -> Rollout:
-    """Run an agent in a new session. Its exception is in the rollout. The last arguments are those of `assemble`."""
+    """Run an agent in a new session. What it raises is in the rollout; the last arguments are those of `assemble`."""
     session = client.session(metadata=metadata)
     error: Exception | None = None
     try:
@@ -81,10 +82,10 @@ def run_agent(
 
 
 async def awaited(found: Any) -> Any:
-    """Return the value, or the result of a coroutine."""
+    """Return what a function returned, or what its coroutine does."""
     return await found if inspect.isawaitable(found) else found
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
-    """Return a prompt of a dataset as messages; a string is the content of a user message."""
+    """Return a prompt of a dataset as messages; one that is a string is the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]

@@ -1,9 +1,9 @@
-"""A rollout worker and a weight transfer for TRL's asynchronous GRPO.
+"""TRL's asynchronous GRPO: a worker that rolls out all the time, and weights that change under it.
 
-`AsyncGRPOTrainer` needs two things. A rollout worker puts scored samples on a queue: here every branch of a session is
-a sample, with the recorded logprobs, which the trainer's loss uses as those of the old policy. A weight transfer sends
-the trainer's weights to the engine: meanwhile the gateway holds back new calls, running calls continue, and the record
-has the weight version of each token.
+`AsyncGRPOTrainer` asks for two things. A rollout worker puts scored samples on a queue: here every branch of a session
+becomes one, with the recorded logprobs, which that trainer's loss takes as those of the old policy. A weight transfer
+brings the trainer's weights to where it is sampled: here the gateway holds new calls back meanwhile, calls under way go
+on, and the record says which tokens are of which version.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class GatewayWorker:
     ...     weight_transfer=PolicyTransfer(policy),
     ... )
 
-    Agents return rewards or give them to their sessions; advantages are relative to the row's other sessions. The
-    trainer's own reward functions are not called. The version of a sample is the oldest that sampled one of its tokens.
+    Rewards are what agents return or give to their sessions; advantages are relative to the row's other sessions. The
+    trainer's own reward functions are not called. A sample's version is the oldest that sampled any token of it.
 
     Args:
-        client: client of the gateway.
-        agent: called once for each generation of a row.
-        dataset: rows, used repeatedly in their order.
+        client: of the gateway.
+        agent: run once for each of a row's generations.
+        dataset: rows, gone through again and again in their order.
         num_generations: sessions per row that are compared with each other.
-        concurrency: number of agents that run at once. With more, samples are older when they are trained.
-        queue_maxsize: largest number of samples that wait for the trainer; then agents wait too.
-        failures: `raise` ends the training if an agent raised; `skip` leaves its session out.
-        select: the trajectories to keep; see `assemble`.
-        max_length: largest length of a sample; see `assemble`.
-        stop_rule: ends the training, or warns, if the samples exceed its limits.
+        concurrency: agents that run at once. With more, samples are older when they are trained.
+        queue_maxsize: samples that wait for the trainer; then agents wait too.
+        failures: `raise` ends the training when an agent raised; `skip` leaves its session out.
+        select: which trajectories stay; see `assemble`.
+        max_length: of a sample; see `assemble`.
+        stop_rule: ends the training, or warns, when what agents sampled passes its limits.
 
     """
 
@@ -94,22 +94,22 @@ class GatewayWorker:
         self._thread = threading.Thread(target=self._run, name="tokentape-rollouts", daemon=True)
 
     def start(self) -> None:
-        """Start the agents. The trainer calls this when its first weights are in place."""
+        """Begin. The trainer calls it once its first weights are in place."""
         self._heard = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """Start no more sessions, and wait for the running ones."""
+        """Begin no more sessions, and wait for those under way."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def update_model_version(self, model_version: int) -> None:
-        """Set the trainer's count of its weight transfers."""
+        """The trainer's count of its weight transfers."""
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise `TokentapeError` if a rollout has failed, or none has ended for `stale_after_s` seconds."""
+        """Raise `TokentapeError` if rollouts have failed, or none has ended for so many seconds."""
         if self._failure is not None:
             raise TokentapeError(f"rollouts ended: {self._failure}") from self._failure
         silent = time.monotonic() - self._heard
@@ -131,7 +131,7 @@ class GatewayWorker:
                     pool.submit(self._roll_out, group, row, rollouts, free)
 
     def _roll_out(self, group: int, row: Row, rollouts: list[Rollout], free: threading.Semaphore) -> None:
-        """Run an agent. The last one of a group puts the samples of the group on the queue."""
+        """Run an agent; the last one of its group puts the samples of all on the queue."""
         try:
             metadata = {_GROUP: str(group), _VERSION: self._version}
             made = run_agent(
@@ -159,7 +159,7 @@ class GatewayWorker:
                 self.rollout_buffer.put(sample, timeout=0.1)
                 return
             except queue.Full:
-                # The queue is full because the trainer is busy, so the agents are not stale.
+                # The trainer is busy, not the agents silent.
                 self._heard = time.monotonic()
 
     def _scored(self, group: int, row: Row, rollouts: Sequence[Rollout]) -> list[Any]:
@@ -181,12 +181,12 @@ class GatewayWorker:
 
 
 def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, float]) -> Any:
-    """Return TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
+    """TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     temperature([sample], "trl")
     versions = {version for _, _, version in sample.weight_spans}
-    # Some engines name weights themselves; then use the version at the start of the session.
+    # Some engines name their weights themselves; then what counts is what was there when the session began.
     counted = map(int, versions) if all(map(str.isdecimal, versions)) else [sample.metadata[_VERSION]]
     return RolloutSample(
         prompt=row.get("prompt", []),
@@ -202,10 +202,10 @@ def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, flo
 
 
 class GatewayTransfer:
-    """Wrap a `weight_transfer`, for example TRL's transfer to a vLLM server, and pause the gateway before the server.
+    """Wrap a `weight_transfer`, TRL's own to a vLLM server for example, and tell the gateway before the server of it.
 
-    New calls wait in the gateway instead of failing, and turns are recorded with the version that the trainer counts.
-    The client needs an admin key if the gateway has keys.
+    New calls wait in the gateway instead of failing, and turns are recorded under the version that the trainer counts.
+    The gateway's client needs an admin key if there are keys.
     """
 
     def __init__(self, client: Client, transfer: Any) -> None:
@@ -217,7 +217,7 @@ class GatewayTransfer:
         self._transfer.init_weight_transfer()
 
     def pause(self) -> None:
-        """Hold back new calls, then pause the server. The server decides about running calls."""
+        """Hold new calls back, then pause the server. Calls under way are the server's to decide."""
         self._client.pause(timeout=0.0)
         with _opened_on_failure(self._client):
             self._transfer.pause()
@@ -227,7 +227,7 @@ class GatewayTransfer:
             self._transfer.send_weights(iterator)
 
     def resume(self) -> None:
-        """Resume the server, then the gateway, with the version that the trainer counts."""
+        """Let the server go on, then the gateway, under the version that the trainer counts."""
         with _opened_on_failure(self._client):
             self._transfer.resume()
         self._version += 1
@@ -241,7 +241,7 @@ class GatewayTransfer:
 class PolicyTransfer(GatewayTransfer):
     """A `weight_transfer` of TRL's `AsyncGRPOTrainer` into the embedded engine of `serving`.
 
-    Running calls continue with the new weights from the next token on. TRL sends only trained tensors.
+    Calls under way go on; the new weights sample from the next token on. TRL sends only tensors that are trained.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -249,7 +249,7 @@ class PolicyTransfer(GatewayTransfer):
 
 
 class _EngineTransfer:
-    """The transfer to the embedded engine, which needs no setup, pause or cleanup."""
+    """The embedded engine's part: there is nothing to set up, pause or take down."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._version = policy, 0
@@ -262,7 +262,7 @@ class _EngineTransfer:
 
 @contextmanager
 def _opened_on_failure(client: Client) -> Iterator[None]:
-    """Resume the gateway on an error. Otherwise its waiting agents would block the end of the trainer."""
+    """Agents that wait at the gateway would be waited for when the trainer ends."""
     try:
         yield
     except BaseException:

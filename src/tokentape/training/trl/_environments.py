@@ -1,7 +1,7 @@
 """TRL's environments, run as agents through a gateway.
 
-With an environment, TRL itself renders, generates, parses and calls the tools. If the same class runs as an agent, the
-gateway records its conversation with exact ids, with any engine.
+Given to TRL itself, an environment's tools are called from within the trainer, which renders, generates and parses by
+itself. As an agent, the same class has its conversation recorded by the gateway: exact ids, whichever engine samples.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentAgent:
-    """An agent made from TRL's `environment_factory`, with functions as additional tools.
+    """An agent made of what TRL takes as `environment_factory`, and plain functions as further tools.
 
-    An environment is a class with `reset(**row)`, which may return text to append to the last message, with public
-    methods as tools, and optionally with `get_reward()`. Methods and tools may be coroutine functions. As in TRL,
-    `transformers.utils.get_json_schema` makes schemas from their signatures and docstrings.
+    An environment is a class with `reset(**row)`, which may return text for the end of the last message, with public
+    methods as tools, and if it knows the reward, with `get_reward()`. Methods and tools may be coroutine functions.
+    Their signatures and docstrings become schemas as in TRL, by `transformers.utils.get_json_schema`.
 
     >>> GatewayRollouts(policy.client, EnvironmentAgent(ShopEnvironment), sync=policy.sync)     # doctest: +SKIP
 
-    Raises `InvalidRequest` for an environment without `reset`, and for a row with an unknown `environment`.
+    Raises `InvalidRequest` for an environment without `reset`, and for a row whose `environment` is not there.
     """
 
     factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]
-    """Makes an environment; or several by name, of which the row's column `environment` selects one."""
+    """Makes an environment, or by name: then the row's column `environment` chooses."""
     tools: Sequence[Callable[..., Any]] = ()
     max_calls: int = 16
-    """Largest number of model calls per session."""
+    """Calls of the model per session, at most."""
     request: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
     """Fields of each chat completion: `temperature`, `max_tokens`..."""
 
     async def __call__(self, session: ClientSession, row: Row) -> float | None:
-        """Call the model until it calls no tool, and return the reward, if the environment has one."""
+        """Talk until the model calls no tool; the reward, if the environment has one."""
         environment, row = self._environment(row)
         observation = await awaited(environment.reset(**row))
         messages = _with_observation(row.get("prompt", ""), observation)
@@ -81,7 +81,7 @@ class EnvironmentAgent:
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
-    # Inspect the class, because inspecting the instance would run its properties.
+    # Of the class: looking at the instance would run its properties.
     names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
     return [getattr(environment, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")]
 
@@ -106,7 +106,7 @@ def _with_observation(prompt: Any, observation: Any) -> list[dict[str, Any]]:
 
 
 async def _called(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with a tool's result, or with its exception in TRL's format."""
+    """Return the message with a tool's result, or with its exception as TRL words it."""
     name = call["function"]["name"]
     try:
         if name not in tools:

@@ -1,8 +1,8 @@
-"""Run agents in TRL's `rollout_func`, and return the sampled ids instead of their text.
+"""TRL's `rollout_func`: agents in place of `generate`, and the ids that were sampled in place of their text.
 
-In TRL 1.16, the function gets the trainer and the prompts of this process, each repeated for its generations. It
-returns lists as long as `prompts`: `prompt_ids`, `completion_ids`, `logprobs`, an `env_mask` that is 1 for sampled
-tokens, and other keys for the reward functions.
+The contract, as TRL 1.16 has it: the function gets the prompts of this process, each as often as completions of it are
+wanted, and the trainer. It returns lists as long as `prompts`: `prompt_ids`, `completion_ids`, `logprobs`, an
+`env_mask` that is 1 where the model sampled, and whatever else the reward functions are to see.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class GatewayRollouts:
     >>> GRPOTrainer(model, recorded_reward, rollout_func=rollouts, ...)             # doctest: +SKIP
 
     The reward functions get `reward` (a number or None), `session_id`, `leaf`, `verdict` and `branches` besides TRL's
-    own arguments. A call raises `InvalidRequest` for a temperature at which TRL can't compute the recorded logprobs,
-    and for several branches if they are refused; `TokentapeError` for an agent that failed.
+    own arguments. Calling it raises `InvalidRequest` for a temperature at which TRL's logprobs can't be the recorded
+    ones, and for several branches where they are refused; `TokentapeError` for an agent that failed.
     """
 
     client: Client
     agent: Agent
     sync: Callable[[Any], None] | None = None
-    """Called with the trainer before each batch, to give the engine the current weights."""
+    """Called with the trainer before each batch: gives the engine the weights that it is to sample with."""
     concurrency: int = 32
-    """Number of agents that run at once."""
+    """Agents that run at once."""
     branches: Literal["refuse", "longest", "last"] = "refuse"
-    """The sample to train of a session with several, because TRL takes one sequence per rollout. `longest`: the one
-    with the most tokens with loss; `last`: the newest; `refuse`: raise an error."""
+    """How to treat a session with several samples: TRL takes one sequence per rollout, so all others would not be
+    trained. `longest`: the one with the most tokens that carry loss; `last`: the newest."""
     failures: Literal["raise", "mask"] = "raise"
-    """What to do if an agent raised, or a session has no sampled tokens. `mask`: give it no reward and no loss;
-    TRL then leaves it out of its group's mean."""
+    """How to treat an agent that raised, and a session in which nothing was sampled. `mask`: no reward, no loss;
+    TRL leaves it out of its group's mean."""
     select: Sequence[Select] = ()
-    """The trajectories of a session to keep, applied before `branches`; see `assemble`."""
+    """Which trajectories of a session stay, before `branches` is asked; see `tokentape.training._samples`."""
     max_length: MaxLength | None = None
     fields: Callable[[Sequence[Sample]], dict[str, Any]] = trl_rollouts
-    """Makes TRL's fields from the samples, one per rollout. Replace it for experiments with other ids."""
+    """Makes TRL's fields of the samples, one per rollout. Another one is for experiments with other ids."""
     stop_rule: StopRule | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Of all sessions. Each also has its `step`, `mode` and `prompt`, and unless you set one its `group`: the sessions
@@ -112,7 +112,7 @@ class GatewayRollouts:
                     f"session {rollout.session_id!r} can't be trained: {what}; failures='mask' goes on without such "
                     "sessions, if others of the batch have something"
                 ) from rollout.error
-            # TRL needs a sequence. If there is none, use that of another rollout, without loss.
+            # TRL wants a sequence. Where there is none, another one's stands in; no token of it carries loss.
             kept = sample or stand_in
             samples.append(replace(kept, loss_mask=np.zeros_like(kept.loss_mask), reward=None))
         return samples
@@ -140,7 +140,7 @@ def _digest(prompt: Any) -> str:
 
 
 def refuse_temperature(client: Client, temperature: float) -> None:
-    """Raise `InvalidRequest` if TRL divides logits by a temperature that the recorded logprobs don't include."""
+    """Raise `InvalidRequest` if TRL divides logits by a temperature that the recorded logprobs know nothing of."""
     found = served("trl", mode_of(str(client.engine().engine)))
     if temperature != 1.0 and found.status != "ok":
         raise InvalidRequest(
@@ -151,9 +151,9 @@ def refuse_temperature(client: Client, temperature: float) -> None:
 
 
 def recorded_reward(reward: Sequence[float | None], branches: Sequence[int], **rest: Any) -> list[float | None]:
-    """Return the rewards that agents returned or gave to their sessions. A reward function for TRL.
+    """Return what agents returned or gave to their sessions: a reward function for TRL.
 
-    It also logs `rollouts/left_out`, the branches per rollout that are not trained, and `rollouts/without_reward`.
+    It also logs `rollouts/left_out`, branches per rollout that are not trained, and `rollouts/without_reward`.
     """
     log = rest["log_metric"]
     log("rollouts/left_out", sum(max(0, number - 1) for number in branches) / len(branches))
@@ -162,12 +162,12 @@ def recorded_reward(reward: Sequence[float | None], branches: Sequence[int], **r
 
 
 def correct_by_recorded_logprobs(trainer: Any) -> None:
-    """Make TRL's `GRPOTrainer` use importance sampling with the recorded logprobs, as it does with vLLM's.
+    """Have TRL's `GRPOTrainer` weigh tokens by its own probability over the recorded one, as it does with vLLM's.
 
-    TRL takes the logprobs of a `rollout_func`, but its loss uses them only if vLLM samples. Without this call, a policy
-    that differs from the one that sampled is not noticed. With it, `vllm_importance_sampling_mode` and its bounds in
+    TRL takes the logprobs of a `rollout_func`, but its loss looks at them only where vLLM samples: without this call a
+    policy that is not the one that sampled goes unnoticed. With it, `vllm_importance_sampling_mode` and its bounds in
     the config apply, and `sampling/sampling_logp_difference/*` and `sampling/importance_sampling_ratio/*` are logged.
-    It costs one forward pass per batch. Call it before `train`. If vLLM samples, it changes nothing.
+    It costs a forward pass per batch. Call it before `train`. Where vLLM samples it changes nothing.
 
     Raises `InvalidRequest` if the config turns the correction off.
     """
@@ -181,7 +181,7 @@ def correct_by_recorded_logprobs(trainer: Any) -> None:
 
 
 class _SyncedElsewhere:
-    """A replacement for TRL's vLLM client. Syncs nothing, because `GatewayRollouts.sync` already sent the weights."""
+    """What TRL calls before a rollout where vLLM samples; here `GatewayRollouts.sync` has the weights in place."""
 
     def sync_weights(self) -> None:
         pass

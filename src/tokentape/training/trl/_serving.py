@@ -1,4 +1,4 @@
-"""Run a gateway in this process with the embedded engine, and give it the weights of the trained model."""
+"""A gateway in this process over the embedded engine, with the weights of the model that is trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """A gateway with the embedded engine, made by `serving`."""
+    """A gateway with the embedded engine. Made by `serving`."""
 
     def __init__(self, client: Client, engine: TransformersEngine) -> None:
         self.client = client
@@ -28,10 +28,10 @@ class Policy:
         self._synced: tuple[ReferenceType[Any], int] | None = None
 
     def sync(self, trainer: Any) -> None:
-        """Sample with the current weights of a trainer of `transformers`. Their version is its global step.
+        """Sample with the weights that a trainer of `transformers` has now, under its global step as their version.
 
-        PEFT adapters are merged for this, and unmerged afterwards. Does nothing if the weights of this step are already
-        in place.
+        Adapters of PEFT are merged for that, and unmerged afterwards. Does nothing if that trainer's weights
+        of that step are in place.
         """
         now = (ref(trainer), trainer.state.global_step)
         if self._synced != now:
@@ -46,13 +46,13 @@ class Policy:
         *,
         wait: float | None = 60.0,
     ) -> None:
-        """Sample with copies of these tensors from now on. Pass a state dict, or pairs of names and tensors.
+        """Sample with copies of these tensors from now on: of a state dict, or pairs of its names and tensors.
 
-        New calls are held back meanwhile. Waits at most `wait` seconds for running calls; with None they continue, and
-        the record has the weight version of each token.
+        New calls are held back meanwhile. Those under way are waited for, `wait` seconds at most; with None they go on,
+        and the record says which of their tokens are of which version.
 
-        Raises `EngineUnavailable` if calls are still running then, and `EngineError` for tensors that don't fit. In
-        both cases the weights don't change.
+        Raises `EngineUnavailable` if calls are still under way then, and `EngineError` for tensors that don't fit; the
+        weights are the old ones then.
         """
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         idle = self.client.pause(timeout=wait or 0.0)
@@ -66,12 +66,12 @@ class Policy:
             self.client.resume(named)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False) -> None:
-        """Load the tensors like `push`, without pausing the gateway or setting its version.
+        """Load the tensors as `push` does, without pausing the gateway or setting its version.
 
-        With `partial`, missing tensors keep their values.
+        With `partial` tensors may be missing; those stay.
         """
         self._synced = None
-        # On another thread, because notebooks have an event loop in this one.
+        # On a thread of its own: notebooks have an event loop in this one.
         with ThreadPoolExecutor(1) as apart:
             apart.submit(asyncio.run, self.engine.push_weights(tensors, version, partial=partial)).result()
 
@@ -86,18 +86,18 @@ def serving(
     threads: int | None = None,
     max_batch: int = 32,
 ) -> Iterator[Policy]:
-    """Run a gateway on this machine's loopback during the context.
+    """Run a gateway on this machine's loopback for as long as the context lasts.
 
-    The embedded engine has its own copy of the weights, first those of the folder, then the pushed ones. So sampling
-    and training never wait for each other, and all tokens were sampled by the weight version that is recorded for them.
+    The embedded engine has its own copy of the weights, first those of the folder, then what is pushed: so sampling and
+    training never wait for each other, and what is recorded as one version was sampled by that version.
 
     Args:
-        model_dir: folder with model, tokenizer and template, as `save_pretrained` writes them.
-        directory: folder for the record; by default a temporary one.
-        dtype: dtype of the engine's copy. If it differs from the trainer's, logprobs differ by its rounding.
+        model_dir: model, tokenizer and template, as `save_pretrained` writes them.
+        directory: where sessions are recorded; a temporary one, gone afterwards, if None.
+        dtype: of the engine's copy. With another one than the trainer's, logprobs differ by as much as it rounds.
         device: a torch device.
-        threads: number of torch's CPU threads in this process; by default torch's choice.
-        max_batch: largest number of calls that are sampled together.
+        threads: torch's CPU threads, of the whole process; torch's own choice if None.
+        max_batch: calls that are sampled together.
 
     Raises:
         TokenizerUnusable, EngineError: the folder can't be served; see `TransformersEngine.open`.
@@ -110,11 +110,11 @@ def serving(
 
 @contextmanager
 def _whole(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield a model's weights with merged adapters, by their names without adapters."""
+    """A model's weights by the names that they have without adapters, adapters merged into them."""
     if not hasattr(model, "merge_adapter"):
         yield model.state_dict()
         return
-    # Unmerging subtracts what merging added, with rounding errors, so the old weights are restored.
+    # Unmerging subtracts what merging added, which rounds; the weights are put back as they were.
     before = [(value, value.detach().clone()) for name, value in model.named_parameters() if ".base_layer." in name]
     model.merge_adapter()
     try:
