@@ -28,6 +28,7 @@ PAGES = {
             "tokentape.training.skyrl",
             "tokentape.training.verifiers",
             "tokentape.training.tinker",
+            "tokentape.training.agent_lightning",
         ),
         ("tokentape.training.exports",),
     ),

@@ -24,6 +24,7 @@ FACES = {
         "tokentape.training.skyrl",
         "tokentape.training.verifiers",
         "tokentape.training.tinker",
+        "tokentape.training.agent_lightning",
     ),
 }
 """Packages that list their public names in `__all__`."""

@@ -62,6 +62,12 @@ class Ledger:
         self.calls.append(call)
         return call
 
+    def task_of(self, prompt: Sequence[int]) -> str:
+        """The task's number in a prompt, for engines that hear of no session."""
+        found = re.search(r"Task (\d+)", self.renderer.tokenizer.decode(prompt))
+        assert found is not None
+        return found[1]
+
 
 LEDGER: list[Ledger] = []
 """The one that `agent` changes the weights of."""
@@ -70,10 +76,11 @@ KINDS = ("exact", "forked", "truncated at the end", "truncated inside", "two ver
 REWARDS = (1.0, 0.0, 0.35, 0.75, 0.5)
 
 
-async def agent(base_url: str, api_key: str, task: Any) -> float | None:
+async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, Any]] | None = None) -> float | None:
     """Has a session of the kind that the task's number names, and returns the reward of that number.
 
-    From number 5 on: it raises after a turn; it calls nothing; it returns no reward; it never ends.
+    `replies` collects what it reads, with token ids and log-probabilities. From number 5 on: it raises after a turn; it
+    calls nothing; it returns no reward; it never ends.
     """
     number = int(task["number"])
 
@@ -81,8 +88,13 @@ async def agent(base_url: str, api_key: str, task: Any) -> float | None:
 
         async def ask(messages: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
             body = {"model": "any", "messages": messages, "max_tokens": 60, **more}
+            if replies is not None:
+                body |= {"return_token_ids": True, "logprobs": True}
             answer = await client.post(f"{base_url}/chat/completions", json=body)
-            reply = answer.raise_for_status().json()["choices"][0]["message"]
+            whole = answer.raise_for_status().json()
+            reply = whole["choices"][0]["message"]
+            if replies is not None:
+                replies.append(whole)
             return [*messages, {"role": "assistant", "content": reply["content"]}]
 
         def said(text: str) -> dict[str, Any]:
@@ -165,9 +177,7 @@ class TinkerClient:
 
     async def sample(self, prompt: Any, num_samples: int, sampling_params: Any) -> Any:
         ids = prompt.to_ints()
-        found = re.search(r"Task (\d+)", self.ledger.renderer.tokenizer.decode(ids))
-        assert found is not None
-        call = self.ledger.sample(ids, sampling_params.max_tokens, found[1])
+        call = self.ledger.sample(ids, sampling_params.max_tokens, self.ledger.task_of(ids))
         about = {"stop_reason": call.finish, "sequence_id": None}
         one = SimpleNamespace(tokens=call.ids, logprobs=call.logprobs, **about)
         return SimpleNamespace(sequences=[one], prompt_cache_hit_tokens=0)
@@ -225,7 +235,7 @@ def _plain(row: Row) -> Any:
 
 @asynccontextmanager
 async def vllm_server(ledger: Ledger) -> AsyncIterator[str]:
-    """VLLM's `/v1/models` and `/inference/v1/generate` over a ledger; gives the URL."""
+    """VLLM's `/v1/models`, `/v1/completions` and `/inference/v1/generate` over a ledger; gives the URL."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": str(MODEL), "max_model_len": 500}]})
@@ -240,8 +250,19 @@ async def vllm_server(ledger: Ledger) -> AsyncIterator[str]:
         ledger.bodies.append(asked)
         return web.json_response({"choices": [choice]})
 
+    async def completions(request: web.Request) -> web.Response:
+        asked = await request.json()
+        call = ledger.sample(asked["prompt"], asked["max_tokens"], ledger.task_of(asked["prompt"]))
+        ledger.bodies.append(asked)
+        ids = {"prompt_token_ids": call.prompt, "token_ids": call.ids} if asked.get("return_token_ids") else {}
+        choice = {"index": 0, "text": "", "finish_reason": call.finish, "stop_reason": None, **ids}
+        if asked.get("logprobs"):
+            choice["logprobs"] = {"token_logprobs": call.logprobs}
+        return web.json_response({"choices": [choice]})
+
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/inference/v1/generate", generate)])
+    app.add_routes([web.post("/v1/completions", completions)])
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -38,15 +38,18 @@ def ran(trainer: str) -> Any:
 
 @pytest.mark.differential
 @pytest.mark.parametrize(
-    ("trainer", "failed"),
+    ("trainer", "failed", "rows"),
     [
-        ("verl", "failure"),
-        ("slime", "aborted"),
-        ("miles", "aborted"),
-        ("skyrl", "error"),
-        ("verifiers", "HarnessError"),
-        ("tinker", "skipped"),
+        ("verl", "failure", 6),
+        ("slime", "aborted", 6),
+        ("miles", "aborted", 6),
+        ("skyrl", "error", 6),
+        ("verifiers", "HarnessError", 6),
+        ("tinker", "skipped", 6),
+        # These begin another row where a turn does not continue the last one.
+        ("agent_lightning", "failed", 7),
+        ("art", "", 7),
     ],
 )
-def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(trainer: str, failed: str) -> None:
-    assert ran(trainer) == {"rows": 6, "failed": failed, "found": [], "unnoticed": []}
+def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(trainer: str, failed: str, rows: int) -> None:
+    assert ran(trainer) == {"rows": rows, "failed": failed, "found": [], "unnoticed": []}

@@ -10,17 +10,23 @@ import asyncio
 import inspect
 import json
 import logging
+import math
+import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tests.training import live
 from tests.training.trainer_paths import of_slime, taken
+from tokentape.client import Client
 from tokentape.demo import MODEL
+from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams
+from tokentape.gateway import serving
+from tokentape.gateway._serve import running
 from tokentape.testing._rows import Row
 
 
@@ -420,7 +426,122 @@ async def by_number(base_url: str, api_key: str, task: Any) -> float | None:
         return await live.agent(base_url, api_key, task)
 
 
-TRAINERS = {"verl": verl, "slime": slime, "miles": miles, "skyrl": skyrl, "verifiers": verifiers, "tinker": tinker}
+def agent_lightning() -> dict[str, Any]:
+    """Its server with the proxy, its manager of rollouts and its adapter to verl; only vLLM is replaced."""
+    import torch
+    from agentlightning.server.app import create_app
+    from agentlightning.verl.agl_rollout_manager import AglRolloutManager
+    from agentlightning.verl.rollout_adapter import RolloutAdapter
+
+    from tokentape.training.agent_lightning import AgentRollout
+
+    class Rollout(AgentRollout):
+        model_dir, max_context = MODEL, 500
+
+        @staticmethod
+        async def agent(base_url: str, api_key: str, task: Any) -> float | None:
+            return await live.agent(base_url, api_key, {"number": task["NUMBER"]})
+
+    proxy = {"model_name": "policy", "train": {"temperature": 1.0}, "val": {"temperature": 1.0}}
+    with running(create_app({"key": "secret", "default_proxy": proxy})) as url:
+        manager = AglRolloutManager(agl_base_url=url, agl_key="secret", model="policy", step=3)
+        enqueued = manager._create_rollouts({"number": [*range(6)]}, is_train=True)
+
+        async def rollouts() -> None:
+            async with live.vllm_server(live.LEDGER[-1]) as server:
+                await asyncio.to_thread(manager.register_model, [f"{server}/v1"])
+                for one in enqueued:
+                    # As its local controller does, which starts a process for each.
+                    at = f"rollout/{one.rollout_id}/attempt/0"
+                    os.environ |= {"AGL_OPENAI_BASE_URL": f"{url}/proxy/{at}/mode/train/openai/v1", "AGL_KEY": "secret"}
+                    os.environ |= {"AGL_EVENT_URL": f"{url}/api/{at.replace('rollout/', 'rollouts/')}/events"}
+                    os.environ["NUMBER"] = str(one.input["number"])
+                    try:
+                        await Rollout().run()
+                        states = ["running", "succeeded"]
+                    except RuntimeError:
+                        states = ["running", "failed"]
+                    for state in states:
+                        patch = {"status": {"state": state, "last_attempt_id": "0"}}
+                        path = f"/api/rollouts/{one.rollout_id}"
+                        (await asyncio.to_thread(manager.client.patch, path, json=patch)).raise_for_status()
+
+        asyncio.run(rollouts())
+        made = [manager._build_completed_rollout(one, manager._get_rollout(one.rollout_id)) for one in enqueued]
+    assert [one.final_reward for one in made] == [*live.REWARDS, None]
+    adapter = RolloutAdapter(
+        max_prompt_length=400,
+        max_response_length=400,
+        device=torch.device("cpu"),
+        pad_token_id=0,
+        trace_aggregator_level="trajectory",
+    )
+    batch, _ = adapter.get_train_data_batch(made[:5])
+    names = [one.rollout_id for one in made]
+    rows = []
+    for n, name in enumerate(batch.non_tensor_batch["rollout_id_list"].tolist()):
+        tensors = {key: values[n].float() for key, values in batch.batch.items()}
+        zeros = torch.zeros(400)
+        real = tensors["attention_mask"].bool()
+        columns = {"weights": "response_mask", "logprobs": "rollout_log_probs"}
+        arrays = {field: torch.cat([zeros, tensors[key]])[real].tolist() for field, key in columns.items()}
+        rows.append(Row(tensors["input_ids"][real].int().tolist(), **arrays, reward=live.REWARDS[names.index(name)]))
+        assert float(tensors["token_level_scores"].sum()) == torch.tensor(rows[-1].reward).bfloat16()
+    rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
+    return {"rows": rows, "rewards": rewards, "failed": made[5].rollout_state.value}
+
+
+def art() -> dict[str, Any]:
+    """What it makes of the replies that its rollouts read, ids included; it has no adapter."""
+    from openai.types.chat.chat_completion import Choice
+
+    ids = ("_ids", "_logprobs", "choice_completion_logprobs", "has_completion_logprobs")
+    known = taken(
+        "art.preprocessing.dynamo_tokens",
+        *ids,
+        math=math,
+        cast=cast,
+        Any=Any,
+        COMPLETION_LOGPROBS_KEYS=("compact_logprobs", "art_completion_logprobs"),
+    )
+    vllm = ("_normalize_token_ids", "attach_vllm_token_metadata_to_choice", "choice_vllm_token_metadata")
+    known = taken("art.preprocessing.vllm_tokens", *vllm, **known)
+    known |= {"Choice": Choice, "align_choice_routes_to_tokenized_result": lambda **given: (None, None)}
+    made = ("assemble_vllm_training_sequences", "_tokenized_result_from_vllm_choices", "_choice_logprobs")
+    known = taken(
+        "art.preprocessing.tokenize", *made, "_choice_extra_logprobs", **known, TokenizedResult=SimpleNamespace
+    )
+    ledger, rows = live.LEDGER[-1], []
+
+    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+        call = ledger.sample(prompt_ids, params.max_tokens, ledger.task_of(prompt_ids))
+        return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish)
+
+    engine = FunctionEngine(sample, vocab_size=4000, max_context=500, logprobs_mode="processed_logprobs")
+    with serving(engine, MODEL) as url, Client(url) as client:
+        for number, reward in enumerate(live.REWARDS):
+            replies: list[dict[str, Any]] = []
+            asyncio.run(live.agent(client.session().base_url, "none", {"number": number}, replies))
+            choices = [Choice.model_validate(reply["choices"][0]) for reply in replies]
+            for choice, reply in zip(choices, replies, strict=True):
+                known["attach_vllm_token_metadata_to_choice"](choice=choice, response_payload=reply)
+            sequences = known["assemble_vllm_training_sequences"](
+                tokenizer=None,
+                histories=[SimpleNamespace(messages_and_choices=choices)],
+                advantage=1.0,
+                allow_training_without_logprobs=False,
+                trajectory=None,
+            )
+            for one in sequences:
+                logprobs = [0.0 if math.isnan(value) else value for value in one.logprobs]
+                rows.append(Row(one.token_ids, one.assistant_mask, logprobs, reward=reward))
+    rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
+    return {"rows": rows, "rewards": rewards, "failed": ""}
+
+
+TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {
+    one.__name__: one for one in (verl, slime, miles, skyrl, verifiers, tinker, agent_lightning, art)
+}
 
 
 def main() -> None:

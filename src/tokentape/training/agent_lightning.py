@@ -1,0 +1,104 @@
+"""Agent Lightning 1.0: agents in the processes that its controller starts, over its proxy's completions of token ids.
+
+    class Rollout(AgentRollout):
+        agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
+        model_dir = "path/to/model"         # tokenizer and chat template of the model that is trained
+        max_context = 32768
+
+Name it in `local.agent_class`, or call `asyncio.run(Rollout().run())` in the container. `task` has the environment
+variables of the process, so also those of `env_map`. Agent Lightning's proxy records each call, and its trainer takes
+the ids from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import httpx2
+
+from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.errors import EngineContractError, EngineError, EngineUnavailable, InvalidRequest
+from tokentape.training._live import imported, live_gateway, vllm_fields
+
+__all__ = ["AgentRollout"]
+
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "session_id"})
+
+_proxies: dict[str, tuple[httpx2.AsyncClient, str]] = {}
+"""By session the proxy's address of its rollout."""
+
+
+class AgentRollout:
+    """What an agent's class derives from: runs the agent for the rollout of this process, and reports its reward."""
+
+    agent: ClassVar[Any]
+    """An `Agent`, as a static method, or `package.module.name` of one. If it returns None, no reward is reported."""
+    model_dir: ClassVar[Path | str]
+    max_context: ClassVar[int]
+    temperature: ClassVar[float] = 1.0
+    """That of Agent Lightning's `default_proxy.train`: the proxy samples with it, whatever a call asks for."""
+    seconds: ClassVar[float | None] = None
+    directory: ClassVar[Path | str | None] = None
+
+    async def run(self) -> None:
+        """Run the agent. Raises what it raised: then the controller calls the rollout failed."""
+        url = os.environ["AGL_OPENAI_BASE_URL"]
+        named = re.search(r"/rollout/([^/]+)/attempt/([^/]+)/", url)
+        if named is None:
+            raise InvalidRequest(f"AGL_OPENAI_BASE_URL is {url!r}; expected a rollout and an attempt in it")
+        headers = {"authorization": f"Bearer {os.environ.get('AGL_KEY', '')}"}
+        async with httpx2.AsyncClient(headers=headers, timeout=600.0) as client:
+            gateway = await live_gateway(
+                self.model_dir,
+                _sample,
+                name="agent-lightning:vllm",
+                sampling=_SAMPLING,
+                max_context=self.max_context,
+                logprobs_mode="processed_logprobs",
+                directory=self.directory,
+            )
+            session_id = uuid4().hex
+            _proxies[session_id] = client, url
+            try:
+                rollout = await gateway.run(
+                    imported(self.agent, "agent"),
+                    os.environ,
+                    group=named[1],
+                    session_id=session_id,
+                    attempt=named[2],
+                    pin={"temperature": self.temperature},
+                    seconds=self.seconds,
+                )
+            finally:
+                del _proxies[session_id]
+            if rollout.error is not None:
+                raise rollout.error
+            if rollout.samples and rollout.samples[0].reward is not None:
+                event = {"event_type": "reward", "data": {"value": rollout.samples[0].reward, "source": "agent"}}
+                (await client.post(os.environ["AGL_EVENT_URL"], json=event)).raise_for_status()
+
+
+async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+    """Sample at the proxy, which adds the model, its temperature and `return_token_ids`."""
+    client, url = _proxies[str(params.session_id)]
+    body = {"prompt": prompt_ids, **vllm_fields(params, _SAMPLING)}
+    try:
+        answer = (await client.post(f"{url}/completions", json=body)).raise_for_status()
+    except httpx2.HTTPError as error:
+        status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 503
+        # It answers 429 while it is paused for new weights.
+        kind = EngineUnavailable if status == 429 or status >= 500 else EngineError
+        raise kind(f"Agent Lightning's proxy did not answer the call: {error!r}") from error
+    (choice,) = answer.json()["choices"]
+    if choice["prompt_token_ids"] != prompt_ids:
+        raise EngineContractError("the server sampled from another prompt than it was given")
+    return SampleDelta(
+        tuple(choice["token_ids"]),
+        tuple(choice["logprobs"]["token_logprobs"]),
+        choice["finish_reason"],
+        stop=choice["stop_reason"],
+    )
