@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +32,10 @@ def json_in_order(value: Any) -> str:
 
 def digest_of(*fields: bytes) -> str:
     """Return the hex SHA-256 of `fields`, each preceded by its length: no two sequences of fields encode alike."""
-    hasher = hashlib.sha256()
-    for field in fields:
-        hasher.update(len(field).to_bytes(8, "little"))
-        hasher.update(field)
-    return hasher.hexdigest()
+    return hashlib.sha256(b"".join([part for field in fields for part in (_LENGTH(len(field)), field)])).hexdigest()
+
+
+_LENGTH = struct.Struct("<Q").pack
 
 
 def _plain(value: object) -> object:

@@ -97,8 +97,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "a snapshot lacks the newest reward": (
         "store/_reads.py",
-        "schema.rewards.c.position <= last.last_reward",
-        "schema.rewards.c.position < last.last_reward",
+        "schema.rewards.c.position, le, last.last_reward",
+        "schema.rewards.c.position, lt, last.last_reward",
     ),
     "a reward of a path is read as one of its last turn": (
         "store/_rows.py",

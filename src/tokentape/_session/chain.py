@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ _SCALARS = (
     *("session_id", "seq", "parent", "setup", "messages", "reply", "finish_reason", "stop", "fork", "sampling"),
     *("engine", "weight_version"),
 )
+_scalars_of = attrgetter(*_SCALARS)
 _ARRAYS = ("added_ids", "added_provenance", "completion_ids", "logprobs")
 _LITTLE_ENDIAN = {
     "added_ids": "<i4",
@@ -64,7 +66,7 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
             f"{'no' if parent_digest is None else 'a'} parent digest was given"
         )
     # A database may drop the sign of a zero.
-    scalars = {name: getattr(turn, name) for name in _SCALARS} | {"created_at": float(turn.created_at) + 0.0}
+    scalars = dict(zip(_SCALARS, _scalars_of(turn), strict=True)) | {"created_at": float(turn.created_at) + 0.0}
     younger = {
         "weight_changes": turn.weight_changes or None,
         "abort_cause": turn.abort_cause,

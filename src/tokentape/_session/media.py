@@ -9,6 +9,8 @@ import numpy as np
 from tokentape.chat._media import image_parts
 from tokentape.types import Codes, MediaSpan, Message, Provenance, Turn
 
+_MEDIA = int(Provenance.MEDIA)
+
 
 def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) -> list[MediaSpan]:
     """Return where the placeholder ids of each image of `messages` are.
@@ -17,6 +19,8 @@ def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) 
     them in the context. Raises ValueError unless the number of placeholders is what the messages' images need.
     """
     parts = image_parts(messages)
+    if not parts and _MEDIA not in provenance.tobytes():
+        return []
     places = np.flatnonzero(provenance == Provenance.MEDIA).tolist()
     expected = sum(part["tokens"] for part in parts)
     if len(places) != expected:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
-from typing import Any
+from operator import eq, ge, le, lt
+from typing import Any, TypeAlias
 
-from sqlalchemy import Column, ColumnElement, Connection, Table, select
+from sqlalchemy import Column, ColumnElement, Connection, Select, Table, bindparam, select
 
 from tokentape._session.flatten import trajectories
 from tokentape._session.lineage import lineage, parent_sessions
@@ -94,6 +95,12 @@ class Extent:
     """Events up to this position."""
 
 
+_Compare: TypeAlias = Callable[[Any, Any], Any]
+
+_ROWS_AT_ONCE = 64
+
+_SETUPS = select(schema.setups).where(schema.setups.c.digest.in_(bindparam("digests", expanding=True)))
+
 _WHOLE = Extent(0, 2**31 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 
 
@@ -104,17 +111,16 @@ def load_session(
     read = _Reading(connection, session_id)
     info = read.info(None if extent is None else extent.position)
     last = extent or _WHOLE
-    turns = read.turns(schema.turns.c.seq < last.turns)
-    column, payload = schema.token_columns.c.position, schema.token_payloads.c.turn
+    turns = read.turns(lt, last.turns)
     return StoredSession(
         info=info,
         setups=read.setups(turns),
         turns=turns,
-        rewards=read.records(schema.rewards.c.position, schema.rewards.c.position <= last.last_reward),
-        answers=read.records(schema.answers.c.first_turn, schema.answers.c.first_turn < last.turns),
-        events=read.records(schema.events.c.position, schema.events.c.position <= last.last_event),
-        columns=read.records(column, column <= last.last_column) if per_token else (),
-        payloads=read.records(payload, payload < last.turns) if per_token else (),
+        rewards=read.records(schema.rewards.c.position, le, last.last_reward),
+        answers=read.records(schema.answers.c.first_turn, lt, last.turns),
+        events=read.records(schema.events.c.position, le, last.last_event),
+        columns=read.records(schema.token_columns.c.position, le, last.last_column) if per_token else (),
+        payloads=read.records(schema.token_payloads.c.turn, lt, last.turns) if per_token else (),
     )
 
 
@@ -122,19 +128,28 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
     """See `Store.load_newer`."""
     read = _Reading(connection, session_id)
     info = read.info()
-    turns = read.turns(schema.turns.c.seq >= len(known), known)
+    turns = read.turns(ge, len(known), known)
     return StoredSession(
         info=info,
         setups=read.setups(turns),
         turns=turns,
         rewards=(),
-        answers=read.records(schema.answers.c.first_turn, schema.answers.c.first_turn >= len(known)),
-        events=read.records(schema.events.c.turn, schema.events.c.turn >= len(known)),
+        answers=read.records(schema.answers.c.first_turn, ge, len(known)),
+        events=read.records(schema.events.c.turn, ge, len(known)),
     )
 
 
 def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Event, ...]:
-    return _Reading(connection, session_id).records(schema.events.c.position, schema.events.c.kind == kind)
+    return _Reading(connection, session_id).records(schema.events.c.position, eq, kind, schema.events.c.kind)
+
+
+@cache
+def _statement(
+    columns: tuple[ColumnElement[Any], ...], order: Column[int], compare: _Compare, column: Column[Any]
+) -> Select[Any]:
+    """Return the statement that reads the records of one session. To make it costs more than to run it."""
+    of_session = order.table.c.session_id == bindparam("session_id")
+    return select(*columns).where(of_session, compare(column, bindparam("value"))).order_by(order)
 
 
 class _Reading:
@@ -145,24 +160,28 @@ class _Reading:
 
     def info(self, position: int | None = None) -> SessionInfo:
         sessions = schema.sessions.c
-        found = self.records(sessions.position, *([] if position is None else [sessions.position == position]))
+        found = self.records(sessions.position, ge if position is None else eq, position or 0)
         if not found:
             raise NotFound(f"there is no session {self._session_id!r}")
         info: SessionInfo = found[0]
         return info
 
-    def records(self, order: Column[int], *conditions: ColumnElement[bool]) -> tuple[Any, ...]:
+    def records(
+        self, order: Column[int], compare: _Compare, value: int | str, column: Column[Any] | None = None
+    ) -> tuple[Any, ...]:
+        """Load the records of a table for which `compare(column, value)`; `column` is `order` if it is None."""
         table = order.table
         assert isinstance(table, Table)
         if table is schema.events and not schema.has_events(self._connection):
             return ()
         columns = schema.readable(self._connection, table)
-        statement = select(*columns).where(table.c.session_id == self._session_id, *conditions).order_by(order)
-        return tuple(decode(table, row) for row in self._connection.execute(statement))
+        statement = _statement(columns, order, compare, order if column is None else column)
+        rows = self._connection.execute(statement, {"session_id": self._session_id, "value": value})
+        return tuple(decode(table, row) for some in rows.partitions(_ROWS_AT_ONCE) for row in some)
 
-    def turns(self, condition: ColumnElement[bool], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
-        """Load the turns that match `condition` and check their hash chain. It continues after the `known` turns."""
-        turns: tuple[Turn, ...] = self.records(schema.turns.c.seq, condition)
+    def turns(self, compare: _Compare, seq: int, known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
+        """Load the turns for which `compare(turn.seq, seq)` and check their hash chain, which follows `known` turns."""
+        turns: tuple[Turn, ...] = self.records(schema.turns.c.seq, compare, seq)
         digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
         for seq, turn in enumerate(turns, len(known)):
             if turn.seq != seq or not chained(turn, digests.get(turn.parent)):
@@ -175,7 +194,7 @@ class _Reading:
 
     def setups(self, turns: Iterable[Turn]) -> dict[str, Setup]:
         digests = {turn.setup for turn in turns}
-        rows = self._connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests)))
+        rows = self._connection.execute(_SETUPS, {"digests": sorted(digests)})
         return {row.digest: decode(schema.setups, row) for row in rows}
 
 

@@ -8,7 +8,8 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, fields
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from operator import attrgetter
 from sys import intern
 from typing import Any, TypeAlias
 
@@ -94,10 +95,11 @@ def decode(table: Table, row: Row[Any]) -> Any:
         raise StoreCorrupt(f"{name.format(row)} can't be read ({type(error).__name__})") from error
 
 
-def _record(kind: type[Any], row: Row[Any], **more: Any) -> Any:
+def _record(kind: Any, row: Row[Any], **more: Any) -> Any:
     """Return a record with the fields of the row's columns, and `more` for fields without a column."""
-    read = {name: getattr(row, name) for name in _FIELDS[kind] if name not in more}
-    return kind(**{name: _READ[name](value) if name in _READ else value for name, value in read.items()}, **more)
+    names, values_of, readers = _reading(kind, tuple(more))
+    values = [read(value) if read else value for value, read in zip(values_of(row), readers, strict=True)]
+    return kind(**dict(zip(names, values, strict=True)), **more)
 
 
 def _setup(row: Row[Any]) -> Setup:
@@ -152,7 +154,6 @@ _KINDS: tuple[tuple[type[Any], Table, str, Callable[[Row[Any]], Any]], ...] = (
 )
 _TABLES = {kind: table for kind, table, _, _ in _KINDS}
 _DECODERS = {table: (name, read) for _, table, name, read in _KINDS}
-_FIELDS = {kind: [one.name for one in fields(kind)] for kind in _TABLES}
 _COLUMNS = {table: [column.name for column in table.columns if column.name != "position"] for table in _DECODERS}
 
 
@@ -160,6 +161,11 @@ _COLUMNS = {table: [column.name for column in table.columns if column.name != "p
 def _sampling(text: str) -> Mapping[str, Any]:
     parameters: dict[str, Any] = json.loads(text)
     return parameters
+
+
+@lru_cache(maxsize=256)
+def _stop(text: str) -> Any:
+    return json.loads(text)
 
 
 @lru_cache(maxsize=256)
@@ -195,7 +201,7 @@ def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
 
 
 def _inflate(data: bytes) -> Any:
-    return json.loads(zlib.decompress(data))
+    return json.loads(zlib.decompress(data).decode("ascii"))
 
 
 def _plain(value: Any) -> Any:
@@ -233,17 +239,17 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "setup": (_plain, intern),
     "engine": (_plain, intern),
     "weight_version": (_plain, intern),
-    "stop": (canonical_json, json.loads),
+    "stop": (canonical_json, _stop),
     "sampling": (canonical_json, _sampling),
     "sampled_from": (_distribution_text, _distribution),
     "logprobs_of": (_distribution_text, _distribution),
     "weight_changes": (
         lambda changes: canonical_json(changes) if changes else None,
-        lambda text: tuple((at, version) for at, version in json.loads(text or "[]")),
+        lambda text: tuple((at, version) for at, version in json.loads(text)) if text else (),
     ),
     "resumes": (
         lambda resumes: canonical_json([asdict(one) for one in resumes]) if resumes else None,
-        lambda text: tuple(Resume(**one) for one in json.loads(text or "[]")),
+        lambda text: tuple(Resume(**one) for one in json.loads(text)) if text else (),
     ),
     "added_ids": _array("added_ids"),
     "added_provenance": (
@@ -263,3 +269,15 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 _WRITE = {name: write for name, (write, _) in _CODECS.items()}
 _READ = {name: read for name, (_, read) in _CODECS.items()}
+
+
+@cache
+def _reading(
+    kind: type[Any], more: tuple[str, ...]
+) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[Callable[[Any], Any] | None]]:
+    """Return the names of the columns of a kind of record, a function that takes them from a row, and their decoders.
+
+    `more` are names of fields without a column.
+    """
+    names = tuple(one.name for one in fields(kind) if one.name not in more)
+    return names, attrgetter(*names), [_READ.get(name) for name in names]

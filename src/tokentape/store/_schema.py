@@ -9,6 +9,7 @@ All SQL here works in SQLite and PostgreSQL.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -371,11 +372,14 @@ def has_events(connection: Connection) -> bool:
     return found
 
 
-def readable(connection: Connection, table: Table) -> list[ColumnElement[Any]]:
+def readable(connection: Connection, table: Table) -> tuple[ColumnElement[Any], ...]:
     """Return the columns of `table` to select, with null for columns that a database of version 3 lacks."""
-    if has_events(connection):
-        return list(table.c)
-    return [null().label(column.name) if column in COLUMNS_SINCE_4 else column for column in table.c]
+    return _readable(table, whole=has_events(connection))
+
+
+@cache
+def _readable(table: Table, *, whole: bool) -> tuple[ColumnElement[Any], ...]:
+    return tuple(null().label(column.name) if column in COLUMNS_SINCE_4 and not whole else column for column in table.c)
 
 
 def check(connection: Connection) -> None:

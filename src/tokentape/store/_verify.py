@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sqlalchemy import (
     Engine,
     Result,
     Row,
+    Select,
     Table,
     UniqueConstraint,
     bindparam,
@@ -227,10 +229,7 @@ class _Check:
         session_id = head.session_id
 
         def rows(table: Table, *columns: Any, **key: Any) -> Result[Any]:
-            of_session = [table.c.session_id == session_id, *(table.c[name] == value for name, value in key.items())]
-            return connection.execute(
-                select(*(columns or [table])).where(*of_session).order_by(*columns or table.primary_key)
-            )
+            return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
 
         row = rows(schema.sessions).one_or_none()
         seqs = rows(schema.turns, schema.turns.c.seq).scalars().all()
@@ -259,9 +258,9 @@ class _Check:
             for one in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
                 media.setdefault(one.turn, set()).add(one.sha256)
         for before, (seq, row_of_turn) in zip([-1, *seqs], _turn_rows(connection, session_id, seqs), strict=False):
-            with self._damage_found(session_id, seq):
-                if seq != before + 1:
-                    self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
+            if seq != before + 1:
+                self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
+            try:
                 row = row_of_turn or _rows_of_turns(connection, session_id, [seq])[0]
                 turn: Turn = decode(schema.turns, row)
                 head.add(turn)
@@ -274,6 +273,9 @@ class _Check:
                 expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
                 if media.get(seq, set()) != expected:
                     self._found("what it refers to of media is not what its messages say", session_id, seq)
+            except Exception as error:  # entering the context for each turn would cost more than decoding it
+                with self._damage_found(session_id, seq):
+                    raise error
         with self._damage_found(session_id):
             for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}):
                 head.add_media(turn_seq, sha256, mime)
@@ -317,10 +319,24 @@ class _Check:
             self._found(f"it can't be read ({type(error).__name__})", session_id, turn)
 
 
-def _rows_of_turns(connection: Connection, session_id: str, seqs: Sequence[int]) -> Sequence[Row[Any]]:
+@cache
+def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) -> Select[Any]:
+    """Return the statement that reads the rows of a session, and of the columns in `key`, which are parameters too."""
+    equal = [table.c[name] == bindparam(name) for name in ("session_id", *key)]
+    return select(*(columns or [table])).where(*equal).order_by(*columns or table.primary_key)
+
+
+@cache
+def _turns_of_session(columns: tuple[Any, ...]) -> Select[Any]:
     table = schema.turns
-    key = [table.c.session_id == session_id, table.c.seq.in_(seqs)]
-    return connection.execute(select(*schema.readable(connection, table)).where(*key)).all()
+    return select(*columns).where(
+        table.c.session_id == bindparam("session_id"), table.c.seq.in_(bindparam("seqs", expanding=True))
+    )
+
+
+def _rows_of_turns(connection: Connection, session_id: str, seqs: Sequence[int]) -> Sequence[Row[Any]]:
+    statement = _turns_of_session(schema.readable(connection, schema.turns))
+    return connection.execute(statement, {"session_id": session_id, "seqs": seqs}).all()
 
 
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
