@@ -85,6 +85,6 @@ def test_files_are_written(n: int, name: str) -> None:
     assert Path(name).stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["viewer.png", "run.png"])
+@pytest.mark.parametrize("name", ["viewer.png", "run.png", "compare.png"])
 def test_the_pictures_are_small(name: str) -> None:
     assert (PAGE.parents[1] / "img" / name).stat().st_size < 200_000

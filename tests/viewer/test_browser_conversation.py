@@ -201,7 +201,9 @@ def test_branches_stand_side_by_side(page: Page, site: Site) -> None:
     page.locator("#side").select_option("leaf-2")
     page.keyboard.press("s")
     page.wait_for_selector(".sides.changed")
-    assert page.locator(".sides.head h3").all_inner_texts() == ["Recorded", "branch to turn 2"]
+    heads = [" ".join(text.split()) for text in page.locator(".sides.head h3").all_inner_texts()]
+    assert heads == ["branch to turn 1 exact no reward", "branch to turn 2 forked: sibling no reward"]
+    assert all(page.locator(f".side.{side} .m").count() for side in ("recorded", "other"))
     until(page, "location.hash.includes('/with/leaf-2/view/beside')")
     page.keyboard.press("n")
     assert page.locator(".sides.changed.at").count() == 1

@@ -28,6 +28,7 @@ VIEWS = {
     "list": "/sessions",
     "session": "/session/shop/token/200",
     "beside": "/session/shop/with/rerendered/view/beside",
+    "sessions": "/session/shop?compare=forked",
     "hostile": "/session/hostile",
     "overview": "/overview",
     "missing": "/session/nothing",
@@ -64,7 +65,7 @@ def test_sessions_are_sorted_by_what_their_heads_say(page: Page, site: Site) -> 
         page.get_by_role("button", name=head).click()
         until(page, f"document.querySelector('td.session a').textContent === '{first}'")
         until(page, f"document.querySelector('th[aria-sort=descending]').textContent.startsWith('{head}')")
-    page.get_by_role("button", name="Session").click()
+    page.get_by_role("button", name="Session", exact=True).click()
     until(page, "document.querySelector('td.session a').textContent === 'forked'")
     assert "sort=session" in page.url
 
@@ -145,7 +146,7 @@ def test_sessions_are_searched_and_filtered(page: Page, site: Site) -> None:
     assert names(page) == ["forked"]
     page.locator("#fork").select_option("")
     page.locator("#reward_min").fill("0.5")
-    until(page, "document.querySelector('tbody').textContent.startsWith('shop')")
+    until(page, "document.querySelector('td.session a').textContent === 'shop'")
     assert names(page) == ["shop"]
     page.reload()
     page.wait_for_selector("td.session a")
@@ -472,10 +473,14 @@ OVERLAPPING = """(() => {
 CONTROLS = "main button, main summary, main select, main input, main a[href], header button, main .fold, [data-i]"
 
 
-@pytest.mark.parametrize("name", ["list", "hostile", "beside"])
+@pytest.mark.parametrize("name", ["list", "hostile", "beside", "sessions"])
 def test_hostile_texts_stay_texts_whatever_is_clicked(page: Page, site: Site, name: str) -> None:
     site.http.post("/sessions", json={"session_id": HOSTILE_NAME, "metadata": {HOSTILE_NAME: HOSTILE}})
-    address = {"list": "/sessions", "hostile": "/session/hostile", "beside": "/session/hostile/view/beside"}[name]
+    address = {"list": "/sessions?compare=hostile", "hostile": "/session/hostile"}.get(
+        name, "/session/hostile/view/beside"
+    )
+    if name == "sessions":
+        address = "/session/shop/with/session-hostile/view/beside"
     reopened(page, site.at(address), "tbody tr, .row [data-i], .sides")
     clicked = 0
     for n in range(min(40, page.locator(CONTROLS).count())):

@@ -109,6 +109,19 @@ def test_groups_are_those_of_a_key_and_lead_to_their_sessions(page: Page, site: 
     assert page.locator("td.session a").count() == SESSIONS // 4
 
 
+def test_the_best_session_of_a_group_is_compared_with_the_worst(page: Page, site: str) -> None:
+    page.set_viewport_size({"width": 420, "height": 900})
+    opened(page, site)
+    for table in page.locator(".run table").all():
+        heads, cells = table.locator("thead tr > *:visible"), table.locator("tbody tr").first.locator("td:visible")
+        assert heads.count() == cells.count()
+    groups = run_answer(page, site)["groups"]
+    some = next(n for n, one in enumerate(groups) if one["best_and_worst"] and one["least"] < one["most"])
+    page.locator(".groups tbody tr").nth(some).get_by_role("link", name="best ⇄ worst").click()
+    page.wait_for_selector(".sides.head h3")
+    assert page.locator(".sides.head bdi").all_text_contents() == groups[some]["best_and_worst"]
+
+
 def test_groups_with_equal_rewards_are_counted_and_shown_alone(page: Page, site: str) -> None:
     opened(page, site)
     groups = run_answer(page, site)["groups"]

@@ -184,17 +184,23 @@ def test_the_other_ids_stand_beside_the_recorded_ones(page: Page, site: Site, sh
     opened(page, site, f"/session/shop/leaf/{leaf}/with/{side}/view/beside")
     page.wait_for_selector(".sides.changed")
     shot(page, f"beside-{side}")
-    while page.locator(".folded button").count():
-        page.locator(".folded button").first.click()
-    for block in page.locator(".block").all():
-        block.scroll_into_view_if_needed()
     arrays = unpack(site.http.get(f"/view/api/sessions/shop/leaves/{leaf}/comparison?with={side}").content)
     seen: list[list[int]] = page.evaluate(
-        """() => [".recorded", ":not(.recorded)"].map((side) =>
-            [...document.querySelectorAll(`.side${side} [data-i]`)].map((token) => Number(token.dataset.i)))"""
+        """async () => {
+          const found = [new Set(), new Set()];
+          for (const block of document.querySelectorAll(".block")) {
+            block.scrollIntoView();
+            while (!block.firstChild) await new Promise(requestAnimationFrame);
+            for (let more; (more = block.querySelector(".folded button")); ) more.click();
+            for (const token of block.querySelectorAll(".side [data-i]")) {
+              found[Number(token.closest(".other") !== null)].add(Number(token.dataset.i));
+            }
+          }
+          return found.map((ids) => [...ids]);
+        }"""
     )
     assert seen[0] == list(range(len(recorded(site, "shop").token_ids)))
-    assert seen[1] == list(range(len(arrays["other_ids"])))
+    assert seen[1] == list(range(len(arrays["other_token_ids"])))
     page.keyboard.press("n")
     assert page.locator(".sides.changed.at").count() == 1
     page.locator(".side.recorded [data-i]").first.click()

@@ -57,7 +57,7 @@ def test_letters_one_by_one_are_a_difference_with_its_class(renderer: Renderer, 
     changed = told["differences"].index(difference) + 1
     start, end, other_start, other_end = found["segments"].reshape(-1, 4)[found["differs"].tolist().index(changed)]
     assert own[start:end].tolist() == spelled
-    assert found["other_ids"][other_start:other_end].tolist() == renderer.tokenizer.encode_plain("Let")
+    assert found["other_token_ids"][other_start:other_end].tolist() == renderer.tokenizer.encode_plain("Let")
     assert told["changed_trained_tokens"] == 3
 
 
@@ -75,10 +75,10 @@ def test_segments_cover_both_sides_and_equal_ones_are_equal(renderer: Renderer, 
         found["segments"].reshape(-1, 4).tolist(), found["differs"].tolist(), strict=True
     ):
         assert (start, other_start) == (at, other_at)
-        equal = np.array_equal(one.token_ids[start:end], found["other_ids"][other_start:other_end])
+        equal = np.array_equal(one.token_ids[start:end], found["other_token_ids"][other_start:other_end])
         assert equal == (differs == 0)
         at, other_at = end, other_end
-    assert (at, other_at) == (len(one.token_ids), len(found["other_ids"]))
+    assert (at, other_at) == (len(one.token_ids), len(found["other_token_ids"]))
 
 
 def test_without_drift_rendering_again_gives_the_recorded_ids(store: SqliteStore, renderer: Renderer) -> None:
@@ -90,7 +90,7 @@ def test_without_drift_rendering_again_gives_the_recorded_ids(store: SqliteStore
         view = StoreSource(store, "").load("s")
     packed = comparison(RecordReader(renderer.tokenizer, renderer), view, shown(view), "rerendered")
     assert header(packed)["differences"] == []
-    assert unpack(packed)["other_ids"].tolist() == shown(view).token_ids.tolist()
+    assert unpack(packed)["other_token_ids"].tolist() == shown(view).token_ids.tolist()
 
 
 def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with(

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -45,7 +46,7 @@ API = [
 def viewed(renderer: Renderer, store: SqliteStore, keys: Keys | None = None, **more: Any) -> Iterator[httpx2.Client]:
     """A gateway whose session `s`, of alice if there are keys, has turns 0 and 1 behind it, and a fork, 2."""
     engine = ScriptedEngine(
-        renderer, ["Seven.<|im_end|>", "Twelve, 漢字.<|im_end|>", "No.<|im_end|>", "Yes.<|im_end|>"]
+        renderer, ["Seven.<|im_end|>", "Twelve, 漢字.<|im_end|>", "No.<|im_end|>", *["Yes.<|im_end|>"] * 5]
     )
     app = create_app(Turns(engine, renderer, store), model_id="m", keys=keys, **more)
     headers = {"authorization": f"Bearer {ALICE}"} if keys else {}
@@ -139,12 +140,38 @@ def test_a_session_is_shown_as_a_tree(http: httpx2.Client) -> None:
 def test_branches_are_compared_with_each_other(http: httpx2.Client, store: SqliteStore) -> None:
     answer = http.get("/view/api/sessions/s/leaves/1/comparison?with=leaf-2")
     found, ours, theirs = unpack(answer.content), recorded(store, 1).token_ids, recorded(store, 2).token_ids
-    assert found["other_ids"].tolist() == theirs.tolist()
+    assert found["other_token_ids"].tolist() == theirs.tolist()
     equal = found["segments"].reshape(-1, 4)[found["differs"] == 0]
     assert len(equal) > 0
     for start, end, other_start, other_end in equal.tolist():
         assert ours[start:end].tolist() == theirs[other_start:other_end].tolist()
     assert http.get("/view/api/sessions/s/leaves/1/comparison?with=leaf-7").status_code == 400
+
+
+@pytest.mark.parametrize(("side", "leaf"), [("leaf-2-of-s", 2), ("leaf-0-of-s", 1), ("session-s", 2)])
+def test_sessions_are_compared_with_each_other(http: httpx2.Client, side: str, leaf: int) -> None:
+    body = {"messages": [USER], "max_tokens": 30}
+    assert http.post("/sessions/t/v1/chat/completions", json=body).status_code == 200
+    answer = http.get("/view/api/sessions/t/leaves/0/comparison", params={"with": side})
+    found, other = unpack(answer.content), unpack(http.get(f"/view/api/sessions/s/leaves/{leaf}").content)
+    for name, array in other.items():
+        np.testing.assert_array_equal(found[f"other_{name}"], array)
+    assert header(answer.content)["other"]["leaf"] == leaf
+    # The reply is of two sessions, and an ETag of one.
+    assert "etag" not in answer.headers
+    assert http.get("/view/api/sessions/t/leaves/0/comparison?with=leaf-7-of-s").status_code == 400
+    http.delete("/sessions/t")
+
+
+def test_a_session_of_another_key_is_not_compared_with(renderer: Renderer, tmp_path: Path) -> None:
+    headers = {"authorization": f"Bearer {BOB}"}
+    body = {"messages": [USER], "max_tokens": 30}
+    path = "/view/api/sessions/b/leaves/0/comparison?with=session-"
+    with SqliteStore.open(tmp_path) as store, viewed(renderer, store, KEYS) as http:
+        assert http.post("/sessions/b/v1/chat/completions", json=body, headers=headers).status_code == 200
+        own, foreign, unknown = (http.get(f"{path}{name}", headers=headers) for name in "bst")
+    assert [one.status_code for one in (own, foreign, unknown)] == [200, 404, 404]
+    assert foreign.json()["error"]["message"].replace("'s'", "'t'") == unknown.json()["error"]["message"]
 
 
 def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:

@@ -150,6 +150,12 @@ def test_sessions_at_the_same_time_count_from_their_beginning(store: SqliteStore
     assert numbers["tokens_per_second"] == pytest.approx(50 * 4 / 10, rel=1e-3)
 
 
+def test_groups_name_their_best_and_their_worst_session(run: dict[str, Any], store: SqliteStore) -> None:
+    rewards = {one.session_id: one.reward for stored in store.iter_sessions() for one in stored.trajectories()}
+    for group in run["groups"]:
+        assert [rewards[one] for one in group["best_and_worst"]] == [group["most"], group["least"]]
+
+
 def test_equal_rewards_have_no_spread(store: SqliteStore) -> None:
     turns = [make_turn(f"s{n}", 0) for n in range(3)]
     infos = [SessionInfo(one.session_id, 1.0, {"task": "t"}) for one in turns]

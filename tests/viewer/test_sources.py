@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.records import SETUP, bits, make_chain, make_turn
-from tests.viewer.packed import header, unpack
 from tokentape._session.arrow import write_parquet
 from tokentape._session.jsonl import write_jsonl
 from tokentape.errors import InvalidRequest, NotFound
@@ -162,9 +161,9 @@ def test_a_file_shows_what_nobody_sampled(store: SqliteStore, tmp_path: Path) ->
     (one,) = store.load_session("long").trajectories()
     write_parquet([replace(one, logprobs=np.where(one.loss_mask, np.float32(np.nan), one.logprobs))], path)
     view = FileSource(path).load("long")
-    packed = views.trajectory(view, view.trajectories[0], None, 0)
-    assert [turn["mean_logprob"] for turn in header(packed)["turns"]] == [None] * 4
-    assert np.isnan(unpack(packed)["logprobs"][one.loss_mask]).all()
+    about, arrays = views.trajectory(view, view.trajectories[0], None)
+    assert [turn["mean_logprob"] for turn in about["turns"]] == [None] * 4
+    assert np.isnan(arrays["logprobs"][one.loss_mask]).all()
 
 
 def test_a_file_shows_the_tree_that_its_paths_make(filed: FileSource, store: SqliteStore) -> None:

@@ -37,9 +37,9 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
     LEAF: {"summary": "A trajectory as packed arrays", "media": (PACKED,), "query": {"from": WHOLE_NUMBER}},
     ALTERNATIVES: {"summary": "What else was likely at each sampled token of a turn, where it was asked for"},
     LEAF + "/comparison": {
-        "summary": "A trajectory next to another branch, or what re-tokenizing or rendering it gives, as packed arrays",
+        "summary": "A trajectory next to a branch of any session, or to what re-tokenizing or rendering it gives",
         "media": (PACKED,),
-        "query": {"with": {"type": "string", "pattern": f"^({'|'.join(AGAINST)}|{BRANCH}[0-9]+)$"}},
+        "query": {"with": {"type": "string", "pattern": f"^({'|'.join(AGAINST)}|{BRANCH})$"}},
     },
 }
 

@@ -1,7 +1,8 @@
-"""Show a record beside what a trainer would have had: its text tokenized again, or its messages rendered again."""
+"""Show a branch beside another one, or beside its text tokenized again or its messages rendered again."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.store._served_model import ServedModel, served_tokenizer
 from tokentape.types import Trajectory
+from tokentape.viewer import _views as views
 from tokentape.viewer._binary import pack
 from tokentape.viewer._file_source import ViewerSource
 from tokentape.viewer._source import SessionView
@@ -25,8 +27,8 @@ RERENDERED = "rerendered"
 AGAINST = (RETOKENIZED, RERENDERED)
 """What a trajectory is compared with: its text encoded again, or its messages through the template again."""
 
-BRANCH = "leaf-"
-"""Before the last turn of another branch of the session, to compare a trajectory with that."""
+BRANCH = "leaf-([0-9]{1,18})(?:-of-(.+))?|session-(.+)"
+"""A branch to compare with: by its last turn and, in another session, by that; or the newest main one of a session."""
 
 _TO_READERS = {
     "cut": "the other side ends earlier",
@@ -79,37 +81,66 @@ def against(source: ViewerSource, reader: RecordReader) -> list[str]:
     return list(AGAINST) if source.keeps_messages and reader.renderer is not None else [RETOKENIZED]
 
 
-def comparison(reader: RecordReader, view: SessionView, shown: Trajectory, side: str) -> bytes:
-    """Return a trajectory beside its `side` (one of `AGAINST`, or another branch), as packed arrays.
+def recorded_side(side: str) -> tuple[str | None, int | None] | None:
+    """Return the session of a `BRANCH` (None for the same one) and its leaf (None for the newest), None for `AGAINST`.
+
+    Raises `InvalidRequest` if it is neither.
+    """
+    if side in AGAINST:
+        return None
+    named = re.fullmatch(BRANCH, side, re.DOTALL)
+    if named is None:
+        raise InvalidRequest(
+            f"with must be {', '.join(AGAINST)}, leaf-TURN, leaf-TURN-of-SESSION or session-ID", "with"
+        )
+    return named[2] or named[3], None if named[1] is None else int(named[1])
+
+
+def comparison(
+    reader: RecordReader, view: SessionView, shown: Trajectory, side: str, other_view: SessionView | None = None
+) -> bytes:
+    """Return a trajectory beside its `side`, one of `AGAINST` or a `BRANCH`, as packed arrays.
 
     `segments` int32 [4 n] are ranges (start, end, other_start, other_end) that together cover both sequences in order.
     `differs` int32 [n] is 0 where both have the same ids, else 1 + index into the header's `differences`: each with its
-    class, what that means, and if it is an error. `other_*` are the ids and texts of the other sequence.
+    class and what that means. `other_*` are the arrays of the other sequence. If that is recorded, they are all of the
+    trajectory's, and `other` in the header is what `views.trajectory` says of it; `other_view` is its session.
 
     Raises `InvalidRequest` if there is nothing to compare with, and `TemplateRefused`.
     """
     tokenizer = reader.tokenizer
     if tokenizer is None:
         raise InvalidRequest("there is no tokenizer to compare with: " + reader.why_none)
+    named = recorded_side(side)
+    of_session = other_view or view
+    branch = named and _branch(of_session, named[1])
     if side == RERENDERED:
         if view.stored is None or reader.renderer is None:
             raise InvalidRequest("there are no messages or no template to render again here", "with")
         path = view.stored.tree().path(shown.leaf)
         other = through_messages(reader.renderer, path, view.stored.setups[path[-1].setup])
-    elif side.startswith(BRANCH):
-        branch = next((one for one in view.trajectories if side == f"{BRANCH}{one.leaf}"), None)
-        if branch is None:
-            raise InvalidRequest(f"session {view.info.session_id!r} has no branch {side[:40]!r}", "with")
+    elif branch is not None:
         other = branch.token_ids
     else:
         other = retokenized(tokenizer, shown.token_ids)
     found = compare(shown.token_ids, other, tokenizer, provenance=shown.provenance)
     segments = list(found.segments())
     differ = np.array([difference is not None for _, difference in segments], np.bool_)
-    texts = token_texts(tokenizer, other.tolist())
+    about: dict[str, Any] = {"with": side}
+    if branch is None:
+        texts = token_texts(tokenizer, other.tolist())
+        arrays: dict[str, Any] = {
+            "token_ids": other,
+            "text_ends": texts.ends,
+            "text": texts.bytes,
+            "marks": texts.marks,
+        }
+    else:
+        about["other"], arrays = views.trajectory(of_session, branch, tokenizer)
+        about["leaves"] = [one.leaf for one in of_session.trajectories]
     return pack(
         {
-            "with": side,
+            **about,
             "changed_tokens": int(found.changed().sum()),
             "changed_trained_tokens": int((found.changed() & shown.loss_mask).sum()),
             "differences": [_described(difference) for difference in found.differences],
@@ -117,16 +148,23 @@ def comparison(reader: RecordReader, view: SessionView, shown: Trajectory, side:
         {
             "segments": np.array([place for place, _ in segments], np.int32).reshape(-1),
             "differs": np.where(differ, np.cumsum(differ), 0).astype(np.int32),
-            "other_ids": other,
-            "other_ends": texts.ends,
-            "other_text": texts.bytes,
-            "other_marks": texts.marks,
+            **{f"other_{name}": array for name, array in arrays.items()},
         },
     )
+
+
+def _branch(view: SessionView, leaf: int | None) -> Trajectory:
+    """Return the branch that ends with a turn or has grown since, or the newest main one."""
+    mains = [one for one in view.trajectories if one.role in ("", "main")]
+    found = [one for one in view.trajectories if leaf in one.turns] if leaf is not None else mains or view.trajectories
+    if not found:
+        which = "branch" if leaf is None else f"branch with turn {leaf}"
+        raise InvalidRequest(f"session {view.info.session_id!r} has no {which}", "with")
+    return found[-1]
 
 
 def _described(difference: Difference) -> dict[str, Any]:
     """Return what the page shows of a difference: of ids, where the boundary moved; of text, its kind."""
     name = difference.artifact or difference.kind
     label = ARTIFACTS[name].kind if difference.artifact is not None else name
-    return {"class": label, "name": name, "meaning": _MEANINGS[name], "error": difference.severity == "error"}
+    return {"class": label, "name": name, "meaning": _MEANINGS[name]}

@@ -19,6 +19,7 @@ from urllib.parse import quote
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.store._listing import Listing
 from tokentape.viewer import _views as views
+from tokentape.viewer._binary import pack
 from tokentape.viewer._comparing import comparison
 from tokentape.viewer._measuring import Measures
 from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines, progress_of
@@ -111,7 +112,7 @@ def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator
     tokenizer = viewer.reader.tokenizer
     yield path, views.as_json(views.tree(view))
     for one in view.trajectories:
-        yield f"{path}/leaves/{one.leaf}", views.trajectory(view, one, tokenizer, 0)
+        yield f"{path}/leaves/{one.leaf}", pack(*views.trajectory(view, one, tokenizer))
         for side in sides:
             try:
                 yield f"{path}/leaves/{one.leaf}/comparison?{side}", comparison(viewer.reader, view, one, side)

@@ -22,11 +22,11 @@ from tokentape.errors import Forbidden, InvalidRequest, NotFound
 from tokentape.store._listing import Listing, SessionSummary, SortKey
 from tokentape.types import Trajectory
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import MEDIA_TYPE
-from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader, against, comparison
+from tokentape.viewer._binary import MEDIA_TYPE, pack
+from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison, recorded_side
 from tokentape.viewer._file_source import ViewerSource
 from tokentape.viewer._measuring import Measures, SessionMeasures, Unreadable
-from tokentape.viewer._run import group_value, run_of
+from tokentape.viewer._run import GROUP_KEYS, group_value, run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import SECURITY, static_file
 
@@ -168,7 +168,7 @@ def routes(viewer: Viewer) -> list[Route]:
 
         async def endpoint(request: Request) -> Response:
             session_id = request.path_params["session_id"]
-            _, version = await _version(source, viewer.visit(request), session_id)
+            version = await asyncio.to_thread(_version, source, viewer.visit(request), session_id)
             if request.headers.get("if-none-match") == _etag(version):
                 return Response(status_code=304, headers={**_PRIVATE, "ETag": _etag(version)})
             return await asyncio.to_thread(lambda: answer(request, load(session_id, version)))
@@ -181,7 +181,7 @@ def routes(viewer: Viewer) -> list[Route]:
     def leaf(request: Request, view: SessionView) -> Response:
         shown = _shown(view, request)
         start = min(_number(request, "from", 0, 2**63 - 1), len(shown.token_ids))
-        return _binary(views.trajectory(view, shown, reader.tokenizer, start), view.version)
+        return _binary(pack(*views.trajectory(view, shown, reader.tokenizer, start)), view.version)
 
     def alternatives(request: Request, view: SessionView) -> Response:
         turn = request.path_params["turn"]
@@ -191,9 +191,12 @@ def routes(viewer: Viewer) -> list[Route]:
 
     def compared(request: Request, view: SessionView) -> Response:
         side = request.query_params.get("with", AGAINST[0])
-        if side not in AGAINST and not side.startswith(BRANCH):
-            raise InvalidRequest(f"with must be {', '.join(AGAINST)} or {BRANCH} and the last turn of a branch", "with")
-        return _binary(comparison(reader, view, _shown(view, request), side), view.version)
+        other, _ = recorded_side(side) or (None, None)
+        if other is None:
+            return _binary(comparison(reader, view, _shown(view, request), side), view.version)
+        other_view = load(other, _version(source, viewer.visit(request), other))
+        # Without an ETag: that is of one session.
+        return _binary(comparison(reader, view, _shown(view, request), side, other_view))
 
     async def overview(request: Request) -> Response:
         visitor = viewer.visit(request)
@@ -230,25 +233,26 @@ def about_of(viewer: Viewer, visitor: Visitor) -> dict[str, Any]:
         "text": reader.tokenizer is not None,
         "why_no_text": reader.why_none,
         "against": against(source, reader),
+        "group_keys": GROUP_KEYS,
         "overview": viewer.overview is not None and visitor.metrics,
         "only_session": visitor.session_id,
         "exported": False,
     }
 
 
-async def _version(source: ViewerSource, visitor: Visitor, session_id: str) -> tuple[str, str]:
-    """Return a session's owner and version. Raises the same `NotFound` for unknown ids and for others' sessions."""
+def _version(source: ViewerSource, visitor: Visitor, session_id: str) -> str:
+    """Return a session's version. Raises the same `NotFound` for unknown ids and for others' sessions."""
     missing = NotFound(f"there is no session {session_id!r}")
     # No database holds a name with NUL.
     if "\0" in session_id or visitor.session_id not in (None, session_id):
         raise missing
     try:
-        owner, version = await asyncio.to_thread(source.version, session_id)
+        owner, version = source.version(session_id)
     except NotFound:
         raise missing from None
     if visitor.owner is not None and owner != visitor.owner:
         raise missing
-    return owner, version
+    return version
 
 
 def _shown(view: SessionView, request: Request) -> Trajectory:
@@ -393,9 +397,9 @@ def _etag(version: str) -> str:
 
 
 def _json(value: Any, version: str | None = None) -> Response:
+    return _binary(views.as_json(value), version, "application/json")
+
+
+def _binary(data: bytes, version: str | None = None, media_type: str = MEDIA_TYPE) -> Response:
     headers = {**SECURITY, "Cache-Control": "no-store"} if version is None else {**_PRIVATE, "ETag": _etag(version)}
-    return Response(views.as_json(value), headers=headers, media_type="application/json")
-
-
-def _binary(data: bytes, version: str) -> Response:
-    return Response(data, headers={**_PRIVATE, "ETag": _etag(version)}, media_type=MEDIA_TYPE)
+    return Response(data, headers=headers, media_type=media_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -122,10 +123,12 @@ def _group(value: str, sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
     for one in sessions:
         if one.drift is not None:
             drifts.update({"tokens": one.drift["tokens"], "changed": one.drift["changed_tokens"]})
+    rewarded = [(one.reward, one.info.session_id) for one in sessions if one.reward is not None]
     return {
         "value": value,
         **_of_sessions(sessions),
-        "rewards": [one.reward for one in sessions if one.reward is not None][:MAX_REWARDS],
+        "rewards": [reward for reward, _ in rewarded][:MAX_REWARDS],
+        "best_and_worst": [choose(rewarded, key=itemgetter(0))[1] for choose in (max, min)] if rewarded else [],
         "drift": drifts["changed"] / drifts["tokens"] if drifts["tokens"] else None,
         "weights": [versions[0], versions[-1]] if versions else [],
     }

@@ -15,7 +15,6 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 from tokentape.store._listing import SessionSummary
 from tokentape.types import Provenance, Trajectory
-from tokentape.viewer._binary import pack
 from tokentape.viewer._source import SessionView, TurnNode
 from tokentape.viewer._texts import token_texts
 
@@ -80,8 +79,10 @@ def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
     }
 
 
-def trajectory(view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None, start: int) -> bytes:
-    """Return a trajectory as packed arrays.
+def trajectory(
+    view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None, start: int = 0
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Return what a page shows of a trajectory, and its arrays: the arguments of `pack`.
 
     Of what never changes (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) from token `start` on;
     `text_ends` then count from there too. A loss mask and columns can change, for a branch that is recorded later can
@@ -99,24 +100,22 @@ def trajectory(view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None
         arrays |= {"text_ends": texts.ends, "text": texts.bytes, "marks": texts.marks}
     names = sorted(shown.columns)
     arrays |= {f"column_{n}": shown.columns[name].astype(np.float32) for n, name in enumerate(names)}
-    return pack(
-        {
-            "session_id": shown.session_id,
-            "leaf": shown.leaf,
-            "version": view.version,
-            "tokens": len(shown.token_ids),
-            "start": start,
-            "verdict": shown.verdict,
-            "reward": shown.reward,
-            "turns": _turns(view, shown),
-            "weight_spans": shown.weight_spans,
-            "media": [asdict(span) for span in shown.media],
-            "columns": names,
-            "payloads": sorted(shown.payloads),
-            "provenance_names": PROVENANCE,
-        },
-        arrays,
-    )
+    about = {
+        "session_id": shown.session_id,
+        "leaf": shown.leaf,
+        "version": view.version,
+        "tokens": len(shown.token_ids),
+        "start": start,
+        "verdict": shown.verdict,
+        "reward": shown.reward,
+        "turns": _turns(view, shown),
+        "weight_spans": shown.weight_spans,
+        "media": [asdict(span) for span in shown.media],
+        "columns": names,
+        "payloads": sorted(shown.payloads),
+        "provenance_names": PROVENANCE,
+    }
+    return about, arrays
 
 
 def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:

@@ -1,9 +1,12 @@
-// The address of a session: `#/session/ID/leaf/3/token/17/with/rerendered/view/beside` and parts of it.
+// The address of a session: `#/session/ID/leaf/3/token/17/with/rerendered/view/beside` and parts of it. `?compare=ID` is
+// short for `/with/session-ID/view/beside`.
 
 import { Refused } from "./api.js";
 
-export function parse(parts) {
-  const found = { id: parts[1] };
+export function parse(parts, query) {
+  const compare = query.get("compare");
+  query.delete("compare");
+  const found = { id: parts[1], ...(compare && { with: `session-${compare}`, view: "beside" }) };
   for (let n = 2; n + 1 < parts.length; n += 2) found[parts[n]] = parts[n + 1];
   const number = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
   return { id: found.id, leaf: number(found.leaf), turn: number(found.turn), token: number(found.token), side: found.with, mode: found.view };
@@ -14,6 +17,9 @@ export function link({ id, leaf, turn, token, side, mode, list = "" }) {
   const parts = Object.entries({ session: id, leaf, turn, token, with: side, view: mode }).filter(([, value]) => value !== null && value !== undefined);
   return `#/${parts.flat().map(encodeURIComponent).join("/")}${list && `?${list}`}`;
 }
+
+/** The session that a side is a branch of, undefined if that is the same one. */
+export const otherOf = (side) => side?.match(/^(?:leaf-\d+-of|session)-(.*)$/s)?.[1];
 
 /** The leaf of an address: that leaf, the newest one after its turn, or without either the newest, main ones first. */
 export function leafOf({ session_id: id, leaves }, { leaf, turn }) {

@@ -1,15 +1,19 @@
-// The record beside another tokenization of it, aligned by bytes, and where the two differ.
+// A branch beside another one or beside another tokenization of it, aligned, and where the two differ.
 
-import { count, counted, fill, h } from "./dom.js";
-import { Tokens, lastAtMost } from "./model.js";
+import { link, otherOf } from "./address.js";
+import { count, counted, fill, h, real } from "./dom.js";
+import { Tokens, Trajectory, lastAtMost } from "./model.js";
 import { Pane, laneClasses, tokenElements, visible } from "./tokens.js";
+import { verdictBadge } from "./tree.js";
 
 /** Of an equal stretch so many tokens are shown beside what differs. */
 const AROUND = 12;
 /** How many more a click shows. */
 const MORE = 400;
-/** So many rows are drawn together; a line of one is thought to have so many tokens. */
-const ROWS = 12;
+/** A row of what differs has at most so many tokens of a side. */
+const CUT = 100;
+/** Rows with about so many tokens are drawn together; a line of one is thought to have so many. */
+const DRAWN = 200;
 const LINE_TOKENS = 12;
 /** Rows within so many pixels of the view are drawn. */
 const NEAR = 200;
@@ -20,7 +24,10 @@ const SHOWN = 60;
 export class Comparison {
   constructor({ header, arrays }) {
     this.about = header;
-    this.other = new Tokens(arrays.other_ids, arrays.other_ends, arrays.other_text, arrays.other_marks);
+    const other = Object.fromEntries(Object.entries(arrays).map(([name, array]) => [name.replace("other_", ""), array]));
+    // What is recorded has its lanes too.
+    this.recorded = header.other !== undefined;
+    this.other = this.recorded ? new Trajectory({ header: header.other, arrays: other }) : new Tokens(other.token_ids, other.text_ends, other.text, other.marks);
     this.segments = [];
     arrays.differs.forEach((differs, n) => {
       const [start, end, otherStart, otherEnd] = arrays.segments.subarray(4 * n, 4 * n + 4);
@@ -43,16 +50,24 @@ export class Comparison {
     const cut = until < change.otherEnd ? " …" : "";
     return {
       ...change.difference,
+      recorded: this.recorded,
       other: visible(this.other.string(change.otherStart, until)) + cut,
       otherIds: Array.from(this.other.ids.subarray(change.otherStart, until)),
     };
   }
 
-  /** In one line. */
-  summary() {
+  /** In one line, of the trajectory that was compared. */
+  summary(trajectory) {
     const { changed_tokens: tokens, changed_trained_tokens: trained } = this.about;
-    if (!this.changes.length) return "no difference: these very ids come back";
-    return `${counted(this.changes.length, "difference")}: ${counted(tokens, "token")} changed, ${count(trained)} of them trained`;
+    const [first] = this.changes;
+    if (!first) return this.recorded ? "no difference: both have the same ids" : "no difference: these very ids come back";
+    if (!this.recorded) return `${counted(this.changes.length, "difference")}: ${counted(tokens, "token")} changed, ${count(trained)} of them trained`;
+    const where = first.start < trajectory.length ? `turn ${trajectory.place(first.start)}` : "the end of the left side";
+    const there = this.changes.reduce((sum, one) => sum + one.otherEnd - one.otherStart, 0);
+    return (
+      `They differ from ${where} on, after ${counted(first.start, "equal token")}: ${counted(this.changes.length, "difference")}, ` +
+      `${count(tokens)} of ${counted(trajectory.length, "token")} on the left and ${count(there)} of ${count(this.other.length)} on the right`
+    );
   }
 
   /** How many differences are of each class, most first. */
@@ -65,13 +80,15 @@ export class Comparison {
 
 /** What is beside the record. */
 export function sideName(side) {
-  if (side.startsWith("leaf-")) return `branch to turn ${side.slice(5)}`;
-  return { retokenized: "text tokenized again", rerendered: "messages rendered again" }[side];
+  const other = otherOf(side);
+  const leaf = /^leaf-(\d+)/.exec(side);
+  const names = [other !== undefined && `session ${other}`, leaf && `branch to turn ${leaf[1]}`].filter(Boolean);
+  return names.join(", ") || { retokenized: "text tokenized again", rerendered: "messages rendered again" }[side];
 }
 
-/** Both sides, a row per stretch; only rows near the view have elements. Calls `onPick(i)` with a recorded token. */
+/** Both sides, a row per stretch; only rows near the view have elements. */
 export class ComparisonView {
-  constructor(place, trajectory, comparison, onPick) {
+  constructor(place, trajectory, comparison) {
     this.trajectory = trajectory;
     this.comparison = comparison;
     this.rows = comparison.segments.flatMap((segment, n) => rowsOf(comparison.segments, segment, n));
@@ -79,20 +96,52 @@ export class ComparisonView {
     const rows = h("div", { class: "rows" });
     fill(
       place,
-      h("p", { class: "summary" }, comparison.summary(), ...comparison.classes().map(([name, times]) => h("span", { class: "badge drift" }, `≠ ${name} ${times}`))),
-      h("div", { class: "sides head", "aria-hidden": "true" }, h("span", {}, ""), h("h3", {}, "Recorded"), h("h3", {}, sideName(comparison.about.with))),
+      h("p", { class: "summary" }, comparison.summary(trajectory), ...comparison.classes().map(([name, times]) => h("span", { class: "badge drift" }, `≠ ${name} ${times}`))),
+      h("div", { class: "sides head" }, h("span", { class: "what" }), ...(comparison.recorded ? [trajectory, comparison.other].map(({ about }, n) => h("h3", {}, ...this.#named(about, n === 1))) : [h("h3", {}, "Recorded"), h("h3", {}, sideName(comparison.about.with))])),
       rows,
     );
-    this.pane = new Pane(place, (block) => this.#drawn(block), () => document.createDocumentFragment(), NEAR);
-    for (let n = 0; n < this.rows.length; n += ROWS) {
-      const some = this.rows.slice(n, n + ROWS);
-      const lines = some.reduce((sum, row) => sum + (row.folded ? 1 : 1 + (row.end - row.start) / LINE_TOKENS), 0);
+    this.pane = new Pane(place, (block) => this.#drawn(block), () => document.createDocumentFragment(), NEAR, ".recorded [data-i]");
+    for (let n = 0; n < this.rows.length; ) {
+      const some = [];
+      let lines = 0;
+      while (n < this.rows.length && lines < DRAWN / LINE_TOKENS) {
+        const row = this.rows[n++];
+        lines += row.folded ? 1 : 1 + Math.max(row.end - row.start, row.otherEnd - row.otherStart) / LINE_TOKENS;
+        some.push(row);
+      }
       this.pane.add(rows, { start: some[0].start, end: some.at(-1).end, rows: some }, 34 * lines);
     }
-    rows.addEventListener("click", (event) => {
-      const token = event.target.closest?.(".side.recorded [data-i]");
-      if (token) onPick(Number(token.dataset.i));
-    });
+  }
+
+  /** A side that is recorded, by what tells it from the one beside it. */
+  #named({ session_id: id, leaf, reward, verdict }, linked) {
+    const branch = `branch to turn ${leaf}`;
+    const others = otherOf(this.comparison.about.with) !== undefined;
+    const name = others ? h("bdi", { title: branch }, id) : branch;
+    return [linked ? h("a", { href: link({ id, leaf }) }, name) : name, verdictBadge(verdict), h("span", { class: "badge" }, reward === null ? "no reward" : `reward ${real(reward)}`)];
+  }
+
+  /** The token that is shown after or before a token. */
+  next(i, by) {
+    const row = this.#rowOf(i + by);
+    return row?.folded && i + by >= row.start + row.shown ? (by > 0 ? row.end : row.start + row.shown - 1) : i + by;
+  }
+
+  /** Nothing: what is folded stays so. */
+  open() {}
+
+  /** Bring the row of a token into view. */
+  reveal(i) {
+    this.#center(this.#rowOf(i));
+  }
+
+  #rowOf(i) {
+    return this.rows.find((row) => row.start <= i && i < row.end);
+  }
+
+  #center(row) {
+    const block = this.pane.blocks.find((one) => one.rows.includes(row));
+    if (block) this.pane.center(block, () => block.element.children[block.rows.indexOf(row)]);
   }
 
   /** Go to the next difference, or to the one before; the recorded token where it begins, undefined if there is none. */
@@ -101,13 +150,10 @@ export class ComparisonView {
     const here = changed.indexOf(this.at);
     const next = changed[here < 0 ? (by > 0 ? 0 : changed.length - 1) : here + by];
     if (!next) return undefined;
-    const block = this.pane.blocks.find((one) => one.rows.includes(next));
     const before = this.at;
     this.at = next;
-    for (const one of this.pane.blocks) if (one.rows.includes(before)) this.pane.redraw(one);
-    this.pane.show(block);
-    this.pane.redraw(block);
-    this.pane.center(block, () => block.element.children[block.rows.indexOf(next)]);
+    for (const one of this.pane.blocks) if (one.rows.includes(before) || one.rows.includes(next)) this.pane.redraw(one);
+    this.#center(next);
     return next.start;
   }
 
@@ -136,12 +182,13 @@ export class ComparisonView {
 
   #row(one, start, end, otherStart, otherEnd) {
     const { difference } = one;
+    const { other, recorded } = this.comparison;
     return h(
       "div",
       { class: `sides${difference ? " changed" : ""}${one === this.at ? " at" : ""}`, "data-start": start },
-      h("span", { class: "what", title: difference && `${difference.name}: ${difference.meaning}` }, one.first && h("span", { class: "badge drift" }, `≠ ${difference.class}`)),
+      h("span", { class: "what", title: difference && `${difference.name}: ${difference.meaning}` }, one.first && h("span", { class: "badge drift" }, `≠ ${difference.class}`), one.first && h("span", {}, `token ${count(start)}`)),
       h("div", { class: "side recorded toks" }, tokenElements(this.trajectory, start, end, (i) => laneClasses(this.trajectory, i)), start === end && empty()),
-      h("div", { class: "side toks" }, tokenElements(this.comparison.other, otherStart, otherEnd, () => "other"), otherStart === otherEnd && empty()),
+      h("div", { class: "side other toks" }, tokenElements(other, otherStart, otherEnd, recorded ? (i) => laneClasses(other, i) : () => "other"), otherStart === otherEnd && empty()),
     );
   }
 }
@@ -150,8 +197,8 @@ export class ComparisonView {
 function rowsOf(segments, segment, n) {
   const { start, end, otherStart, otherEnd, difference } = segment;
   if (difference) {
-    const parts = Math.max(1, Math.ceil(Math.max(end - start, otherEnd - otherStart) / MORE));
-    const cut = (from, to, part) => from + Math.floor(((to - from) * part) / parts);
+    const parts = Math.max(1, Math.ceil(Math.max(end - start, otherEnd - otherStart) / CUT));
+    const cut = (from, to, part) => Math.min(to, from + CUT * part);
     return Array.from({ length: parts }, (_, part) => ({
       difference,
       first: part === 0,

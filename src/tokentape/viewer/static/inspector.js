@@ -1,5 +1,6 @@
 // What is known of the token under the pointer, or of the one that is chosen.
 
+import { getJson, sessionPath } from "./api.js";
 import { copy, count, counted, fill, h, real, when } from "./dom.js";
 import { CONTROL, LETTERS, SAMPLED, UNKNOWN } from "./model.js";
 import { visible } from "./tokens.js";
@@ -9,6 +10,32 @@ const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2,
 /** Ids as a list that Python reads. */
 export function pythonList(ids) {
   return `[${Array.from(ids).join(", ")}]`;
+}
+
+/** The alternatives per token of turns, which are asked for when they are first needed. */
+export class Alternatives {
+  #known = new Map();
+
+  constructor(view, arrived) {
+    this.view = view;
+    this.arrived = arrived;
+  }
+
+  /** Those of a turn: null if they are not recorded, undefined while they are asked for. */
+  of(id, { seq, alternatives }) {
+    if (!alternatives) return null;
+    const path = sessionPath(id, "turns", seq, "alternatives");
+    if (!this.#known.has(path)) {
+      this.#known.set(path, undefined);
+      getJson(path, {}, this.view.signal)
+        .then((found) => {
+          this.#known.set(path, found.alternatives);
+          this.arrived();
+        })
+        .catch(this.view.failed);
+    }
+    return this.#known.get(path);
+  }
 }
 
 /** What else was likely: null if it is not recorded, undefined while it is asked for. */
@@ -24,7 +51,7 @@ function alternativesOf(recorded, within, id) {
  * @param {HTMLElement} place
  * @param {import("./model.js").Trajectory} trajectory
  * @param {{i: number, from: number, to: number, pinned: boolean}} at
- * @param {{class: string, name: string, meaning: string, other: string, otherIds: number[]} | null} drift
+ * @param {{class: string, name: string, meaning: string, recorded: boolean, other: string, otherIds: number[]} | null} drift
  * @param {{permalink: () => string, alternatives: (turn: any) => any[] | null | undefined}} page
  */
 export function inspect(place, trajectory, at, drift, page) {
@@ -43,7 +70,7 @@ export function inspect(place, trajectory, at, drift, page) {
   fact("offset", `token ${count(i)} of ${count(trajectory.length)}`);
   if (trajectory.hasText) fact("byte", count(trajectory.byteStart(i)));
   const within = i - (i < turn.completion_start ? turn.start : turn.completion_start);
-  fact("turn", `${turn.seq}, ${i < turn.completion_start ? "added" : "sampled"} token ${count(within)}`);
+  fact("turn", trajectory.place(i));
   fact("written by", h("span", { class: `swatch p${trajectory.provenance[i]}`, "aria-hidden": "true" }), trajectory.provenanceName(i));
   fact("loss", trajectory.mask[i] ? "trained" : sampled ? "none: an earlier branch trains it" : "none");
   if (sampled) {
@@ -61,8 +88,8 @@ export function inspect(place, trajectory, at, drift, page) {
     fact("part of", h("span", { class: "tokentext" }, visible(trajectory.string(start, end))), ` (part ${i - start + 1} of ${end - start})`);
   }
   if (drift) {
-    fact("drift", h("span", { class: "badge drift" }, `≠ ${drift.class}`), h("span", { class: "dim" }, drift.name === drift.class ? ` ${drift.meaning}` : ` ${drift.name}: ${drift.meaning}`));
-    fact("again", h("span", { class: "tokentext" }, drift.other || "nothing"), h("code", {}, ` ${pythonList(drift.otherIds)}`));
+    fact(drift.recorded ? "differs" : "drift", h("span", { class: "badge drift" }, `≠ ${drift.class}`), h("span", { class: "dim" }, drift.name === drift.class ? ` ${drift.meaning}` : ` ${drift.name}: ${drift.meaning}`));
+    fact(drift.recorded ? "there" : "again", h("span", { class: "tokentext" }, drift.other || "nothing"), h("code", {}, ` ${pythonList(drift.otherIds)}`));
   }
   if (turn.engine) fact("engine", turn.engine);
   if (turn.created_at) fact("sampled", when(turn.created_at));

@@ -1,6 +1,6 @@
 // The sessions: searched, filtered, sorted, a page at a time.
 
-import { link } from "./address.js";
+import { link, otherOf } from "./address.js";
 import { Refused, getJson } from "./api.js";
 import { count, counted, fill, h, real, say, when } from "./dom.js";
 import { FILTERS, filterForm } from "./filters.js";
@@ -51,24 +51,28 @@ function listedAs({ sessions }, query) {
 }
 
 /** What the server is asked for, by what the address of a list says, without the page. */
-function asked({ page, keys, from, to, ...rest }) {
+function asked({ page, keys, compare, from, to, ...rest }) {
   // From the first moment of a day to before the first of the next, where the reader is.
   const day = (text, more) => text && new Date(`${text}T00:00`).setDate(new Date(`${text}T00:00`).getDate() + more) / 1000;
   return { ...rest, since: day(from, 0), until: day(to, 1) };
 }
 
-/** Go to the session that is so many further in the list that `query` filters and sorts; whether there is one. */
-export async function toNeighbour(id, by, query, signal) {
+/**
+ * Go to the session that is so many further in the list that `query` filters and sorts; whether there is one. A `side` of
+ * another session stays beside it, and that session is left out.
+ */
+export async function toNeighbour(id, by, query, signal, side) {
   if (!listed.includes(id) || listedBy !== String(query)) {
     let found;
     do found = await getJson("sessions", { ...asked(Object.fromEntries(query)), limit: 500 }, signal);
     while (found.measured < found.of);
     listedAs(found, String(query));
   }
-  const at = listed.indexOf(id);
-  const next = at < 0 ? undefined : listed[at + by];
+  const ids = listed.filter((one) => one !== otherOf(side));
+  const at = ids.indexOf(id);
+  const next = at < 0 ? undefined : ids[at + by];
   if (next === undefined) say(`No ${by > 0 ? "more" : "earlier"} session in the list as it was shown last`);
-  else location.hash = link({ id: next, list: String(query) });
+  else location.hash = link({ id: next, side, mode: side && "beside", list: String(query) });
   return next !== undefined;
 }
 
@@ -84,7 +88,8 @@ class ListPage {
     this.view = view;
     // An exported list has no filters, no other order and one page.
     const given = (name) => (view.about.exported && name !== "keys" ? "" : (view.query.get(name) ?? ""));
-    this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page", "keys"].map((name) => [name, given(name)]));
+    this.compares = view.about.text && !view.about.exported && !view.about.only_session;
+    this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page", "keys", "compare"].map((name) => [name, given(name)]));
     this.left = MEASURED;
     this.wanted.sort ||= "created";
     this.wanted.order ||= "desc";
@@ -98,6 +103,7 @@ class ListPage {
     this.heads = h("tr");
     this.chips = h("span", { class: "chips" });
     this.columns = h("div", { class: "menubox" });
+    this.comparing = h("span", { "aria-live": "polite" });
     this.asRun = h("a", {}, "Charts of these sessions");
     fill(
       this.view.main,
@@ -109,6 +115,7 @@ class ListPage {
           { class: "listhead" },
           h("h1", {}, "Sessions"),
           this.total,
+          this.comparing,
           h("span", { class: "space" }),
           !this.view.about.exported && !this.view.about.only_session && this.asRun,
           h("details", { class: "menu" }, h("summary", {}, "Columns"), this.columns),
@@ -126,6 +133,7 @@ class ListPage {
           [["j", "ArrowDown"], "next session", () => this.#move(1)],
           [["k", "ArrowUp"], "session before", () => this.#move(-1)],
           [["Enter"], "open"],
+          ...(this.compares ? [[["x"], "compare this session, then another", () => this.#compareAt(document.activeElement)], [["Escape"], "compare none", () => this.#compare("")]] : []),
           [["n"], "next page", () => this.#toPage(this.#page + 1)],
           [["p"], "page before", () => this.#toPage(this.#page - 1)],
         ],
@@ -186,7 +194,7 @@ class ListPage {
 
   /** What the links of sessions say of this list: filters, and an order that is not the usual one. */
   #ofList() {
-    const usual = { sort: "created", order: "desc", page: this.wanted.page, keys: this.wanted.keys };
+    const usual = { sort: "created", order: "desc", page: this.wanted.page, keys: this.wanted.keys, compare: this.wanted.compare };
     return String(new URLSearchParams(Object.entries(this.wanted).filter(([name, value]) => value !== "" && value !== usual[name])));
   }
 
@@ -245,8 +253,14 @@ class ListPage {
     const keys = this.#shownKeys();
     fill(this.heads, ...COLUMNS.map((column) => this.#head(column)), ...keys.map((key) => h("th", { scope: "col", class: "key" }, h("bdi", {}, key))));
     const focused = document.activeElement?.closest?.("tr")?.dataset.id;
+    const on = document.activeElement?.matches?.(".comparer") ? ".comparer" : "a";
     fill(this.body, ...sessions.map((one) => this.#line(one, keys)));
-    if (focused) this.body.querySelector(`tr[data-id="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
+    if (focused) this.body.querySelector(`tr[data-id="${CSS.escape(focused)}"] ${on}`)?.focus({ preventScroll: true });
+    const { compare } = this.wanted;
+    if (this.comparing.dataset.of !== compare) {
+      this.comparing.dataset.of = compare;
+      fill(this.comparing, compare && h("button", { class: "chip", onclick: () => this.#compare(""), "aria-label": `Do not compare ${compare}` }, "Compare ", h("bdi", {}, compare), " with: choose a session ✕"));
+    }
     if (!sessions.length) fill(this.body, h("tr", {}, h("td", { colspan: COLUMNS.length + keys.length, class: "empty" }, filtered ? "No session is like that." : "No session is recorded yet.")));
     this.#drawColumns(keys);
     fill(
@@ -288,6 +302,37 @@ class ListPage {
     );
   }
 
+  /** Compare with a session that is chosen next; or with the one that is. */
+  #compare(id) {
+    const { compare } = this.wanted;
+    if (compare && id && id !== compare) {
+      location.hash = this.#address(id);
+      return;
+    }
+    this.wanted.compare = id === compare ? "" : id;
+    this.#tell();
+    this.#draw();
+  }
+
+  #compareAt(element) {
+    const id = element.closest("tr")?.dataset.id;
+    if (id !== undefined) this.#compare(id);
+  }
+
+  /** Where a session leads: to it, or to the comparison with the one that is chosen. */
+  #address(id) {
+    const { compare } = this.wanted;
+    const list = this.#ofList();
+    return compare && compare !== id ? link({ id: compare, side: `session-${id}`, mode: "beside", list }) : link({ id, list });
+  }
+
+  /** The button that chooses a session to compare. */
+  #comparer(id) {
+    const { compare } = this.wanted;
+    const label = !compare ? `Compare ${id} with another session` : compare === id ? `Do not compare ${id}` : `Compare ${compare} with ${id}`;
+    return h("button", { class: "quiet comparer", "aria-pressed": String(compare === id), title: `${label} (x)`, "aria-label": label, onclick: () => this.#compare(id) }, "⇄");
+  }
+
   #head([key, text, first]) {
     const sorted = this.wanted.sort === key;
     const arrow = sorted ? (this.wanted.order === "desc" ? " ↓" : " ↑") : "";
@@ -305,7 +350,7 @@ class ListPage {
     const row = h(
       "tr",
       { "data-id": one.session_id, onclick: (event) => this.#opened(event, one.session_id) },
-      h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("a", { href: link({ id: one.session_id, list: this.#ofList() }) }, one.session_id)),
+      h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("div", {}, this.compares && this.#comparer(one.session_id), h("a", { href: this.#address(one.session_id) }, one.session_id))),
       cell("created time", when(one.created_at)),
       cell("verdict"),
       cell("role"),
@@ -339,7 +384,7 @@ class ListPage {
     }
     const { verdicts, roles, weights, drift } = one.measures;
     const [first, ...others] = [...new Set(verdicts)];
-    put("verdict", first && verdictBadge(first), others.length > 0 && h("span", { class: "dim", title: others.join("\n") }, ` +${others.length}`));
+    put("verdict", first && verdictBadge(first), others.length > 0 && h("span", { class: "dim", title: others.join("\n") }, ` + ${[...new Set(others.map((one) => one.split(/[:,]/)[0]))].join(", ")}`));
     put("role", h("span", { class: roles.length > 1 || roles[0] !== "main" ? "" : "dim" }, roles.join(", ").replaceAll("_", " ") || "–"));
     put("weights", h("bdi", { title: weights.join("\n") }, weights.length > 1 ? `${weights[0]} … ${weights.at(-1)}` : (weights[0] ?? "–")));
     if (drift === null) return void put("drift", this.view.about.text ? h("span", { class: "dim", title: "the tokenizer lacks an id of it" }, "–") : "–");
@@ -377,7 +422,7 @@ class ListPage {
 
   #opened(event, id) {
     if (event.target.closest("a, button") || String(getSelection())) return;
-    location.hash = link({ id, list: this.#ofList() });
+    location.hash = this.#address(id);
   }
 
   #move(by) {
@@ -392,7 +437,7 @@ class ListPage {
     if (!this.view.about.grows) return;
     poll(this.view, REFRESH, async () => {
       const begun = performance.now();
-      const busy = this.body.querySelector("button:focus") || this.found?.measured < this.found?.of;
+      const busy = this.body.querySelector("button:focus:not(.comparer)") || this.found?.measured < this.found?.of;
       if (!busy) await this.#load();
       return Math.max(REFRESH, 20 * (performance.now() - begun));
     });

@@ -1,5 +1,7 @@
 // Sequences of tokens: their bytes, which of them are parts of one character, what is known of each.
 
+import { count } from "./dom.js";
+
 export const SAMPLED = 1;
 
 export const CONTROL = 1;
@@ -126,6 +128,12 @@ export class Trajectory extends Tokens {
   /** Index of the turn that a token belongs to, in the order of the path. */
   turnOf(i) {
     return lastAtMost(this.about.turns, i, (turn) => turn.start);
+  }
+
+  /** Where a token is: its turn, and which of the turn's tokens it is. */
+  place(i) {
+    const { seq, start, completion_start: sampled } = this.about.turns[this.turnOf(i)];
+    return `${seq}, ${i < sampled ? "added" : "sampled"} token ${count(i - (i < sampled ? start : sampled))}`;
   }
 
   /** The weights that sampled a token, null for others. */

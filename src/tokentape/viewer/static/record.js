@@ -23,7 +23,6 @@ export class RecordView {
     this.place = place;
     this.page = page;
     this.comparison = null;
-    this.selection = null;
     this.pane = new Pane(place, (block) => this.#drawn(block), (block) => this.#plain(block));
     this.folding = folding;
     this.folds = [];
@@ -44,16 +43,6 @@ export class RecordView {
   setComparison(comparison) {
     this.comparison = comparison;
     this.pane.redrawAll();
-  }
-
-  /** Mark tokens as chosen; `i` is the one that the keys go on from. */
-  select(selection) {
-    const before = this.selection;
-    this.selection = selection;
-    for (const block of this.pane.drawn) {
-      if (![before, selection].some((one) => one && block.start < one.to && block.end > one.from)) continue;
-      for (const element of block.element.querySelectorAll("[data-i]")) this.#mark(element, Number(element.dataset.i));
-    }
   }
 
   /** Unfold what a token is in. */
@@ -191,7 +180,6 @@ export class RecordView {
       );
       made.append(this.#row(piece, elements));
     }
-    if (this.selection) for (const element of made.querySelectorAll("[data-i]")) this.#mark(element, Number(element.dataset.i));
     return made;
   }
 
@@ -219,12 +207,6 @@ export class RecordView {
     const change = this.comparison?.changeAt(i);
     if (change && change.start === i) found.push(h("span", { class: "driftmark", "data-show": `≠ ${change.difference.class}` }));
     return found.length ? found : null;
-  }
-
-  #mark(element, i) {
-    const { selection } = this;
-    element.classList.toggle("in", Boolean(selection && i >= selection.from && i < selection.to));
-    element.classList.toggle("at", Boolean(selection && i === selection.i));
   }
 
   #head(n) {

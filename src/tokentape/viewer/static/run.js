@@ -1,5 +1,6 @@
 // A run: its figures over the versions of the weights, and its groups, as it goes on.
 
+import { link } from "./address.js";
 import { getJson } from "./api.js";
 import { chart, strip } from "./chart.js";
 import { count, counted, fill, h, real, when } from "./dom.js";
@@ -168,6 +169,8 @@ class RunPage {
 
   #groupLine(one, least, most) {
     const query = new URLSearchParams({ ...this.filters, group_key: this.found.group, group_value: one.value });
+    const { text, exported } = this.view.about;
+    const [best, worst] = one.best_and_worst;
     const number = (...content) => h("td", { class: "number" }, ...content);
     return h(
       "tr",
@@ -176,7 +179,7 @@ class RunPage {
       number(count(one.sessions), one.rewarded < one.sessions && h("span", { class: "dim" }, ` (${one.rewarded} rewarded)`)),
       number(or(one.mean)),
       number(collapsed(one) ? h("span", { class: "badge warn" }, "0") : or(one.sd)),
-      h("td", {}, strip(one.rewards, least, most)),
+      h("td", { class: "rewards" }, strip(one.rewards, least, most), text && !exported && one.least < one.most && h("a", { href: link({ id: best, side: `session-${worst}`, mode: "beside", list: String(query) }) }, "best ⇄ worst")),
       number(or(one.length)),
       number(percent(one.drift)),
       h("td", { class: "weights" }, h("bdi", {}, [...new Set(one.weights)].join(" … ") || "–")),

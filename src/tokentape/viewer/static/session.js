@@ -1,11 +1,11 @@
 // One session: its tree, one of its trajectories, and what is known of each token.
 
-import { leafOf, link, parse } from "./address.js";
-import { Refused, getIfNew, getJson, getPacked, sessionPath } from "./api.js";
+import { leafOf, link, otherOf, parse } from "./address.js";
+import { Refused, getIfNew, getPacked, sessionPath } from "./api.js";
 import { Comparison, ComparisonView, sideName } from "./compare.js";
 import { fill, h, say } from "./dom.js";
 import { Finder } from "./finder.js";
-import { inspect } from "./inspector.js";
+import { Alternatives, inspect } from "./inspector.js";
 import { bindKeys, holdKeys } from "./keys.js";
 import { legend } from "./legend.js";
 import { toNeighbour } from "./list.js";
@@ -13,7 +13,7 @@ import { Minimap } from "./minimap.js";
 import { SAMPLED, Trajectory } from "./model.js";
 import { poll } from "./polling.js";
 import { RecordView } from "./record.js";
-import { MODES, drawHead, drawTools } from "./session_bar.js";
+import { MODES, drawHead, drawTools, otherSessions, sidesOf } from "./session_bar.js";
 import { sessionKeys } from "./session_keys.js";
 import { drawTree, markTurn } from "./tree.js";
 
@@ -23,7 +23,7 @@ const SELDOM = 10000;
 const QUIET = 60000;
 
 export async function showSession(view) {
-  await new SessionPage(view, parse(view.parts)).open();
+  await new SessionPage(view, parse(view.parts, view.query)).open();
 }
 
 class SessionPage {
@@ -31,16 +31,23 @@ class SessionPage {
     this.view = view;
     this.address = address;
     this.id = address.id;
-    const branch = view.about.text && !view.about.exported && /^leaf-\d{1,15}$/.test(address.side ?? "");
+    const branch = view.about.text && !view.about.exported && /^(leaf-\d{1,15}(-of-.+)?|session-.+)$/s.test(address.side ?? "");
     this.side = branch || view.about.against.includes(address.side) ? address.side : (view.about.against[0] ?? null);
+    if (address.side && this.side !== address.side) say("What this address compares with is not available here");
     this.mode = address.mode in MODES && (address.mode !== "beside" || this.side !== null) ? address.mode : "conversation";
-    this.alternatives = new Map();
+    this.alternatives = new Alternatives(view, () => this.#inspect());
     this.selection = null;
     this.comparisons = new Map();
+    this.sides = [];
   }
 
   get beside() {
     return this.mode === "beside";
+  }
+
+  /** The tokens as they are shown, null while they are not. */
+  get shown() {
+    return this.record ?? this.compared;
   }
 
   async open() {
@@ -136,12 +143,12 @@ class SessionPage {
     if (!this.beside) {
       this.record = new RecordView(this.parts.pane, this.trajectory, { turnLink: (turn) => this.#link({ turn }) }, this.mode === "conversation");
       this.record.setComparison(comparison ?? null);
-      if (this.selection) this.record.select(this.selection);
     } else if (comparison) {
-      this.compared = new ComparisonView(this.parts.pane, this.trajectory, comparison, (i) => this.choose(i, { quiet: true }));
+      this.compared = new ComparisonView(this.parts.pane, this.trajectory, comparison);
     } else {
       fill(this.parts.pane, h("p", { class: "empty" }, "Comparing…"));
     }
+    this.shown?.pane.select(this.selection);
     this.#drawHead();
     this.#drawTools();
     this.#drawTree();
@@ -190,25 +197,22 @@ class SessionPage {
     drawHead(this.parts.head, { tree: this.tree, leaf, grows: this.view.about.grows, toNeighbour: (by) => this.toNeighbour(by) });
   }
 
-  /** What the branch can be compared with: the other branches too, where there is a tokenizer. */
-  #sides() {
-    const { against, text, exported } = this.view.about;
-    const others = this.tree.leaves.filter((one) => text && !exported && one.turn !== this.leaf);
-    return [...against, ...others.slice(0, 50).map((one) => `leaf-${one.turn}`)];
-  }
-
   /** Go to the session that is so many further in the list. Keys that are pressed meanwhile are for that one. */
   async toNeighbour(by) {
     holdKeys();
     try {
-      if (!(await toNeighbour(this.id, by, this.view.query, this.view.signal))) bindKeys(sessionKeys(this));
+      const side = this.beside && otherOf(this.side) !== undefined ? this.side : undefined;
+      if (!(await toNeighbour(this.id, by, this.view.query, this.view.signal, side))) bindKeys(sessionKeys(this));
     } catch (error) {
       this.view.failed(error);
     }
   }
 
   #drawTools() {
-    drawTools(this.parts.tools, { mode: this.mode, side: this.side, sides: this.#sides(), comparison: this.comparisons.get(this.side), problem: this.problem }, this);
+    const { mode, side, tree, problem } = this;
+    const comparison = this.comparisons.get(side);
+    this.sides = sidesOf(this);
+    drawTools(this.parts.tools, { mode, side, sides: this.sides, others: otherSessions(tree, this.view.about), comparison, problem }, this);
   }
 
   /** The tree of a narrow window, over the tokens. */
@@ -231,35 +235,22 @@ class SessionPage {
     if (this.trajectory) this.minimap.draw(this.trajectory, this.comparisons.get(this.side), this.selection?.i ?? null);
   }
 
-  #inspect(i = this.selection?.i) {
+  /** Show what is known of a token, of the chosen one, or of one of `other`. */
+  #inspect(i = this.selection?.i, other = null) {
     const { inspector } = this.parts;
     if (!this.trajectory || i === undefined) {
       fill(inspector, h("h2", {}, "Token"), h("p", { class: "dim" }, "Point at a token, or choose one: ", h("kbd", {}, "→"), " the next, ", h("kbd", {}, "n"), " the next difference, ", h("kbd", {}, "?"), " all keys."));
       return;
     }
-    const pinned = this.selection !== null && i === this.selection.i;
+    const pinned = !other && this.selection !== null && i === this.selection.i;
     const at = pinned ? { ...this.selection, pinned } : { i, from: i, to: i + 1, pinned };
     const comparison = this.comparisons.get(this.side);
-    const change = comparison?.changeAt(i);
-    inspect(inspector, this.trajectory, at, change ? comparison.describe(change) : null, {
-      permalink: () => this.permalink(i),
-      alternatives: (turn) => this.#alternatives(turn),
+    const change = other ? null : comparison?.changeAt(i);
+    const { session_id: id, leaf } = (other ?? this.trajectory).about;
+    inspect(inspector, other ?? this.trajectory, at, change ? comparison.describe(change) : null, {
+      permalink: () => (other ? new URL(link({ id, leaf, token: i }), location.href).href : this.permalink(i)),
+      alternatives: (turn) => this.alternatives.of(id, turn),
     });
-  }
-
-  /** The alternatives per token of a turn: asked for when they are first needed. */
-  #alternatives({ seq, alternatives }) {
-    if (!alternatives) return null;
-    if (!this.alternatives.has(seq)) {
-      this.alternatives.set(seq, undefined);
-      getJson(sessionPath(this.id, "turns", seq, "alternatives"), {}, this.view.signal)
-        .then((found) => {
-          this.alternatives.set(seq, found.alternatives);
-          this.#inspect();
-        })
-        .catch(this.view.failed);
-    }
-    return this.alternatives.get(seq);
   }
 
   /** Choose a token, or a range up to it; bring it into view and say so in the address. */
@@ -268,13 +259,14 @@ class SessionPage {
     i = Math.max(0, Math.min(this.trajectory.length - 1, i));
     const anchor = extend && this.selection ? this.selection.anchor : i;
     this.selection = { i, anchor, from: Math.min(i, anchor), to: Math.max(i, anchor) + 1 };
-    if (this.record) {
-      this.record.open(i);
-      const element = this.record.pane.element(i);
-      this.record.select(this.selection);
-      if (!quiet && !this.record.pane.sees(element)) this.record.pane.reveal(i);
+    const { shown } = this;
+    if (shown) {
+      shown.open(i);
+      const element = shown.pane.element(i);
+      shown.pane.select(this.selection);
+      if (!quiet && !(element && shown.pane.sees(element))) shown.reveal(i);
       this.moving = true;
-      element.focus({ preventScroll: true });
+      (element ?? this.parts.pane).focus({ preventScroll: true });
       this.moving = false;
     }
     this.#tell();
@@ -296,7 +288,7 @@ class SessionPage {
   clear() {
     this.showTree(false);
     this.selection = null;
-    this.record?.select(null);
+    this.shown?.pane.select(null);
     this.#tell();
     this.parts.pane.focus({ preventScroll: true });
     this.#drawMap();
@@ -304,14 +296,17 @@ class SessionPage {
   }
 
   #clicked(event) {
-    const token = event.target.closest?.("[data-i]");
-    if (!token || !this.record || String(getSelection())) return;
+    const token = event.target.closest?.(".row [data-i], .recorded [data-i]");
+    if (!token || String(getSelection())) return;
     this.choose(Number(token.dataset.i), { extend: event.shiftKey, quiet: true });
   }
 
   #pointed(event) {
-    const token = event.target.closest?.(".recorded [data-i], .row [data-i]");
-    if (token) this.#inspect(Number(token.dataset.i));
+    const token = event.target.closest?.("[data-i]");
+    if (!token) return;
+    const { recorded, other } = this.comparisons.get(this.side) ?? {};
+    if (!token.closest(".other")) this.#inspect(Number(token.dataset.i));
+    else if (recorded) this.#inspect(Number(token.dataset.i), other);
   }
 
   #focused(event) {
@@ -387,7 +382,7 @@ class SessionPage {
   }
 
   otherSide() {
-    const sides = this.#sides();
+    const { sides } = this;
     if (sides.length > 1) this.setSide(sides[(sides.indexOf(this.side) + 1) % sides.length]);
     say(this.side ? `Compared with: ${sideName(this.side)}` : "Nothing to compare with");
   }

@@ -1,5 +1,6 @@
 // What is above a session's tokens: what the branch is, and what it is compared with.
 
+import { otherOf } from "./address.js";
 import { sideName } from "./compare.js";
 import { count, counted, fill, h, real, when } from "./dom.js";
 import { verdictBadge } from "./tree.js";
@@ -7,7 +8,28 @@ import { verdictBadge } from "./tree.js";
 export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Recorded vs. retokenized" };
 
 /** The view that has both sides, by what the record is compared with. */
-const besideName = (side) => (side === null || side === "retokenized" ? MODES.beside : `Recorded vs. ${side === "rerendered" ? "rerendered" : "branch"}`);
+function besideName(side) {
+  if (otherOf(side) !== undefined) return "Two sessions";
+  if (side?.startsWith("leaf-")) return "Two branches";
+  return side === "rerendered" ? "Recorded vs. rerendered" : MODES.beside;
+}
+
+/** What a branch can be compared with: other branches too, where there is a tokenizer, and the session it was compared with. */
+export function sidesOf({ view, tree, leaf, side, sides, comparisons }) {
+  const { against, text, exported } = view.about;
+  const branches = tree.leaves.filter((one) => text && !exported && one.turn !== leaf);
+  const id = otherOf(side);
+  const leaves = comparisons.get(side)?.about.leaves ?? [];
+  const others = id === undefined ? sides.filter((one) => otherOf(one) !== undefined) : [side, `session-${id}`, ...(leaves.length > 1 ? leaves.slice(0, 50).map((one) => `leaf-${one}-of-${id}`) : [])];
+  return [...against, ...branches.slice(0, 50).map((one) => `leaf-${one.turn}`), ...new Set(others)];
+}
+
+/** The list to choose another session from, that of its group if there is one; null where sessions can't be compared. */
+export function otherSessions({ session_id: id, metadata }, { text, exported, only_session: alone, group_keys: keys }) {
+  if (!text || exported || alone) return null;
+  const key = keys.find((one) => ["string", "number"].includes(typeof metadata[one]));
+  return `#/sessions?${new URLSearchParams({ ...(key && { metadata: `${key}=${metadata[key]}` }), compare: id })}`;
+}
 
 /**
  * Draw the heading of a session.
@@ -40,10 +62,10 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
 
 /**
  * Draw the views, and what can be compared with.
- * @param {{mode: string, side: string | null, sides: string[], comparison: any, problem: string | null}} state
+ * @param {{mode: string, side: string | null, sides: string[], others: string | null, comparison: any, problem: string | null}} state
  * @param {{setMode: (mode: string) => void, setSide: (side: string) => void, showTree: () => void, toChange: (by: number) => void}} page
  */
-export function drawTools(place, { mode, side, sides, comparison, problem }, page) {
+export function drawTools(place, { mode, side, sides, others, comparison, problem }, page) {
   const tab = ([name, text]) =>
     h("button", { "aria-pressed": String(mode === name), onclick: () => page.setMode(name), disabled: name === "beside" && !sides.length }, name === "beside" ? besideName(side) : text);
   const select = h(
@@ -57,9 +79,15 @@ export function drawTools(place, { mode, side, sides, comparison, problem }, pag
     h("div", { class: "segmented", role: "group", "aria-label": "View" }, ...Object.entries(MODES).map(tab)),
     sides.length && h("label", { for: "side" }, "compare with"),
     sides.length && select,
-    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [counted(comparison.changes.length, "difference"), ...comparison.classes().map(([name, times]) => `${name} ${times}`)].join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.about.changed_tokens, "token")}, ${counted(comparison.changes.length, "difference")}` : "no drift"),
-    comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
-    comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
+    others && h("a", { class: "others", href: others, title: "Choose it in the list (x)" }, "another session…"),
+    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [counted(comparison.changes.length, "difference"), ...comparison.classes().map(([name, times]) => `${name} ${times}`)].join(", ") }, comparison.changes.length ? `≠ ${comparison.recorded ? "" : `${counted(comparison.about.changed_tokens, "token")}, `}${counted(comparison.changes.length, "difference")}` : comparison.recorded ? "no difference" : "no drift"),
+    comparison?.changes.length > 0 &&
+      h(
+        "span",
+        {},
+        h("button", { class: "quiet", onclick: () => page.toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
+        h("button", { class: "quiet", onclick: () => page.toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
+      ),
     mode !== "beside" && problem && h("span", { class: "dim" }, problem),
   );
 }

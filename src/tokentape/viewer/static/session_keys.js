@@ -7,11 +7,11 @@ import { pythonList } from "./inspector.js";
 export function sessionKeys(page) {
   const turns = () => page.trajectory.about.turns;
   const step = (by) => (event) => {
-    const to = page.selection ? (page.record?.next(page.selection.i, by) ?? page.selection.i + by) : firstSeen(page);
+    const to = page.selection ? (page.shown?.next(page.selection.i, by) ?? page.selection.i + by) : firstSeen(page);
     page.choose(to, { extend: event.shiftKey });
   };
   const line = (by) => (event) => {
-    const from = page.selection && page.record?.pane.drawnElement(page.selection.i);
+    const from = page.selection && page.shown?.pane.drawnElement(page.selection.i);
     if (from) page.choose(inLine(page, from, by), { extend: event.shiftKey });
     else page.choose(firstSeen(page));
   };
@@ -53,9 +53,10 @@ export function sessionKeys(page) {
       [["W"], "change of weights before", () => page.toNext(weights(), -1, "change of weights")],
     ]),
     of("Views", [
-      [["s"], "recorded vs. retokenized, or the conversation", () => page.setMode(page.beside ? "conversation" : "beside")],
+      [["s"], "side by side, or the conversation", () => page.setMode(page.beside ? "conversation" : "beside")],
       [["v"], "every token, or the conversation", () => page.setMode(page.mode === "conversation" ? "tokens" : "conversation")],
       [["d"], "compare with the next side", () => page.otherSide()],
+      [["x"], "compare with another session", () => page.parts.tools.querySelector(".others")?.click()],
       [["c"], "copy the chosen ids, or all", ids],
       [["y"], "copy the link", () => copy(page.permalink(page.selection?.i), "the link")],
     ]),
@@ -71,12 +72,12 @@ export function sessionKeys(page) {
 }
 
 /** The token of the next line, or of the one before, that is about below or above an element. */
-function inLine({ record, selection, trajectory }, element, by) {
+function inLine({ shown, selection, trajectory }, element, by) {
   const here = element.getClientRects()[0];
   let best = selection.i;
   let line = null;
-  for (let i = record.next(selection.i, by), steps = 0; i >= 0 && i < trajectory.length && steps < 600; i = record.next(i, by), steps++) {
-    const rect = record.pane.element(i)?.getClientRects()[0];
+  for (let i = shown.next(selection.i, by), steps = 0; i >= 0 && i < trajectory.length && steps < 600; i = shown.next(i, by), steps++) {
+    const rect = shown.pane.element(i)?.getClientRects()[0];
     if (!rect || Math.abs(rect.top - here.top) < 8) continue;
     line ??= rect.top;
     if (Math.abs(rect.top - line) > 8) break;
@@ -86,10 +87,10 @@ function inLine({ record, selection, trajectory }, element, by) {
   return best;
 }
 
-function firstSeen({ parts, record }) {
+function firstSeen({ parts, shown }) {
   const { top } = parts.pane.getBoundingClientRect();
-  for (const block of [...(record?.pane.drawn ?? [])].sort((a, b) => a.start - b.start)) {
-    for (const element of block.element.querySelectorAll("[data-i]")) {
+  for (const block of [...(shown?.pane.drawn ?? [])].sort((a, b) => a.start - b.start)) {
+    for (const element of block.element.querySelectorAll(shown.pane.token)) {
       if (element.getBoundingClientRect().top >= top) return Number(element.dataset.i);
     }
   }

@@ -136,11 +136,14 @@ export class Pane {
    * @param {(block: any) => Node} draw
    * @param {(block: any) => Node} plain
    * @param {number} near blocks within so many pixels of the view are drawn
+   * @param {string} token selector of its tokens
    */
-  constructor(scroller, draw, plain, near = 1600) {
+  constructor(scroller, draw, plain, near = 1600, token = "[data-i]") {
     this.scroller = scroller;
     this.draw = draw;
     this.plain = plain;
+    this.token = token;
+    this.selection = null;
     this.blocks = [];
     this.drawn = new Set();
     this.observer = new IntersectionObserver((seen) => this.#moved(seen), { root: scroller, rootMargin: `${near}px 0px` });
@@ -168,7 +171,25 @@ export class Pane {
 
   /** Draw a block again, if it is drawn: something of it has changed. */
   redraw(block) {
-    if (this.drawn.has(block)) block.element.replaceChildren(this.draw(block));
+    if (!this.drawn.has(block)) return;
+    block.element.replaceChildren(this.draw(block));
+    if (this.selection) this.#mark(block);
+  }
+
+  /** Mark tokens as chosen; `i` is the one that the keys go on from. */
+  select(selection) {
+    const before = this.selection;
+    this.selection = selection;
+    for (const block of this.drawn) if ([before, selection].some((one) => one && block.start < one.to && block.end > one.from)) this.#mark(block);
+  }
+
+  #mark(block) {
+    const { i, from, to } = this.selection ?? {};
+    for (const element of block.element.querySelectorAll(this.token)) {
+      const n = Number(element.dataset.i);
+      element.classList.toggle("in", n >= from && n < to);
+      element.classList.toggle("at", n === i);
+    }
   }
 
   redrawAll() {
@@ -180,13 +201,13 @@ export class Pane {
     const block = this.blockOf(i);
     if (!block) return null;
     this.show(block);
-    return block.element.querySelector(`[data-i="${i}"]`);
+    return this.drawnElement(i);
   }
 
   /** The element of a token if it is drawn. */
   drawnElement(i) {
     const block = this.blockOf(i);
-    return block && this.drawn.has(block) ? block.element.querySelector(`[data-i="${i}"]`) : null;
+    return block && this.drawn.has(block) ? block.element.querySelector(`${this.token}[data-i="${i}"]`) : null;
   }
 
   blockOf(i) {
@@ -230,7 +251,7 @@ export class Pane {
   show(block) {
     if (this.drawn.has(block)) return;
     this.drawn.add(block);
-    block.element.replaceChildren(this.draw(block));
+    this.redraw(block);
   }
 
   #moved(seen) {
