@@ -3,11 +3,13 @@
     python benchmarks/viewer.py [--tokens 200000] [--turns 500] [--listed 10000] [--sessions 100000] [--chromium PATH]
 
 Writes a session with this many tokens and turns of prose in the tiny model's tokens, encoded 300 letters at a time, so
-that there is drift at most seams; every third token is sampled. Serves it as `tokentape view` does, and opens it in
-Chromium without a graphics card, in a window of 1440 x 900. Reports the server's seconds and bytes per reply, and for
-the page: the time to the first tokens, to the marks of drift and to the comparison, the frame times while scrolling by
-screens and in jumps, and heap and nodes before and after. Times of the page are also given in loads of a blank page,
-the median of several before and after: that ratio depends less on what else the machine does.
+that there is drift at most seams; every third token is sampled. Writes a sibling of it with the same first half, in
+which the end of every later completion is other text, and a session of as many turns in two such branches. Serves them
+as `tokentape view` does, and opens them in Chromium without a graphics card, in a window of 1440 x 900. Reports the
+server's seconds and bytes per reply, and for the page: the time to the first tokens, to the marks of drift and to the
+comparisons, the frame times while scrolling by screens and in jumps, and heap and nodes before and after. Times of the
+page are also given in loads of a blank page, the median of several before and after: that ratio depends less on what
+else the machine does.
 
 Then opens a list of `--listed` small sessions of three turns and filters it, and times pages of a list of `--sessions`
 by sort order and search, on the server. Needs playwright and Chromium; see `make test-browser`.
@@ -24,7 +26,7 @@ import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,7 +92,7 @@ def main() -> None:
                 page = browser.new_page(viewport={"width": 1440, "height": 900})
                 print(f"page, Chromium {browser.version}")
                 clock = Clock(page, blank_url)
-                time_page(page, url, clock)
+                time_page(page, url, chosen.turns, clock)
                 time_shown_list(page, list_url, chosen.listed, clock)
                 clock.report()
                 browser.close()
@@ -148,14 +150,28 @@ def served(directory: Path) -> Iterator[str]:
 
 
 def write_long(directory: Path, tokens: int, turns: int) -> None:
-    """Write a session of `tokens` tokens."""
+    """Write a session of `tokens` tokens, its sibling, and a session with two branches."""
     renderer = Renderer.load(MODEL)
     pieces = (TEXT[at : at + 300] for at in range(0, len(TEXT), 300))
     ids = [one for piece in pieces for one in renderer.tokenizer.encode_marked(piece).ids]
     ids = np.resize(np.array(ids, np.int32), tokens)
+    begin, end = (renderer.tokenizer.encode_plain(text)[0] for text in ("<|im_start|>", "<|im_end|>"))
+    sibling = ids.copy()
+    for own, other in zip(np.array_split(ids, turns), np.array_split(sibling, turns), strict=True):
+        other[-len(own) // 10 :] = other[: -(-len(own) // 10)]
+        own[0], own[-1] = other[0], other[-1] = begin, end
+    sibling[: tokens // 2] = ids[: tokens // 2]
     with SqliteStore.open(directory) as store:
         setup = a_setup()
-        asyncio.run(store.write(SessionInfo("long", time.time()), setup, *turns_of("long", setup, ids, turns)))
+        for name, own in (("long", ids), ("sibling", sibling)):
+            asyncio.run(store.write(SessionInfo(name, time.time()), setup, *turns_of(name, setup, own, turns)))
+        half, third = tokens // 2, turns // 3
+        one = list(turns_of("branches", setup, ids[half:], turns - third))
+        # The other branch begins after the first turn, which both have.
+        other = turns_of(
+            "branches", setup, sibling[half:][len(one[0].added_ids) + len(one[0].completion_ids) :], third, one
+        )
+        asyncio.run(store.write(SessionInfo("branches", time.time()), setup, *one, *other))
     write_served_model(directory, ServedModel(str(MODEL), renderer.tokenizer.sha256, renderer.fingerprint))
 
 
@@ -163,11 +179,11 @@ def a_setup() -> Setup:
     return Setup((), {}, "2026-01-01", "f")
 
 
-def turns_of(session_id: str, setup: Setup, ids: Any, turns: int) -> Iterator[Turn]:
-    """Return `ids` as turns with two thirds added and the rest sampled."""
+def turns_of(session_id: str, setup: Setup, ids: Any, turns: int, beside: Sequence[Turn] = ()) -> Iterator[Turn]:
+    """Return `ids` as turns with two thirds added and the rest sampled: a fork after the first turn of `beside`."""
     rng = np.random.default_rng(0)
-    before: Turn | None = None
-    for seq, own in enumerate(np.array_split(ids, turns)):
+    before = beside[0] if beside else None
+    for seq, own in enumerate(np.array_split(ids, turns), len(beside)):
         cut = 2 * len(own) // 3
         turn = Turn(
             session_id=session_id,
@@ -182,7 +198,7 @@ def turns_of(session_id: str, setup: Setup, ids: Any, turns: int) -> Iterator[Tu
             logprobs=-rng.exponential(0.6, len(own) - cut).astype(np.float32),
             finish_reason="stop",
             stop=7,
-            fork=None,
+            fork="branched" if beside and seq == len(beside) else None,
             sampling={},
             engine="none 1 raw_logprobs",
             weight_version=f"step-{seq // 10}",
@@ -215,7 +231,7 @@ def time_server(url: str, turns: int) -> None:
         print(f"  a poll without news  {(time.perf_counter() - start) / 100:.4f}")
 
 
-def time_page(page: Page, url: str, clock: Clock) -> None:
+def time_page(page: Page, url: str, turns: int, clock: Clock) -> None:
     session = page.context.new_cdp_session(page)
     page.goto(f"{url}/view#/sessions")
     page.wait_for_selector("tbody tr")
@@ -239,12 +255,23 @@ def time_page(page: Page, url: str, clock: Clock) -> None:
     with clock.timed("to the last token, by a key"):
         page.keyboard.press("End")
         page.wait_for_selector(".row .at")
-    with clock.timed("comparison"):
-        page.keyboard.press("s")
-        page.wait_for_selector(".sides:not(.head)", timeout=120_000)
-    page.wait_for_timeout(1000)
-    elements = page.evaluate("document.querySelectorAll('*').length")
-    print(f"  comparison            {memory(session)}, {elements:,} of them elements")
+    for name, address in (
+        ("comparison", "long/view/beside"),
+        ("two branches", "branches/leaf/{leaf}/with/leaf-{turn}/view/beside"),
+        ("two sessions", "long?compare=sibling"),
+    ):
+        page.goto("about:blank")
+        last = turns - 1
+        with clock.timed(name):
+            page.goto(f"{url}/view#/session/{address.format(leaf=last - turns // 3, turn=last)}")
+            page.wait_for_selector(".sides:not(.head)", timeout=120_000)
+        print(f"  {name:21} {page.locator('.summary').inner_text().splitlines()[0]}")
+        most = 0
+        for key in ("n", "n", "p", "p"):
+            page.keyboard.press(key)
+            page.wait_for_timeout(1000)
+            most = max(most, page.evaluate("document.evaluate('//node()', document, null, 7, null).snapshotLength"))
+        print(f"  {name:21} {memory(session)}; {most:,} of the page at most while going to differences")
     session.detach()
 
 
