@@ -78,9 +78,6 @@ class CompletionsAtRandom(Judge):
             self.counts["random completions"] += 1
             self._after_any(one, sampled)
 
-    def _needless(self, conversations: Sequence[Conversation]) -> None:
-        """Leave out what is no false claim and costs time: few conversations spell what a template looks for."""
-
 
 def folders(models: Path, scratch: Path, only: str = "") -> Iterator[tuple[str, Path]]:
     """Yield each model's name, if `only` is in it, and folder; made in `scratch` for a template without a tokenizer."""

@@ -390,3 +390,20 @@ def test_a_spliced_turn_keeps_what_its_conversation_prompts_with() -> None:
         messages = [{"role": "user", "content": word}, REPLY, NEXT]
         spliced = renderer.render(messages, setup_for(renderer), sampled=sampled).ids
         assert spliced.tolist() == renderer.render(messages, setup_for(renderer)).ids.tolist()
+
+
+FROM_THE_SECOND_ANSWER = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.index > 2 %}<think>{{ m.reasoning_content or '' }}</think>{% endif -%}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_reasoning_that_only_later_answers_show_is_found_and_closed() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FROM_THE_SECOND_ANSWER))
+    reply = parsed(renderer, "<think>so</think>hi<|im_end|>")
+    assert (reply.reasoning, reply.content) == ("so", "hi")
+    text, closing = bridged(renderer, "<think>so")
+    assert closing == "</think><|im_end|>"
+    assert text.startswith(closing + "\n<|im_start|>user\nnext")

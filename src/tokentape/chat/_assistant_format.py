@@ -171,6 +171,12 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
                 before_content = after.partition(CONTENT)[0]
     reasoning = read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
     if reasoning is None:
+        # Some templates show it from the second answer on.
+        ask_later = _from_question(render, EARLIER)
+        with contextlib.suppress(TemplateRefused):
+            prompt_later = ask_later([QUESTION], True)
+            reasoning = read_reasoning(ask_later, prompt_later, header, generation_prompt, shape, calls)
+    if reasoning is None:
         reasoning = reasoning_never_shown(ask, tokenizer, header, generation_prompt)
     content_reopen = ""
     if reasoning is not None:
