@@ -193,6 +193,16 @@ def test_a_trainer_s_own_logprobs_are_taken_and_nan_is_a_failure(recorded: Seque
     assert channels(report) == {"numeric"}
 
 
+def test_tokens_without_a_recorded_logprob_are_counted_as_not_comparable(recorded: Sequence[Trajectory]) -> None:
+    one = recorded[0]
+    logprobs = one.logprobs.copy()
+    logprobs[one.completion_starts[0]] = np.nan
+    rows = {(one.session_id, one.leaf): TrainerRow(None, one.logprobs)}
+    report = check_logprobs([replace(one, logprobs=logprobs)], rows=rows)
+    assert report.not_comparable == {"no logprob was recorded": 1}
+    assert check_logprobs([one], rows=rows).not_comparable == {}
+
+
 @pytest.mark.parametrize(("by", "way"), [(1, "back"), (-1, "ahead")])
 def test_logprobs_that_are_a_token_off_fail_whatever_the_limits_are(
     recorded: Sequence[Trajectory], by: int, way: str

@@ -289,6 +289,8 @@ class _Tally:
         ids = one.token_ids if row.token_ids is None else row.token_ids
         mask = one.loss_mask & np.isfinite(one.logprobs)
         mask[:1] = False
+        if lacking := int(np.count_nonzero(one.loss_mask[1:] & ~mask[1:])):
+            self._mismatch.not_comparable["no logprob was recorded"] += lacking
         logprobs = row.logprobs
         if logprobs is None and row.token_ids is None:
             logprobs = self._expected(one, mask)
