@@ -96,13 +96,6 @@ def test_somebody_elses_files_are_read_by_the_usual_names(tmp_path: Path, suffix
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_leaf_tells_rows_of_a_session_apart(tmp_path: Path, suffix: str) -> None:
-    rows = [{"session_id": "s", "leaf": leaf, "token_ids": [leaf]} for leaf in (2, 5)]
-    found = list(iter_rows(write(tmp_path / f"a{suffix}", rows)))
-    assert [(row.name, row.session) for row in found] == [("s:2", "s"), ("s:5", "s")]
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_columns_can_be_named(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", [{"out": [3, 4], "in": [1], "step": 7, "who": "r"}])
     (row,) = iter_rows(path, Columns(ids="out", prompt="in", name="who", by=("step",)))

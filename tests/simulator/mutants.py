@@ -167,8 +167,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "a drop takes sessions with calls in flight": (
         "gateway/_snapshots.py",
-        "caller.sees, turns.sessions_in_use(),",
-        "caller.sees, (),",
+        "caller.sees, turns.sessions_in_use())",
+        "caller.sees, ())",
     ),
     "a retry gets the first choice only": (
         "gateway/_recording.py",

@@ -36,10 +36,6 @@ def test_a_retry_that_was_left_before_it_was_handled_leaves_the_reply_unread(see
     assert play(seed, player, Counter()).faults == []
 
 
-def test_after_a_full_disk_interrupts_a_drop_no_retry_is_answered_from_memory(player: Renderer) -> None:
-    assert play(7300021, player, Counter()).faults == []
-
-
 def test_a_seed_plays_the_same_each_time(player: Renderer) -> None:
     first, again, other = (play(seed, player, Counter()) for seed in (3, 3, 4))
     assert first.trace == again.trace

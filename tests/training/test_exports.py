@@ -25,7 +25,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._columns import with_column
 from tokentape.training._samples import Sample, assemble
-from tokentape.types import FinishReason, MediaSpan, Reward, SessionInfo, TokenRows
+from tokentape.types import FinishReason, MediaSpan, Reward, SessionInfo
 
 
 def two_branches() -> list[Sample]:
@@ -120,13 +120,6 @@ def test_images_are_refused() -> None:
     ):
         with pytest.raises(InvalidRequest, match="pixels"):
             export()
-
-
-def test_verl_s_agent_loop_gets_a_payload_as_routed_experts() -> None:
-    rows = TokenRows(np.ones((6, 2, 4), np.uint8), np.ones(6, bool))
-    (sample,) = [one for one in two_branches() if len(one.token_ids) == 6]
-    sample.payloads["experts"] = rows  # type: ignore[index]
-    assert exports.verl_agent_loop_output(sample, experts="experts")["routed_experts"].shape == (6, 2, 4)
 
 
 def test_verl_s_batch_has_prompts_on_the_left_and_responses_on_the_right() -> None:

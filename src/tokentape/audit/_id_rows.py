@@ -26,8 +26,6 @@ IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens
 """Usual names of columns of ids, in order of preference."""
 LOGPROB_COLUMNS = ("logprobs", "trainer_logprobs", "old_logprobs", "rollout_log_probs")
 MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks", "mask")
-LEAF = "leaf"
-"""The column that tells rows of a session apart."""
 NAME_COLUMNS = ("session_id", "sample_id", "id", "uid")
 
 _BATCH_ROWS = 64
@@ -151,7 +149,6 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
         chosen = _chosen(columns, names, str(path))
         wanted = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
         wanted += [name for name in LOGPROB_COLUMNS if name in names][:1]
-        wanted += [LEAF] if LEAF in names else []
         groups = None if row_group is None else [row_group]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
         for number, row in enumerate(_batches(file, list(dict.fromkeys(wanted)), groups), first):
@@ -236,11 +233,9 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     found = []
     for n, (start, end) in enumerate(spans):
         found.append(Span(start, end, labels if mask is None else {**labels, "turn": _turn_label(n)}))
-    row = session = str(number) if name is None else str(name)
-    if columns.name == "session_id" and isinstance(value.get(LEAF), int):
-        row = f"{session}:{value[LEAF]}"
+    row = str(number) if name is None else str(name)
     logprobs = _logprobs(value.get(next((one for one in LOGPROB_COLUMNS if one in value), "")), len(own), len(prompt))
-    return IdRow(row, ids, tuple(found), provenance, 1, sampled, logprobs, session=session)
+    return IdRow(row, ids, tuple(found), provenance, 1, sampled, logprobs, session=row)
 
 
 def _logprobs(values: Any, tokens: int, prompt: int) -> Logprobs | None:

@@ -25,6 +25,7 @@ _EDGES = range(0xDBA0, 0xDBC0)
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters of the strings that are rendered to read off what a template writes around them."""
 
+_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _PROVENANCE_OF_ROLE = {
@@ -95,9 +96,7 @@ class Escaper:
 
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""
-        for placeholder, char in self._character_of.items():
-            text = text.replace(placeholder, char)
-        return text
+        return _PLACEHOLDER.sub(lambda match: self._character_of[match[0]], text)
 
     def marked(self, rendered: str) -> str:
         """Return the marked text of a rendering of escaped strings."""

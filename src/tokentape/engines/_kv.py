@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicLayer
 
 from tokentape.engines._base import common_prefix
+from tokentape.engines._experts import chosen_experts, expert_layers
 
 LayerTensors: TypeAlias = list[tuple[Tensor, Tensor]]
 """One request's keys and values, one pair per layer, each [heads, tokens, head size]."""
@@ -44,7 +45,11 @@ class DecodeBatch:
     """The key-value tensors of the rows that decode together, and a mask of their padding."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.use(model)
+        self.reads_experts = False
+        """Whether the next forward passes read `experts`."""
+        self.experts: Tensor | None = None
+        """The experts of the last forward pass, int64 [rows, columns, layers, top k], if it read them."""
         self._device = model.device
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._forward_options = {"logits_to_keep": 1} if keeps_logits else {}
@@ -55,6 +60,11 @@ class DecodeBatch:
 
     def __len__(self) -> int:
         return int(self._mask.shape[0])
+
+    def use(self, model: Any) -> None:
+        """Compute with this model from now on. It has the same tensors, with other values."""
+        self.model = model
+        self._expert_layers = expert_layers(model)
 
     def prefill(
         self, contexts: Sequence[Ids], prefixes: Sequence[Prefix], images: Mapping[str, Tensor] | None = None
@@ -143,15 +153,17 @@ class DecodeBatch:
     def _forward(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, images: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **self._forward_options,
-            **(images or {}),
-        )
+        with chosen_experts(self._expert_layers if self.reads_experts else []) as chosen:
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **self._forward_options,
+                **(images or {}),
+            )
+        self.experts = torch.stack(chosen, 1).reshape(*ids.shape, len(chosen), -1) if chosen else None
         logits: Tensor = output.logits[:, -1].float()
         return logits
 

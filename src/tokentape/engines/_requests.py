@@ -16,6 +16,7 @@ from torch import Tensor
 from tokentape._supports import pack
 from tokentape.engines._base import LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._distributions import penalises, truncates
+from tokentape.engines._experts import ExpertRows
 from tokentape.engines._kv import Ids
 from tokentape.engines._sampling import choose, distribution, penalise
 from tokentape.engines._stopping import StopStrings
@@ -63,6 +64,8 @@ class Request:
     images: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's inputs for the prompt's images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids`, int64
     [prompt tokens], 1 where an id stands for a part of an image."""
+    experts: ExpertRows | None = None
+    """The experts of each token, if the call asks for them."""
     one_version: bool = True
     """Whether all keys and values come from one version of the weights. Also False after an error."""
 
@@ -152,6 +155,7 @@ class Sampler:
                 top_logprobs=tuple(request.top_logprobs[start:]),
                 supports=tuple(request.supports[start:]),
                 weight_version=self.weight_version,
+                payloads=request.experts.payloads() if end is not None and request.experts is not None else (),
             )
         )
 

@@ -123,6 +123,7 @@ class TransformersEngine:
         import transformers
 
         from tokentape.engines import _loading as loading
+        from tokentape.engines._experts import expert_layers
         from tokentape.engines._requests import Sampler
         from tokentape.engines._worker import Worker
 
@@ -160,7 +161,7 @@ class TransformersEngine:
             vocab_size=int(known.nonzero()[0][-1]) + 1,
             max_context=context,
             logprobs_mode=logprobs_mode,
-            sampling=DISTRIBUTION | {"supports"},
+            sampling=DISTRIBUTION | {"supports"} | ({"payloads_from"} if expert_layers(model) else set()),
             prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None else frozenset(),
         )
@@ -187,6 +188,7 @@ class TransformersEngine:
             EngineError: the model failed.
 
         """
+        from tokentape.engines._experts import ExpertRows
         from tokentape.engines._requests import Request
         from tokentape.engines._stopping import StopStrings
 
@@ -213,6 +215,7 @@ class TransformersEngine:
             send=send,
             random=random.Random(params.seed),
             images=images,
+            experts=None if params.payloads_from is None else ExpertRows(params.payloads_from),
         )
         self._calls[request_id] = request
         self._worker.submit(request)

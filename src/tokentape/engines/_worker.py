@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Worker:
                 request.one_version = False
             if self._prefixes is not None:
                 self._prefixes.clear()
-            self._batch.model = model
+            self._batch.use(model)
             self._sampler.weight_version = weight_version
             done.set_result(None)
 
@@ -135,7 +136,9 @@ class Worker:
             return
         try:
             contexts = [request.prompt_ids for request in joining]
+            self._batch.reads_experts = any(request.experts for request in joining)
             logits = self._batch.prefill(contexts, prefixes, joining[0].images)
+            self._keep_experts(joining)
             self._running += joining
             self._sample(joining, logits)
         except Exception as error:
@@ -143,8 +146,13 @@ class Worker:
         self._retire()
 
     def _known_prefix(self, request: Request) -> Prefix:
-        """Return the cached prefix of a request's prompt. A prefix that does not cover all its images is not used."""
+        """Return the cached prefix of a request's prompt. A prefix that does not cover all its images is not used.
+
+        It ends before the first token with experts to report, since these are not cached.
+        """
         prefix = self._prefixes.longest(request.prefix_key) if self._prefixes is not None else NO_PREFIX
+        if request.experts is not None and request.experts.start < prefix.length:
+            prefix = replace(prefix, length=request.experts.start)
         cuts_image = request.images and request.images["mm_token_type_ids"][prefix.length :].any()
         return NO_PREFIX if cuts_image else prefix
 
@@ -153,10 +161,24 @@ class Worker:
         if not self._running:
             return
         try:
-            self._sample(self._running, self._batch.decode([request.ids[-1] for request in self._running]))
+            self._batch.reads_experts = any(request.experts for request in self._running)
+            logits = self._batch.decode([request.ids[-1] for request in self._running])
+            self._keep_experts(self._running)
+            self._sample(self._running, logits)
         except Exception as error:
             self._fail_all(error)
         self._retire()
+
+    def _keep_experts(self, requests: Sequence[Request]) -> None:
+        """Give requests the experts of the tokens that the last forward pass computed for them."""
+        if self._batch.experts is None:
+            return
+        for request, rows in zip(requests, self._batch.experts, strict=True):
+            if request.experts is not None:
+                tokens = len(request.prompt_ids) + len(request.ids)
+                # Columns before them are padding.
+                computed = min(len(rows), tokens)
+                request.experts.append(tokens - computed, rows[-computed:])
 
     def _sample(self, requests: Sequence[Request], logits: Tensor) -> None:
         self._sampler.step(requests, logits)

@@ -108,7 +108,8 @@ def routes(gateway: Gateway) -> list[Route]:
     async def drop(snapshot_id: int, caller: Caller) -> Response:
         # Sessions with a reply that a retry has just received must be kept: the snapshot lacks that reply.
         await turns.unread.recorded()
-        dropped, kept = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use(), turns.forget)
+        dropped, kept = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
+        turns.forget(dropped)
         snapshot = await snapshots.snapshot(snapshot_id, caller.sees)
         reasons = [{"session_id": session_id, "reason": reason} for session_id, reason in kept.items()]
         return json_response({**_summary(snapshot), "dropped": dropped, "kept": reasons})

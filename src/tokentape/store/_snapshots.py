@@ -161,17 +161,13 @@ class Snapshots:
         await self._store.transact(confirm, again=confirm)
 
     async def drop(
-        self,
-        snapshot_id: int,
-        owner: str | None,
-        in_use: Collection[str] = (),
-        on_drop: Callable[[Iterable[str]], None] = lambda _: None,
+        self, snapshot_id: int, owner: str | None, in_use: Collection[str] = ()
     ) -> tuple[list[str], dict[str, str]]:
         """Delete the sessions of a confirmed snapshot, then release it.
 
         Return the deleted sessions, and the reason for each session that was kept: it has changed since, another
-        snapshot holds it, or it is `in_use`. `on_drop` is called with the ids of deleted sessions, also if a later step
-        fails. Call it again if it was interrupted. Raises `Conflict` for a snapshot that is not confirmed.
+        snapshot holds it, or it is `in_use`. Call it again if it was interrupted. Raises `Conflict` for a snapshot that
+        is not confirmed.
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
         everything = await asyncio.to_thread(self._reading, entries, snapshot_id)
@@ -184,7 +180,6 @@ class Snapshots:
                 kept.update(_drop_sessions(connection, snapshot_id, some, time.time()))
 
             await self._store.transact(drop, again=drop)
-            on_drop(entry.session_id for entry in some if entry.session_id not in kept)
         await self._update(snapshot_id, state="released")
         return [entry.session_id for entry in everything if entry.session_id not in kept], kept
 

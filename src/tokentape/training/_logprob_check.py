@@ -11,8 +11,7 @@ A token with another context is never counted as numeric, so an error in the ids
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import itemgetter
@@ -39,9 +38,6 @@ Forward: TypeAlias = Callable[[TokenIds], Logprobs]
 
 _ROUNDING = 1e-4
 """Largest logprob above 0, in nats, that rounding in float32 explains."""
-
-_SHIFT_TOKENS, _SHIFT_FROM, _SHIFT_LEFT = 8, 1e-3, 0.1
-"""Tokens, and the mean difference in nats, from which a shift is looked for; the share of it that a shift may leave."""
 
 _ANY_SIZE = 2**31
 """Size of an unknown vocabulary. Columns normalized over it can't be compared."""
@@ -115,8 +111,6 @@ class LogprobReport:
     trainer's, by reason. Logprobs in a trainer's file are assumed to be of the same distribution."""
     above_zero: int
     """Number of logprobs above 0 on either side, which are not probabilities."""
-    shifted: Mapping[str, int]
-    """Number of sequences that agree if the trainer's logprobs move one token `back` or `ahead`."""
     causes: tuple[Attribution, ...]
     """Causes of numeric differences beyond rounding, if the model was available to find them."""
 
@@ -134,9 +128,6 @@ class LogprobReport:
             found.append(("rows", f"{sides}; limit {limits.missing}"))
         if self.above_zero:
             found.append(("numeric", f"{self.above_zero} logprobs are above 0, which no probability has"))
-        for way, sequences in self.shifted.items():
-            said = f"the trainer's logprobs of {sequences} sequences agree if they move one token {way}"
-            found.append(("numeric", said))
         if not self.compared:
             found.append(("numeric", "no token was compared"))
         if numbers.not_finite:
@@ -246,28 +237,15 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
         key = (row["session_id"], int(row["leaf"]))
         if key in found:
             raise InvalidRequest(f"{source}, row {number}: a second row of session {key[0]!r}, leaf {key[1]}")
-        try:
-            found[key] = TrainerRow(
-                None if ids is None else np.array(ids, np.int32),
-                None if logprobs is None else np.array(logprobs, np.float32),  # null in JSON is NaN here
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"{source}, row {number}: expected lists of numbers: {error}") from None
+        found[key] = TrainerRow(
+            None if ids is None else np.array(ids, np.int32),
+            # JSON has null for NaN.
+            None if logprobs is None else np.array([np.nan if one is None else one for one in logprobs], np.float32),
+        )
     return found
 
 
 _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
-
-
-def _shift(recorded: Logprobs, trainer: Logprobs, at: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Yield `back` or `ahead` if moving the trainer's logprobs one token so removes nearly all of a difference."""
-    inner = at[at + 1 < len(trainer)]
-    if len(inner) < _SHIFT_TOKENS:
-        return
-    apart, *moved = (float(np.abs(trainer[inner + by] - recorded[inner]).mean()) for by in (0, 1, -1))
-    for way, left in zip(("back", "ahead"), moved, strict=True):
-        if apart > _SHIFT_FROM and left < _SHIFT_LEFT * apart:
-            yield way
 
 
 class _Tally:
@@ -283,14 +261,11 @@ class _Tally:
         self._outliers: list[tuple[float, Outlier]] = []
         """The largest differences, with their tokens."""
         self._above_zero = 0
-        self._shifted: Counter[str] = Counter()
 
     def add(self, one: Trajectory, row: TrainerRow) -> None:
         ids = one.token_ids if row.token_ids is None else row.token_ids
         mask = one.loss_mask & np.isfinite(one.logprobs)
         mask[:1] = False
-        if lacking := int(np.count_nonzero(one.loss_mask[1:] & ~mask[1:])):
-            self._mismatch.not_comparable["no logprob was recorded"] += lacking
         logprobs = row.logprobs
         if logprobs is None and row.token_ids is None:
             logprobs = self._expected(one, mask)
@@ -312,8 +287,6 @@ class _Tally:
         trainer = logprobs[found.partner[positions]].astype(np.float64)
         apart = trainer - one.logprobs[positions]
         self._above_zero += int((trainer > _ROUNDING).sum() + (one.logprobs[positions] > _ROUNDING).sum())
-        if row.logprobs is not None and found.channel == "numeric":
-            self._shifted.update(_shift(one.logprobs, row.logprobs, positions))
         before = positions < found.first
         self._numeric.add(apart[before])
         self._behind.add(apart[~before])
@@ -332,7 +305,6 @@ class _Tally:
             outliers=tuple(outlier for _, outlier in self._outliers),
             not_comparable=dict(self._mismatch.not_comparable),
             above_zero=self._above_zero,
-            shifted=dict(self._shifted),
             causes=self._causes(),
         )
 

@@ -23,6 +23,7 @@ from tokentape._canonical import digest_of
 from tokentape.errors import InvalidRequest
 from tokentape.training._collate import padded, to_torch
 from tokentape.training._columns import column_of, reward_of
+from tokentape.training._experts import all_experts, experts_field, prime_rl_experts, routed_experts, skyrl_experts
 from tokentape.training._samples import Sample
 from tokentape.training._supports import prime_rl_fields, skyrl_fields, slime_fields
 from tokentape.training._trainers import temperature, token_temperatures
@@ -43,7 +44,6 @@ def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def verl_agent_loop_output(
     sample: Sample,
-    experts: str | None = None,
     *,
     prompt_length: int | None = None,
     response_length: int | None = None,
@@ -52,11 +52,10 @@ def verl_agent_loop_output(
 ) -> dict[str, Any]:
     """Return the fields of verl's `AgentLoopOutput`, for your own agent loop that returns `AgentLoopOutput(**fields)`.
 
-    `experts` is the name of the payload to export as `routed_experts`, int16 [tokens, layers, top_k]. `prompt_length`
-    and `response_length` are those of verl's rollout config: a longer response is cut, as in verl's own loops, and a
-    longer prompt refused. verl's default trainer expects its steps as weight versions, `7` or a range `7-9`; for other
-    versions, `global_steps` is used. With `logprobs` False, verl computes them, and the recorded ones may be of any
-    distribution.
+    `prompt_length` and `response_length` are those of verl's rollout config: a longer response is cut, as in verl's own
+    loops, and a longer prompt refused. verl's default trainer expects its steps as weight versions, `7` or a range
+    `7-9`; for other versions, `global_steps` is used. With `logprobs` False, verl computes them, and the recorded ones
+    may be of any distribution. Recorded experts become `routed_experts`.
     """
     at, end = _within(sample, prompt_length, response_length)
     divisor = _temperature([sample], "verl" if logprobs else None)
@@ -84,9 +83,7 @@ def verl_agent_loop_output(
             "max_global_steps": max(known, default=None),
         },
     }
-    if experts is not None:
-        fields["routed_experts"] = sample.payloads[experts].rows[:end].astype(np.int16)
-    return fields
+    return fields | experts_field("routed_experts", routed_experts(sample), end)
 
 
 def _steps(version: str) -> Sequence[int | None]:
@@ -159,6 +156,7 @@ def slime_sample(
     *,
     logprobs: bool = True,
     sampling_mask: Callable[..., Any] | None = None,
+    expert_layers: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of slime's and Miles' `Sample.from_dict`.
 
@@ -169,7 +167,8 @@ def slime_sample(
     evaluation, the recorded logprobs may be of any distribution.
 
     Recorded supports become slime's `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`, or with Miles' class
-    `RolloutSamplingMask` as `sampling_mask`, its `rollout_sampling_mask`.
+    `RolloutSamplingMask` as `sampling_mask`, its `rollout_sampling_mask`. Recorded experts become
+    `rollout_routed_experts`; those of SGLang need `expert_layers`, the model's number of layers.
     """
     _temperature([sample], "slime" if logprobs else None)
     at = _split(sample)
@@ -190,15 +189,22 @@ def slime_sample(
         "session_id": sample.session_id,
         "metadata": {**sample.metadata, "session_id": sample.session_id},
         **(slime_fields(sample, at, sampling_mask) if logprobs else {}),
+        **experts_field("rollout_routed_experts", routed_experts(sample, expert_layers)),
     }
 
 
 def prime_rl_training_sample(
-    sample: Sample, env_name: str, *, advantages: str = "advantages", sampling_mask: Callable[..., Any] = dict
+    sample: Sample,
+    env_name: str,
+    *,
+    advantages: str = "advantages",
+    sampling_mask: Callable[..., Any] = dict,
+    experts: Callable[..., Any] = dict,
 ) -> dict[str, Any]:
     """Return the fields of prime-rl's `TrainingSample`, all aligned with `token_ids`.
 
-    Recorded supports become its `sampling_mask`; pass its class `SamplingMask` for an object instead of a dictionary.
+    Recorded supports and experts become its `sampling_mask` and `routed_experts`; pass its classes `SamplingMask` and
+    `RoutedExperts` for objects instead of dictionaries.
 
     Raises `InvalidRequest` if the sample has no column with the name `advantages`.
     """
@@ -212,6 +218,7 @@ def prime_rl_training_sample(
         "env_name": env_name,
         "advantages": column_of(sample, advantages).tolist(),
         **prime_rl_fields(sample, sampling_mask),
+        **prime_rl_experts(sample, experts),
     }
 
 
@@ -272,8 +279,9 @@ def skyrl_generator_output(
     Rewards are one number per sample, or with `per_token` the column of this name. A session with several samples is a
     trajectory of several steps: set `generator.step_wise_trajectories`, pass SkyRL's `TrajectoryID` as `trajectory_id`,
     and pass the samples of a session together, as `assemble` returns them. SkyRL then uses the reward of the last step.
-    `instance_id` is the group, else the session. Recorded supports become `rollout_sample_support`. `stop_reasons` is
-    None unless all are known. With `logprobs` False, for evaluation, the recorded logprobs may be of any distribution.
+    `instance_id` is the group, else the session. Recorded supports and experts become `rollout_sample_support` and
+    `rollout_expert_indices`. `stop_reasons` is None unless all are known. With `logprobs` False, for evaluation, the
+    recorded logprobs may be of any distribution.
 
     Raises `InvalidRequest` for a sample without reward or without that column, and for interleaved sessions.
     """
@@ -306,6 +314,7 @@ def skyrl_generator_output(
             for group, session in zip(groups, sessions, strict=True)
         ],
         "is_last_step": last,
+        **skyrl_experts(samples),
         **(skyrl_fields(samples, splits) if logprobs else {}),
     }
 
@@ -315,17 +324,20 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
 
     NeMo-RL trains by role: trained tokens are `assistant` messages with `generation_logprobs`; other tokens are `user`
     messages in the prompt and `environment` messages after it. `length` is the prompt's, because NeMo-RL groups samples
-    by their prompts. `total_reward` and `truncated` are what its rollouts add.
+    by their prompts. `total_reward` and `truncated` are what its rollouts add. Recorded experts become `routed_experts`
+    of each message, -1 for the last token, which NeMo-RL routes itself.
     """
     _temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
+    experts = all_experts(sample, -1)
     split = _split(sample)
     edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
     bounds = sorted({0, split, *edges.tolist(), len(sample.token_ids)})
     for start, end in pairwise(bounds):
         ids, trained = sample.token_ids[start:end].astype(np.int64), bool(sample.loss_mask[start])
         role = "assistant" if trained else "environment" if start >= split else "user"
-        given = {"token_ids": ids} | ({"generation_logprobs": sample.logprobs[start:end]} if trained else {})
+        given: dict[str, Any] = {"token_ids": ids} | experts_field("routed_experts", experts, end, start)
+        given |= {"generation_logprobs": sample.logprobs[start:end]} if trained else {}
         text = "" if decode is None else decode(ids.tolist())
         log.append({"role": role, "content": text, **(to_torch(given) if tensors else given)})
     return {

@@ -18,8 +18,6 @@ from tokentape.audit._skew.backends.base import Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
 from tokentape.audit._skew.file_findings import configuration_findings
 from tokentape.audit._skew.findings import Skew
-from tokentape.audit._skew.known_parts import byte_level
-from tokentape.audit._skew.parts import part_words
 from tokentape.audit._skew.report_text import quoted
 from tokentape.audit._skew.template_causes import TemplateCauses
 from tokentape.demo import MODEL
@@ -173,35 +171,3 @@ def test_a_broken_tokenizer_json_is_an_error_that_names_it(tmp_path: Path, conte
 
 def test_what_can_not_be_told_apart_by_eye_is_quoted_with_escapes() -> None:
     assert quoted("e\u0301 \u00e9 \u00a0\u200b\n") == '"e\\u0301 é \\u00a0\\u200b\\n"'
-
-
-def test_parts_that_differ_together_explain_the_texts_that_one_of_them_does_not() -> None:
-    """SentencePiece without the space before a text: spaces within it are replaced by the other part."""
-    whole = base("mistral_v3_spm")
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    *steps, strip = whole.spec["decoder"]["decoders"]
-    assert strip["type"] == "Strip"
-    spec = {
-        **whole.spec,
-        "pre_tokenizer": None,
-        "normalizer": spaces,
-        "decoder": {"type": "Sequence", "decoders": steps},
-    }
-    config = {**whole.config, "clean_up_tokenization_spaces": None}
-    report = audit(healthy("mistral_v3_spm"), whole.side(spec=spec, config=config))
-    assert [one.kind for one in report.findings if one.severity == "skew"] == ["pre-tokenizer", "normalizer", "decoder"]
-    assert "and the pre-tokenizer is Metaspace" in report.findings[1].cause
-    assert report.notes == ()
-
-
-def test_two_causes_are_no_third_one_where_a_text_has_both() -> None:
-    spec = {**base(TINY).spec, "normalizer": {"type": "Lowercase"}, "pre_tokenizer": byte_level("gpt2")}
-    causes = [one.cause for one in audit(healthy(TINY), base(TINY).side(spec=spec)).findings]
-    assert not any(" and the " in cause for cause in causes), causes
-
-
-def test_settings_that_a_file_leaves_to_their_defaults_are_not_named() -> None:
-    few = {key: value for key, value in base(TINY).spec["model"].items() if key in ("type", "vocab", "merges")}
-    other = base(TINY).side(spec={**base(TINY).spec, "model": {**few, "ignore_merges": True}})
-    said = part_words("settings", healthy(TINY).facts, other.facts)
-    assert said == "the model settings differ: ignore_merges=False against True"

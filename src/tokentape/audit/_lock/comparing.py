@@ -14,7 +14,6 @@ from tokentape.audit._lock.goldens import LockGolden
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, unpacked_merges
 from tokentape.audit._lock.observing import Observed
 from tokentape.audit._model_files import (
-    CONFIG_FILES,
     MAX_LENGTH,
     PROCESSOR_TEMPLATE,
     SAMPLED,
@@ -30,7 +29,6 @@ from tokentape.audit._tokendiff.alignment import anchors
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 
-_SAVED = "code saved a tokenizer with truncation or padding switched on, or with another model_max_length"
 _SHOWN = 5
 _SHOWN_MERGES = 3
 _SHOWN_OF_CERTIFICATE = 2
@@ -51,7 +49,8 @@ _CAUSES = {
     "revision of the tokenizer",
     "special tokens": "the configuration names other tokens, or training code set pad_token or eos_token",
     "end-of-sequence ids": "generation_config.json or eos_token differs: turns end at different tokens",
-    "configuration": "config.json or generation_config.json is from other weights, or training code rewrote it",
+    "configuration": "config.json or generation_config.json is from other weights, or training code rewrote it; or "
+    "code saved a tokenizer with truncation or padding switched on, or with another model_max_length",
     "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is from another revision, or was "
     "edited: code that loads the folder with transformers gets another tokenizer",
     "template": "the template was edited, replaced by a training template, or is another revision",
@@ -248,8 +247,7 @@ def _first_few(found: Sequence[str], most: int) -> str:
 
 
 def _change(what: str, found: str) -> LockChange:
-    saved = what == "configuration" and not found.startswith(CONFIG_FILES)
-    return LockChange(what, found, _SAVED if saved else _CAUSES[what])
+    return LockChange(what, found, _CAUSES[what])
 
 
 def _step_change(was: Any, now: Any) -> str:

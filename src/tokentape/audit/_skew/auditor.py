@@ -271,7 +271,7 @@ class _Run:
         lacking = [letter for letter, side in (("A", self.a), ("B", self.b)) if side.facts.configuration is None]
         if lacking:
             files = " and ".join(CONFIG_FILES)
-            yield f"stop ids and rows of the embedding: no {files} of {' and '.join(lacking)} was read"
+            yield f"stop ids and rows of the embedding: {' and '.join(lacking)} has no {files}, or does not show them"
         if self.a.facts.spec is None and self.b.facts.spec is None:
             yield "the vocabulary: neither side says what its tokens are"
         if not self.tried.get("masks"):

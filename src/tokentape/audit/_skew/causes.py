@@ -43,7 +43,6 @@ SAME_FILES = "Use the tokenizer.json that the weights were trained with on both 
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
 _AROUND = 24
 """The number of cut positions to try on each side of the first id that differs."""
-TRAINED = "Use the file that the weights were trained with on both sides."
 LOAD_THE_FILE = (
     "Load tokenizer.json itself, with `tokenizers` or PreTrainedTokenizerFast(tokenizer_file=...); a loader that "
     "builds the tokenizer from its class changes it."
@@ -91,7 +90,7 @@ class TextCauses:
             return None
         kind = PARTS.get(group[0].partition(":")[0], "added token")
         what = " and ".join(map(self.words, group))
-        return Cause(kind, what, fix_of(kind, a, b), "+".join(group), self._exchange(group))
+        return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
     def _by_library(self, text: str, b_ids: list[int]) -> Cause | None:
         """Return the cause if both tokenizer.json are equal, and only one side gives the ids of `tokenizers`."""
@@ -122,11 +121,6 @@ class TextCauses:
                 self._exchanged[names] = None
         return self._exchanged[names]
 
-    def _with_ids_of_b(self, tokens: Sequence[str], texts: Sequence[str]) -> list[list[int]]:
-        """Encode with A, and give added tokens the ids that they have in B."""
-        new = {self._a.facts.added[token].id: self._b.facts.added[token].id for token in tokens}
-        return [[new.get(one, one) for one in ids] for ids in self._a.encode(texts)]
-
     def words(self, name: str) -> str:
         """Describe how the backends differ in a part."""
         kind, _, said = name.partition(":")
@@ -156,7 +150,7 @@ class TextCauses:
             if kind == "added token" and self._a.encode(around) != self._b.encode(around):
                 continue  # the text around the token differs too, so the token is not the cause
             if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
-                fix = fix_of(kind, self._a.facts, self._b.facts)
+                fix = _fix(kind, self._a.facts, self._b.facts)
                 return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
 
@@ -178,12 +172,6 @@ class TextCauses:
                     return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
         one, other = _pieces(a, a_ids), _pieces(b, b_ids)
         if one and one == other:
-            moved = self._added.get("ids", ())
-            apart = {piece for piece, x, y in zip(one, a_ids, b_ids, strict=True) if x != y}
-            if apart <= {*moved}:
-                key = f"{_ADDED}:ids"
-                fix, encoder = fix_of("added token", a.facts, b.facts), partial(self._with_ids_of_b, moved)
-                return Cause("added token", self.words(key), fix, key, encoder)
             return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
         what = f"the sides give this text other tokens: {_first_ids_apart(a_ids, b_ids)}"
         if one and "".join(one) == "".join(other):
@@ -218,11 +206,6 @@ def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b:
     def around(backend: Backend, ids: list[int]) -> str:
         plain = backend.encode([text])[0]
         at = _place(plain, ids) if plain else len(ids)
-        if not plain:  # what is put around another text says what stands before it, and what after it
-            one, whole = (backend.encode(["a"], special=special)[0] for special in (False, True))
-            start = _place(one, whole)
-            if start is not None and [*whole[:start], *whole[start + len(one) :]] == ids:
-                at = start
         if at is None:
             return "other tokens around"
         sides = {"before": ids[:at], "after": ids[at + len(plain) :]}
@@ -242,10 +225,9 @@ def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b:
     )
 
 
-def fix_of(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
-    """Return what to do about a part that differs."""
+def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
     if any("GGUF" in facts.kind or "llama.cpp" in facts.kind for facts in (a, b)):
-        if kind == "pre-tokenizer" and not any(facts.kind == "GGUF llama" for facts in (a, b)):
+        if kind == "pre-tokenizer":
             return (
                 "Convert the GGUF with a converter that knows this model: its tokenizer.ggml.pre names another split."
             )
@@ -254,8 +236,6 @@ def fix_of(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
             return (
                 "llama.cpp does not normalize text for such a vocabulary: normalize it before it reaches either side."
             )
-    if any(facts.kind.startswith(("GGUF", "tiktoken")) for facts in (a, b)):
-        return TRAINED
     return SAME_FILES if a.kind == b.kind else LOAD_THE_FILE
 
 

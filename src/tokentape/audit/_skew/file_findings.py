@@ -12,12 +12,13 @@ import jinja2
 from tokentape.audit._model_files import CONFIG, MAX_LENGTH, ROWS, SAMPLED, unlike
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import without_marks
-from tokentape.audit._skew.causes import SAME_FILES, TRAINED, TextCauses
+from tokentape.audit._skew.causes import SAME_FILES, TextCauses
 from tokentape.audit._skew.findings import Severity, Skew, SkewResult
 from tokentape.audit._skew.parts import PARTS, Spec, added_words, part_of, unlike_tokens
 from tokentape.audit._skew.probing import result
 from tokentape.chat._template import parse_template
 
+_TRAINED = "Use the file that the weights were trained with on both sides."
 _PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
 _ROWS_FIX = "Use the config.json of the weights. If they were resized, give every token a row."
 _SURPLUS_FIX = "Never sample them: mask their logits, and check sampled ids."
@@ -42,11 +43,9 @@ def file_findings(
     for part in causes.differing:
         # If a side lacks the ability, no input tried the part, and the difference may be harmless.
         able = all(_ABILITY.get(part, "decode") in side.facts.abilities for side in (a, b))
-        if part == "merges" and "vocabulary" in skews and "tiktoken ranks" in (a.facts.kind, b.facts.kind):
-            continue  # the merges follow from the ranks, which differ
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no input that was tried shows it"
-            new.append(Skew(PARTS[part], "facts", cause, TRAINED, 1))
+            new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
     if templates and not any(one.probe == "render" and one.severity == "skew" for one in found):
         new += _templates(a.facts, b.facts)
     return new
@@ -142,11 +141,11 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         if one is not None and other is not None:
             if not _same_template(one, other):
                 cause = f"the {name} differs between A and B; no conversation that was tried shows it"
-                yield Skew("template", "facts", cause, TRAINED, 1)
+                yield Skew("template", "facts", cause, _TRAINED, 1)
         elif one is not None or other is not None:
             lacking, has, lacks = (b, "A", "B") if other is None else (a, "B", "A")
             if lacking.loading is not None or lacking.kind.startswith(("AutoTokenizer", "GGUF")):
-                yield Skew("template", "facts", f"{has} has a {name} and {lacks} has none", TRAINED, 1)
+                yield Skew("template", "facts", f"{has} has a {name} and {lacks} has none", _TRAINED, 1)
 
 
 def _same_template(one: str, other: str) -> bool:
@@ -190,7 +189,7 @@ def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
             cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (
                 ": turns end at different tokens" if ends else ""
             )
-            yield Skew("stop ids" if ends else "special tokens", "facts", cause, TRAINED, 1)
+            yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)
 
 
 def _listed(value: Any) -> str:
@@ -229,7 +228,7 @@ def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.max_length != b.max_length and all(CONFIG in side.files for side in (a, b)):
         said = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
         cause = f"{MAX_LENGTH} is {said}: transformers cuts texts there where truncation is asked for"
-        yield Skew("truncation", "facts", cause, TRAINED, 1, severity="caution")
+        yield Skew("truncation", "facts", cause, _TRAINED, 1, severity="caution")
     if a.spec is None or b.spec is None or not a.kind == b.kind == "tokenizer.json":
         return
     for name in ("truncation", "padding"):

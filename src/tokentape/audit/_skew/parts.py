@@ -42,7 +42,7 @@ def part_of(spec: Spec, name: str) -> Any:
     match name:
         case "settings":
             own = _raw(spec, name).items()
-            return _DEFAULTS | {key: _DEFAULTS[key] if key in _DEFAULTS and not value else value for key, value in own}
+            return {key: _DEFAULTS[key] if key in _DEFAULTS and not value else value for key, value in own}
         case "merges":
             return merges_of(model)
         case "vocabulary":
@@ -82,16 +82,6 @@ def _escaped(pattern: str) -> str:
     return pattern.replace(r"\"", '"')
 
 
-def _around(part: Any) -> Any:
-    """Return the tokens that a post-processor puts around one text; the part itself if it has no template."""
-    if part is None:
-        return [None]
-    if "single" not in part:
-        return part
-    ids = {name: token["ids"] for name, token in part["special_tokens"].items()}
-    return [ids[one["SpecialToken"]["id"]] if "SpecialToken" in one else None for one in part["single"]]
-
-
 _PREFIXES = {"continuing_subword_prefix", "end_of_word_suffix"}
 _DEFAULTS = {
     "continuing_subword_prefix": "",
@@ -129,8 +119,9 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
         one, other = part_of(a.spec, name), part_of(b.spec, name)
         if name == "vocabulary":
             one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
-        if name == "post_processor" and a.kind != b.kind:
-            one, other = _around(one), _around(other)  # not every loader encodes pairs of texts
+        if name == "settings":
+            keys = {*one, *other}
+            one, other = ({k: part.get(k, _DEFAULTS.get(k)) for k in keys} for part in (one, other))
         if one != other and not _equivalent(name, one, other, a.spec, b.spec):
             found.append(name)
     return found

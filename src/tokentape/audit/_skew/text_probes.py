@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tokentape.audit._skew.backends.base import Backend
-from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses, fix_of
-from tokentape.audit._skew.findings import Cause, Kind, Probe, Skew, SkewResult
+from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses
+from tokentape.audit._skew.findings import Kind, Probe, Skew, SkewResult
 from tokentape.audit._skew.parts import brief, part_of
 from tokentape.audit._skew.probing import WHERE, explain, result, smallest, smallest_text
 from tokentape.errors import InvalidRequest
@@ -103,15 +103,10 @@ def explain_texts(
     special: bool = False,
 ) -> tuple[list[Skew], int]:
     """Return one finding per cause, and the number of texts beyond `MOST_EXAMINED` that were left unexplained."""
-    known: dict[str, Cause] = {}
 
     def differs(text: str) -> bool:
-        """Return True if the text gets different ids, and no cause that was found explains them."""
         try:
-            one, other = a.encode([text], special=special), b.encode([text], special=special)
-            wanted = {"a": one, "b": other}
-            explained = (x.encoder([text]) == wanted[x.gives] for x in known.values() if x.encoder is not None)
-            return one != other and not any(explained)
+            return a.encode([text], special=special) != b.encode([text], special=special)
         except InvalidRequest:
             return False
 
@@ -119,9 +114,6 @@ def explain_texts(
         small = smallest_text(first.text, differs)
         a_ids, b_ids = a.encode([small], special=special)[0], b.encode([small], special=special)[0]
         cause = causes.cause_of(small, a_ids, b_ids, special=special)
-        parts = cause.key.split("+")
-        key = parts[0] if known.keys() >= {*parts} else cause.key
-        known[cause.key] = cause
 
         def explains(left: list[Differing]) -> Sequence[bool]:
             if cause.encoder is None:
@@ -131,7 +123,7 @@ def explain_texts(
             return [ids == expected for ids, expected in zip(made, wanted, strict=True)]
 
         found = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
-        return key, found, explains
+        return cause.key, found, explains
 
     return explain(sorted(differing, key=lambda one: len(one.text)), MOST_EXAMINED, examine, progress)
 
@@ -174,9 +166,9 @@ def decode_findings(a: Backend, b: Backend, sequences: Mapping[tuple[int, ...], 
 def _decode_cause(a: Backend, b: Backend, one: str, other: str) -> tuple[Kind, str, str]:
     ours, theirs = (part_of(side.facts.spec, "decoder") if side.facts.spec else None for side in (a, b))
     both = a.facts.spec is not None and b.facts.spec is not None
-    if both and ours != theirs and bool(a.facts.cleans_up) == bool(b.facts.cleans_up):
+    if both and ours != theirs and a.facts.cleans_up == b.facts.cleans_up:
         what = f"the decoder is {brief(ours)} in A and {brief(theirs)} in B"
-        return "decoder", what, fix_of("decoder", a.facts, b.facts)
+        return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
     if _cleaned(one) == other or _cleaned(other) == one:
         letter = "B" if _cleaned(one) == other else "A"
         what = f"{letter} removes spaces before punctuation when decoding (clean_up_tokenization_spaces)"

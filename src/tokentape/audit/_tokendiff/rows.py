@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Literal
@@ -37,9 +37,7 @@ class ValueChange:
     first: int
     """Position on the recorded side of the first token that differs; -1 if none does."""
     largest: float
-    """Largest absolute difference of those that differ; 0 if one side has NaN for all of them."""
-    late: int = 0
-    """1 or -1 if the values differ, and the recorded side's agree when each moves one token back, or ahead; else 0."""
+    """Largest absolute difference; NaN is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +97,6 @@ def compare_rows(
         logprobs = None
         if one.logprobs is not None and other.logprobs is not None:
             logprobs = _changed(one.logprobs[at], other.logprobs[pairs[at]], pairs[at], max_delta)
-            if not found.differences and logprobs.differing:
-                logprobs = replace(logprobs, late=_late(one.logprobs, other.logprobs, at, max_delta))
-        if mask and mask.differing and one.mask is not None and other.mask is not None and not found.differences:
-            values = one.mask.astype(float), other.mask.astype(float)
-            mask = replace(mask, late=_late(*values, np.arange(len(one.mask)), 0))
         yield RowComparison(one.name, other.line, found, None, mask, logprobs)
 
 
@@ -112,16 +105,7 @@ def _changed(one: npt.NDArray[Any], other: npt.NDArray[Any], places: npt.NDArray
     # NaN on both sides is no difference, NaN on one side is.
     differ = ~(apart <= most) & ~(np.isnan(one) & np.isnan(other))
     first = int(places[differ][0]) if differ.any() else -1
-    return ValueChange(len(one), int(differ.sum()), first, float(np.nanmax(apart[differ], initial=0.0)))
-
-
-def _late(one: npt.NDArray[Any], other: npt.NDArray[Any], at: npt.NDArray[Any], most: float) -> int:
-    """Return 1 or -1 if `other` equals `one` at the positions `at` when its values move one token back, or ahead."""
-    for late in (1, -1):
-        kept = at[(at + late >= 0) & (at + late < len(other))]
-        if len(kept) and not _changed(one[kept], other[kept + late], kept, most).differing:
-            return late
-    return 0
+    return ValueChange(len(one), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
 
 
 def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tuple[IdRow | None, IdRow | None]]:
@@ -203,13 +187,8 @@ def _value_lines(row: RowComparison) -> dict[str, str]:
     """Return a sentence for each of `mask` and `logprobs` that differs."""
     said = {}
     for name, one in row.changed_values.items():
-        largest = f"by up to {one.largest:.3g} nats" if one.largest else "a side has no number there"
-        found = [f"{name} of {one.differing} of {one.tokens} tokens differ"]
-        found += [largest] if name == "logprobs" else []
-        found.append(f"the first is token {one.first}")
-        if one.late:
-            found.append(f"they agree if the recorded side's move one token {'back' if one.late > 0 else 'ahead'}")
-        said[name] = ", ".join(found)
+        largest = f", by up to {one.largest:.3g} nats" if name == "logprobs" else ""
+        said[name] = f"{name} of {one.differing} of {one.tokens} tokens differ{largest}, the first is token {one.first}"
     return said
 
 
@@ -245,7 +224,7 @@ def printed(
     yield f"{len(differing)} of {total} rows differ"
     for name, many in compared.items():
         if many < total:
-            yield f"not compared: {name} of {total - many} rows, which a side does not have for each id"
+            yield f"not compared: {name} of {total - many} rows, which a side does not have"
 
 
 def _ci_case(row: RowComparison) -> CiCase:

@@ -1,0 +1,71 @@
+"""Read from a model which experts it routed each token to, so that a trainer can route them alike.
+
+Contexts with the same ids share cached keys and values. The experts recorded for one of them computed these keys and
+values too, if the model routes equal contexts alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from tokentape.engines._base import Payload
+
+_CHOSEN = ("top_k_index", "router_indices", "selected_experts")
+"""What transformers 5.23 calls the experts of each token in its mixtures: an argument, int64 [tokens, top k]."""
+
+
+def expert_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the modules that compute a layer's experts, in order, each with the argument that has the chosen ones."""
+    names: dict[type[nn.Module], str | None] = {}
+    for module in model.modules():
+        if type(module) not in names:
+            taken = inspect.signature(type(module).forward).parameters
+            names[type(module)] = next((name for name in _CHOSEN if name in taken), None)
+    return [(module, name) for module in model.modules() if (name := names[type(module)])]
+
+
+@contextmanager
+def chosen_experts(layers: list[tuple[nn.Module, str]]) -> Iterator[list[Tensor]]:
+    """Collect the experts that the forward passes within the block choose, [rows * columns, top k] per layer."""
+    found: list[Tensor] = []
+    reading = True
+
+    def collect(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A copy of the model that is made meanwhile for new weights keeps its hooks.
+        if reading:
+            found.append(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments[name])
+
+    hooks = [one.register_forward_pre_hook(partial(collect, name), with_kwargs=True) for one, name in layers]
+    try:
+        yield found
+    finally:
+        reading = False
+        for hook in hooks:
+            hook.remove()
+
+
+class ExpertRows:
+    """The experts of one request's tokens, from the token at offset `start` on, appended as they are computed."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self._rows: list[npt.NDArray[np.int16]] = []
+
+    def append(self, first: int, rows: Tensor) -> None:
+        """Append rows, [tokens, layers, top k], the first of them for the token at offset `first` of the context."""
+        kept = rows[max(self.start - first, 0) :]
+        self._rows.append(kept.to("cpu", torch.int16).numpy())
+
+    def payloads(self) -> tuple[Payload, ...]:
+        """Return what `SampleDelta.payloads` has in the last delta."""
+        rows = np.concatenate(self._rows) if self._rows else np.empty(0, np.int16)
+        return (Payload("routed_experts", self.start, rows),) if len(rows) else ()

@@ -1,0 +1,143 @@
+"""Experts that the embedded engine reports, against forward passes that route as reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from embedded import ENDLESS, Sampled, collect, load, prompt, sample  # noqa: E402
+from routing import replayed, route_by_chance, routers, write_mixture  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from tokentape.engines._base import SamplingParams  # noqa: E402
+from tokentape.engines._experts import expert_layers  # noqa: E402
+from tokentape.engines._transformers import TransformersEngine  # noqa: E402
+from tokentape.errors import UnsupportedParameter  # noqa: E402
+from tokentape.types import TokenIds  # noqa: E402
+
+ROUTED = SamplingParams(max_tokens=12, temperature=1.0, seed=1, payloads_from=0)
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_mixture(tmp_path_factory.mktemp("mixture"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def engine(mixture_dir: Path) -> Iterator[TransformersEngine]:
+    """An engine that never routes a token twice alike, but by chance."""
+    engine = TransformersEngine.open(mixture_dir, logprobs_mode="raw_logprobs")
+    route_by_chance(engine._model, seed=7)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def model(mixture_dir: Path) -> Any:
+    """The same weights, without the noise."""
+    return load(mixture_dir)
+
+
+def experts(sampled: Sampled) -> Any:
+    """Return the rows of a call that asked for those of all its tokens."""
+    (payload,) = sampled.last.payloads
+    assert (payload.name, payload.start) == ("routed_experts", 0)
+    assert all(not delta.payloads for delta in sampled.deltas[:-1])
+    return payload.rows
+
+
+def apart(model: Any, prompt_ids: TokenIds, sampled: Sampled, rows: Any = None) -> float:
+    """Return how far the engine's logprobs are from those of a forward pass that routes as `rows` has it."""
+    own = replayed(model, [*prompt_ids.tolist(), *sampled.ids], rows)[len(prompt_ids) - 1 :]
+    return float((own - torch.tensor(sampled.logprobs)).abs().max())
+
+
+def test_a_forward_pass_routed_as_reported_gives_the_logprobs_and_another_does_not(
+    engine: TransformersEngine, model: Any
+) -> None:
+    sampled = sample(engine, prompt(9), ROUTED)
+    rows = experts(sampled)
+    assert rows.shape == (9 + len(sampled.ids) - 1, 2, 2)
+    assert apart(model, prompt(9), sampled, rows) < 1e-5
+    assert apart(model, prompt(9), sampled) > 1e-2
+    assert apart(model, prompt(9), sampled, rows[:, ::-1].copy()) > 1e-2
+    assert apart(model, prompt(9), sampled, np.roll(rows, 1, axis=0)) > 1e-2
+
+
+def test_calls_that_share_a_batch_have_their_own_rows(engine: TransformersEngine, model: Any) -> None:
+    prompts = [prompt(length) for length in (5, 30, 11, 2, 5)]
+
+    async def all_calls() -> list[Sampled]:
+        calls = (collect(engine, one, ROUTED, request_id=str(n)) for n, one in enumerate(prompts))
+        return await asyncio.gather(*calls)
+
+    for _ in range(2):  # the second time, all prompts are cached
+        for one, sampled in zip(prompts, asyncio.run(all_calls()), strict=True):
+            assert apart(model, one, sampled, experts(sampled)) < 1e-5
+
+
+def test_a_turn_after_another_reports_the_tokens_that_no_call_has_reported(
+    engine: TransformersEngine, model: Any
+) -> None:
+    first = sample(engine, prompt(9), ROUTED)
+    context = np.array([*prompt(9).tolist(), *first.ids, 4, 5, 6], np.int32)
+    start = len(context) - 4
+    second = sample(engine, context, replace(ROUTED, payloads_from=start))
+    (payload,) = second.last.payloads
+    assert payload.start == start
+    assert apart(model, context, second, np.concatenate([experts(first), payload.rows])) < 1e-5
+
+
+def test_a_call_that_is_interrupted_has_the_rows_of_what_it_sampled(engine: TransformersEngine, model: Any) -> None:
+    async def cut() -> Sampled:
+        deltas = []
+        async for delta in engine.sample(prompt(9), replace(ENDLESS, payloads_from=0), stream=True, request_id="cut"):
+            deltas.append(delta)
+            engine.interrupt("cut")
+        return Sampled(
+            [i for one in deltas for i in one.token_ids], [x for one in deltas for x in one.logprobs], deltas
+        )
+
+    sampled = asyncio.run(cut())
+    assert sampled.last.finish_reason == "abort"
+    assert len(experts(sampled)) >= 9 + len(sampled.ids) - 1
+    assert apart(model, prompt(9), sampled, experts(sampled)) < 1e-5
+
+
+def test_rows_go_on_after_new_weights(engine: TransformersEngine, mixture_dir: Path, model: Any) -> None:
+    asyncio.run(engine.push_weights(model.state_dict().items(), "1"))
+    sampled = sample(engine, prompt(9), ROUTED)
+    assert sampled.last.weight_version == "1"
+    assert apart(model, prompt(9), sampled, experts(sampled)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Olmoe", pytest.param("Qwen2Moe", marks=pytest.mark.slow)])
+def test_other_mixtures_report_what_their_routers_choose(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(str(write_mixture(tmp_path / "mixture", kind) / "tokenizer.json"))
+    engine = TransformersEngine.open(tmp_path / "mixture")
+    sampled = sample(engine, prompt(9), ROUTED)
+    asyncio.run(engine.close())
+    chosen: list[Any] = []
+    model = load(tmp_path / "mixture")
+    for router in routers(model):
+        router.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    model(torch.tensor([[*prompt(9).tolist(), *sampled.ids[:-1]]]))
+    assert np.array_equal(np.sort(experts(sampled)), np.sort(torch.stack(chosen, 1).numpy()))
+
+
+def test_a_model_without_experts_refuses_to_report_any(model_dir: Path) -> None:
+    engine = TransformersEngine.open(model_dir)
+    assert expert_layers(engine._model) == []
+    with pytest.raises(UnsupportedParameter, match="payloads_from"):
+        sample(engine, prompt(9), ROUTED)
+    asyncio.run(engine.close())
