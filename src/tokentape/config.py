@@ -137,6 +137,11 @@ class ServeConfig:
         {}, "Sampling parameter that callers can't change, such as temperature=1.0.", metavar="NAME=VALUE"
     )
     default: Mapping[str, Any] = option({}, "Sampling parameter for calls that don't name it.", metavar="NAME=VALUE")
+    enforce_tools: bool = option(
+        False,
+        "Have the engine enforce forced tool choices and strict tools, and refuse them where it can't. Without it they "
+        "are only reported. The logprobs of such turns are those under the constraint. Not with capture.",
+    )
     payloads: bool = option(False, "Record what the engine returns per token, such as routed experts.")
     supports: int = option(
         0,
@@ -167,6 +172,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self.pins()
+        if self.enforce_tools and self.engine.capture:
+            raise InvalidRequest("enforce_tools does not work with capture, where the server renders", "enforce_tools")
         if self.engine.kind == "transformers" and self.engine.urls:
             raise InvalidRequest(
                 f"--engine-url {self.engine.urls[0]} without the kind of its server: add --engine vllm, sglang, "

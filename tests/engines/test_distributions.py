@@ -29,6 +29,7 @@ MODES = ("raw_logprobs", "penalised_logprobs", "scaled_logprobs", "processed_log
         ({"temperature": 1e-6}, replace(NONE, temperature=0.0)),
         ({"seed": 3, "stop_strings": ("x",), "top_logprobs": 5, "priority": 1, "cache_salt": "a"}, NONE),
         ({"json_schema": "{}"}, replace(NONE, grammar=True)),
+        ({"structural_tag": "{}"}, replace(NONE, grammar=True)),
     ],
 )
 def test_parameters_say_what_is_sampled_from(changes: dict[str, object], expected: TokenDistribution) -> None:

@@ -641,6 +641,17 @@ def test_a_schema_is_sent_as_text(server: FakeServer) -> None:
     assert body["sampling_params"]["json_schema"] == '{"type":"object"}'
 
 
+def test_a_structural_tag_is_sent_as_text_where_xgrammar_reads_it(server: FakeServer) -> None:
+    tagged = replace(PARAMS, structural_tag='{"type":"structural_tag"}')
+    server.reset(answers(grammar_backend="xgrammar"))
+    sample(server, tagged)
+    (body,) = server.bodies("/generate")
+    assert body["sampling_params"]["structural_tag"] == tagged.structural_tag
+    server.reset(answers(grammar_backend="llguidance"))
+    with pytest.raises(UnsupportedParameter, match="structural_tag"):
+        sample(server, tagged)
+
+
 def test_a_server_without_grammars_follows_no_schema(server: FakeServer) -> None:
     server.reset(answers(grammar_backend="none"))
     with pytest.raises(UnsupportedParameter, match="json_schema"):

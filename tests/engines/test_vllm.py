@@ -444,7 +444,8 @@ def test_opening_finds_out_what_the_server_is(server: FakeVllm) -> None:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         info = engine.info
         assert (info.name, info.version, info.model, info.max_context) == ("vllm", "0.32.0", MODEL, MAX_CONTEXT)
-        assert info.sampling == DISTRIBUTION | {"min_tokens", "cache_salt", "session_id", "json_schema"}
+        constraints = {"json_schema", "structural_tag"}
+        assert info.sampling == DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"} | constraints
         assert str(info) == "vllm 0.32.0 raw_logprobs completions"
         await engine.close()
 
@@ -571,6 +572,11 @@ def test_a_request_id_that_no_header_can_hold_is_refused(server: FakeVllm) -> No
 def test_a_schema_is_sent_as_structured_outputs(server: FakeVllm) -> None:
     open_and_sample(server, replace(PARAMS, json_schema='{"type":"object"}'))
     assert server.bodies[0]["structured_outputs"] == {"json": {"type": "object"}}
+
+
+def test_a_structural_tag_is_sent_as_text(server: FakeVllm) -> None:
+    open_and_sample(server, replace(PARAMS, structural_tag='{"type":"structural_tag"}'))
+    assert server.bodies[0]["structured_outputs"] == {"structural_tag": '{"type":"structural_tag"}'}
 
 
 @pytest.mark.parametrize("scale_out", [False, True])

@@ -27,6 +27,7 @@ class FixedAsking:
     engine: EngineInfo = ENGINE
     vocab_size: int = 100
     takes_images: bool = False
+    enforces_tools: bool = False
 
     async def conversation(self, reply_id: str) -> tuple[Message, ...]:
         raise NotFound(f"there is no reply {reply_id!r}")

@@ -283,7 +283,7 @@ def test_every_parameter_is_known_to_go_on_or_not() -> None:
     each_token = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "top_logprobs", "supports"}
     server = {"priority", "cache_salt", "session_id", "adapter"}
     carried = {"max_tokens", "min_tokens", "seed", "stop_strings", "payloads_from"}
-    hindering = {"presence_penalty", "frequency_penalty", "repetition_penalty", "json_schema"}
+    hindering = {"presence_penalty", "frequency_penalty", "repetition_penalty", "json_schema", "structural_tag"}
     assert {one.name for one in fields(SamplingParams)} == each_token | server | carried | hindering
 
 

@@ -27,7 +27,7 @@ EARLIER: tuple[Message, ...] = (
     {"role": "assistant", "content": SENTINELS[11] * 2},
 )
 """An exchange to put before the question if a template refuses a question alone."""
-_ID = SENTINELS[9] * 2
+ID = SENTINELS[9] * 2
 """Replaces the ids of calls in renderings, so that delimiters with an id are the same for each call."""
 
 PROBE_ID, OTHER_PROBE_ID = "call00000", "call00001"
@@ -114,6 +114,8 @@ class CallSyntax:
     section_close: str = ""
     name_key: str = "name"
     arguments_key: str = "arguments"
+    around_arguments: tuple[str, str] | None = None
+    """The text of a call before its arguments, with the sentinel NAME, and after them (`json` only)."""
     name_close: str = ""
     name_open: str = ""
     """Set if the call's id comes before the name (`named` only): ID `name_open` NAME."""
@@ -164,7 +166,7 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
 
     def region(*calls: tuple[str, str, Any]) -> str:
         text = render([QUESTION, shape.message("", calls)], False)
-        return text[common_prefix(text, prompt) :].replace(PROBE_ID, _ID).replace(OTHER_PROBE_ID, _ID)
+        return text[common_prefix(text, prompt) :].replace(PROBE_ID, ID).replace(OTHER_PROBE_ID, ID)
 
     syntax = _read_one_call(region(first))
     if syntax is not None and syntax.style == "tagged":
@@ -189,7 +191,7 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         after = text[text.rindex(CONTENT) + len(CONTENT) :] if CONTENT in text else ""
         space = len(after) - len(after.lstrip())
         syntax = replace(syntax, space_before=space, within_lines=after.startswith("{"))
-    call_open, found, name_open = syntax.open.partition(_ID)
+    call_open, found, name_open = syntax.open.partition(ID)
     return replace(syntax, open=call_open, name_open=name_open) if found and syntax.style == "named" else syntax
 
 
@@ -234,10 +236,11 @@ def _read_one_call(region: str) -> CallSyntax | None:
             close=region[whole[1] :],
             name_key=name_key,
             arguments_key=arguments_key,
+            around_arguments=(region[whole[0] : start], region[end : whole[1]]) if name < start else None,
         )
     if name > start:
         return None
-    name_close, _, id_close = region[name + len(NAME) : start].partition(_ID)
+    name_close, _, id_close = region[name + len(NAME) : start].partition(ID)
     return CallSyntax("named", open=region[:name], name_close=name_close, id_close=id_close, close=region[end:])
 
 

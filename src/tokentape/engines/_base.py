@@ -42,6 +42,8 @@ class SamplingParams:
     """Stop ids and stop strings are ignored until the completion has this many tokens."""
     json_schema: str | None = None
     """A JSON Schema, as JSON text, that the completion must follow; None for no constraint."""
+    structural_tag: str | None = None
+    """A structural tag of XGrammar, as JSON text, that the completion must follow; None for no constraint."""
     adapter: str | None = None
     """Name of the server's LoRA adapter to sample with; None for the base model."""
     priority: int = 0

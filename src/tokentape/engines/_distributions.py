@@ -34,7 +34,7 @@ def sampled_from(params: SamplingParams) -> TokenDistribution:
         penalties=penalises(params) or params.min_tokens > 0,
         temperature=0.0 if is_greedy(params) else params.temperature,
         truncation=truncates(params),
-        grammar=params.json_schema is not None,
+        grammar=params.json_schema is not None or params.structural_tag is not None,
     )
 
 

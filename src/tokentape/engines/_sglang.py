@@ -103,6 +103,8 @@ class SglangEngine(RemoteEngine):
         sampling = _sampling_fields(params)
         if params.json_schema is not None:
             sampling["json_schema"] = params.json_schema
+        elif params.structural_tag is not None:
+            sampling["structural_tag"] = params.structural_tag
         if self._server.enable_deterministic_inference:
             # Without a seed, such a server uses 42 for every call, so that equal prompts get equal completions.
             sampling["sampling_seed"] = secrets.randbelow(_SEEDS) if params.seed is None else params.seed
@@ -197,6 +199,7 @@ def _supported_params(server: _SglangServer) -> frozenset[str]:
         "stop_strings": text,
         "min_tokens": text,
         "json_schema": text and server.grammar_backend != "none",
+        "structural_tag": text and server.grammar_backend == "xgrammar",
         "priority": server.enable_priority_scheduling,
         "cache_salt": True,
         "session_id": version >= _SESSION_ID,

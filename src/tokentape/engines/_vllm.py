@@ -91,7 +91,7 @@ class VllmEngine(RemoteEngine):
         if await _has_priorities(http):
             sampling |= {"priority"}
         if version.rust_frontend_version is None and version_numbers(version.version) >= _STRUCTURED_OUTPUTS:
-            sampling |= {"json_schema"}
+            sampling |= {"json_schema", "structural_tag"}
         if any(other.parent is not None for other in cards):
             sampling |= {"adapter"}
         info = EngineInfo(
@@ -333,6 +333,8 @@ def vllm_fields(params: SamplingParams) -> dict[str, object]:
     own: dict[str, object] = {"min_tokens": params.min_tokens, "top_k": params.top_k, "seed": params.seed}
     if params.json_schema is not None:
         own["structured_outputs"] = {"json": msgspec.Raw(params.json_schema.encode())}
+    elif params.structural_tag is not None:
+        own["structured_outputs"] = {"structural_tag": params.structural_tag}
     return common_fields(params) | own
 
 

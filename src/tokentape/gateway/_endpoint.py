@@ -113,6 +113,8 @@ class RequestContext:
     takes_images: bool
     conversation: Callable[[str], Awaitable[tuple[Message, ...]]]
     """Returns the messages up to and including an earlier reply of the session. Raises `NotFound`."""
+    enforces_tools: bool = False
+    """Whether forced tool choices and strict tools are enforced or refused, and not only reported."""
 
 
 class Dialect:
@@ -251,6 +253,7 @@ class Endpoint:
             turns.vocab_size,
             turns.takes_images,
             partial(turns.conversation, line.session_id, owner=caller.owner),
+            turns.enforce_tools,
         )
         decoded = await self._decode(body, parsed, span, context)
         hint = request.headers.get("x-session-id")

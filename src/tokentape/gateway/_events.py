@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from tokentape.chat._call_constraint import CallRule
 from tokentape.chat._parse import Reply, ReplyDelta
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.errors import IdempotencyMismatch
@@ -62,6 +63,8 @@ class TurnRequest:
     """Whether sampling continues after the model's own stop ids."""
     media: Mapping[str, Media] = field(default_factory=dict)
     """Images sent with the messages, by hash."""
+    calls: CallRule | None = None
+    """What the engine has to hold the reply's tool calls to."""
     owner: str = ""
     """Name of the caller's API key. A session belongs to the key that created it."""
     begins_session: bool = True

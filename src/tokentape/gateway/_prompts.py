@@ -15,6 +15,7 @@ from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
 from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session, SharedMessages
+from tokentape.chat._call_constraint import CallRule, structural_tag
 from tokentape.chat._certificate import Certificate, Strategy
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._grammar import continuation_name
@@ -200,6 +201,8 @@ class PromptBuilder:
             prompt = replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
             if prompt.sampling.json_schema is not None and request.prompt_ids is None:
                 self._refuse_open_reasoning(prompt)
+            if request.calls is not None:
+                prompt = self._with_calls_enforced(prompt, request.calls)
         return prompt if self._renderer.images is None or not fits else self._with_media(prompt, request, session)
 
     def _refuse_open_reasoning(self, prompt: Prompt) -> None:
@@ -211,6 +214,21 @@ class PromptBuilder:
                 "(chat_template_kwargs), or define a function with the schema as its parameters",
                 "response_format",
             )
+
+    def _with_calls_enforced(self, prompt: Prompt, rule: CallRule) -> Prompt:
+        """Return the prompt with the rule as a structural tag. Raises `UnsupportedParameter` if that can't be."""
+        renderer, setup = self._renderer, prompt.setup
+        tag = None
+        if not renderer.is_external and (renderer.overrides is None or renderer.overrides.parser is None):
+            form = renderer.format_after(prompt.ids, renderer.format(setup))
+            tag = structural_tag(rule, form, renderer.tokenizer, setup.tools, prompt.sampling.stop_token_ids)
+        if tag is None:
+            raise UnsupportedParameter(
+                "the engine can't be held to tool calls in this chat template's form; leave out strict and say in a "
+                "message which tool to call",
+                "tool_choice" if rule.required else "tools",
+            )
+        return replace(prompt, sampling=replace(prompt.sampling, structural_tag=tag))
 
     def captured(
         self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint, prompt_ids: TokenIds

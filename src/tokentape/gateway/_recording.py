@@ -231,7 +231,11 @@ _values = attrgetter(*_RECORDED)
 def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
     """Return the parameters to record. Turns with equal parameters share one mapping."""
     named = zip(_RECORDED, values, strict=True)
-    return {name: value for name, value in named if value is not None or name not in ("json_schema", "adapter")}
+    return {
+        name: value
+        for name, value in named
+        if value is not None or name not in ("json_schema", "structural_tag", "adapter")
+    }
 
 
 def finish_of(turn: Turn, reply: Reply) -> Finish:

@@ -40,11 +40,13 @@ _RETRY_SECONDS = 1.0
 def resume_obstacle(params: SamplingParams, engine: EngineInfo) -> str | None:
     """Return a parameter that would give the rest of a completion another distribution. Return None without one.
 
-    A schema would begin again with the rest. A penalty counts tokens of the completion, but tokens sampled before an
-    abort are in the prompt of the next call, so the engine has to count prompt and completion alike.
+    A schema or a structural tag would begin again with the rest. A penalty counts tokens of the completion, but tokens
+    sampled before an abort are in the prompt of the next call, so the engine has to count prompt and completion alike.
     """
     if params.json_schema is not None:
         return "json_schema"
+    if params.structural_tag is not None:
+        return "structural_tag"
     changed = [name for name, off in _PENALTIES.items() if getattr(params, name) != off]
     return next((name for name in changed if name not in engine.prompt_penalties), None)
 

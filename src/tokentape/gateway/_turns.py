@@ -59,6 +59,8 @@ class Turns:
     `pins` are sampling parameters that callers can't change, and defaults.
     `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
     `BridgeChecks`. None checks no bridge, and then verdicts don't mention checks.
+    With `enforce_tools`, forced tool choices and strict tools are enforced by the engine or refused, and not only
+    reported. It has no effect with `capture`.
     With `capture`, which must be the engine, the server renders the messages; see `ServerRenderedCall`.
     The `owner` that methods take is the name of the caller's API key, or None for a key that may see everything.
     """
@@ -79,6 +81,7 @@ class Turns:
         on_abort: OnAbort = "resume",
         pins: Pins | None = None,
         check_bridges: CheckBridges | None = None,
+        enforce_tools: bool = False,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
@@ -93,6 +96,7 @@ class Turns:
         self.gate = Gate(self.limits.pause_patience)
         self.pins = pins or Pins()
         self.pins.check(engine.info)
+        self.enforce_tools = enforce_tools
         self._on_abort: OnAbort = on_abort
         self.pausing = Pausing(self.gate, store, self._interrupt_all)
         other_stop: StopMismatch = "keep" if capture is not None else stop_mismatch

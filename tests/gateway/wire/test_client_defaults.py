@@ -30,13 +30,16 @@ IGNORED = "x-tokentape-ignored-params"
 class Served:
     """A gateway over a scripted engine, and the official clients."""
 
-    def __init__(self, renderer: Renderer, store: SqliteStore, opened: ExitStack, max_context: int = 1 << 20) -> None:
+    def __init__(
+        self, renderer: Renderer, store: SqliteStore, opened: ExitStack, max_context: int = 1 << 20, **settings: Any
+    ) -> None:
         self.renderer = renderer
         self.engine = ScriptedEngine(renderer, [HI] * 8)
         self.engine.info = replace(self.engine.info, max_context=max_context)
         self.store = store
         self._opened = opened
-        self.url = opened.enter_context(running(create_app(Turns(self.engine, renderer, store), model_id="org/script")))
+        turns = Turns(self.engine, renderer, store, **settings)
+        self.url = opened.enter_context(running(create_app(turns, model_id="org/script")))
 
     def openai(self, path: str = "/sessions/s/v1", api_key: str = "none", **more: Any) -> OpenAI:
         client = OpenAI(base_url=self.url + path, api_key=api_key, max_retries=0, **more)

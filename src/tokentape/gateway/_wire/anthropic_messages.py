@@ -8,7 +8,8 @@ the rest in `message_delta`. Unknown fields are refused with their name, except 
 docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
 
 - `tool_choice` of `any` or a tool, `disable_parallel_tool_use`, an effort, a thinking budget, context edits and other
-  requests to the model or the server are accepted but not enforced.
+  requests to the model or the server are accepted but not enforced. With `enforce_tools` the tool choice and `strict`
+  are enforced or refused.
 - `tool_choice` `none` removes the tools from the prompt, as in chat completions.
 - `thinking` `disabled` becomes the template kwarg `enable_thinking: false` if the template uses that. Other settings of
   `thinking` set no kwarg: a kwarg that changes between requests would fork the session.
@@ -29,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokentape.chat._call_constraint import CallRule
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import SamplingParams
@@ -48,6 +50,7 @@ from tokentape.gateway._wire.anthropic_history import (
     takes_later_system,
 )
 from tokentape.gateway._wire.anthropic_replies import AnthropicEncoder, error_body
+from tokentape.gateway._wire.tool_rules import call_rule
 from tokentape.types import Tool
 
 IGNORED = frozenset(
@@ -165,12 +168,13 @@ class AnthropicMessages(Dialect):
             shared.refuse_prefill("messages")
         turn = self.turn(read, context.session_id, takes_images=context.takes_images)
         schema = shared.json_schema(read.output_config.format, "output_config", context, turn.tools)
-        turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema))
+        rule = _rule(read, context)
+        turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
         shared.refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
         contents = [content for one in body["messages"] if isinstance(content := one["content"], list)]
         blocks = [block for content in contents for block in content]
         ignored = (
-            *self._ignored_params(read),
+            *self._ignored_params(read, rule),
             *shared.ignored_model(read.model, context.engine, self.model_id),
             *shared.unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
             *shared.unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
@@ -204,12 +208,13 @@ class AnthropicMessages(Dialect):
             stream=body.stream,
         )
 
-    def _ignored_params(self, body: MessagesBody) -> list[str]:
+    def _ignored_params(self, body: MessagesBody, rule: CallRule | None) -> list[str]:
         thinking, edits = body.thinking, body.context_management and body.context_management.edits
+        one_call = body.tool_choice.disable_parallel_tool_use
         ignored = {
-            "tool_choice": body.tool_choice.type in ("any", "tool"),
-            "tool_choice.disable_parallel_tool_use": body.tool_choice.disable_parallel_tool_use,
-            "tools.strict": any(tool.strict for tool in body.tools),
+            "tool_choice": body.tool_choice.type in ("any", "tool") and rule is None,
+            "tool_choice.disable_parallel_tool_use": one_call and not (rule and rule.required),
+            "tools.strict": any(tool.strict for tool in body.tools) and rule is None,
             "tools.input_examples": any(tool.input_examples for tool in body.tools),
             "thinking": thinking and thinking.type == "disabled" and not self._switches_thinking,
             "thinking.budget_tokens": thinking and thinking.budget_tokens,
@@ -250,6 +255,14 @@ def _read(body: Any) -> MessagesBody:
         named = [read.tool_choice.name] if read.tool_choice.type == "tool" else []
         shared.refuse_unknown_tools(named, [tool.name for tool in read.tools])
     return read
+
+
+def _rule(body: MessagesBody, context: RequestContext) -> CallRule | None:
+    choice, names = body.tool_choice, [tool.name for tool in body.tools]
+    forced = {"any": names, "tool": [choice.name or ""]}.get(choice.type, [])
+    strict = [tool.name for tool in body.tools if tool.strict and choice.type != "none"]
+    parallel = not choice.disable_parallel_tool_use
+    return call_rule(context, choice if forced else None, forced, strict, parallel=parallel)
 
 
 def _tool(index: int, tool: AnthropicTool) -> Tool:

@@ -7,7 +7,7 @@ extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_
 docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
 
 - `tool_choice: "required"` or a function, `parallel_tool_calls: false`, `reasoning_effort`, `verbosity` and a tool's
-  `strict` are accepted but not enforced.
+  `strict` are accepted but not enforced. With `enforce_tools` the tool choice and `strict` are enforced or refused.
 - `tool_choice: "none"` removes the tools from the prompt, so that the model can't call them. The setup then differs
   from that of a turn with tools, so the session forks.
 - Without `max_tokens` a reply may fill the context.
@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from tokentape.chat._call_constraint import CallRule
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
@@ -33,6 +34,7 @@ from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire import openai_fields as shared
+from tokentape.gateway._wire.tool_rules import call_rule, forced_tools
 from tokentape.types import Message
 
 IGNORED = shared.HINTS | {"metadata", "store", "user"}
@@ -145,6 +147,10 @@ class ChatCompletions(Dialect):
         given_tools = given.get("tools", [])
         check_depth(given_tools, "tools")
         tools = () if read.tool_choice == "none" else tuple(map(_shown, given_tools))
+        choice = None if read.tool_choice in ("auto", "none") else read.tool_choice
+        forced = forced_tools(choice, [tool["function"]["name"] for tool in tools])
+        strict = _strict(given) if tools else ()
+        rule = call_rule(context, choice, forced, strict, parallel=read.parallel_tool_calls)
         turn = TurnRequest(
             session_id=context.session_id,
             messages=_messages(read, context),
@@ -153,8 +159,9 @@ class ChatCompletions(Dialect):
             sampling=sampling,
             n=read.n,
             stream=read.stream,
+            calls=rule,
         )
-        ignored = (*_ignored_params(read, given), *shared.ignored_fields(read, context.engine, self.model_id))
+        ignored = (*_ignored_params(read, given, rule), *shared.ignored_fields(read, context.engine, self.model_id))
         return DecodedRequest(turn, partial(_ChatEncoder, read, self, ignored), ignored)
 
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
@@ -174,15 +181,20 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": function}
 
 
-def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any]) -> tuple[str, ...]:
+def _strict(given: dict[str, Any]) -> list[str]:
+    """Return the names of the strict tools."""
+    return [tool["function"]["name"] for tool in given.get("tools", ()) if tool["function"].get("strict")]
+
+
+def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any], rule: CallRule | None) -> tuple[str, ...]:
     """Return the names of parameters that are accepted but not enforced, and of message fields with no effect."""
     names = []
-    if body.tool_choice not in ("auto", "none"):
+    if body.tool_choice not in ("auto", "none") and rule is None:
         names.append("tool_choice")
-    if not body.parallel_tool_calls:
+    if not body.parallel_tool_calls and not (rule and rule.required):
         names.append("parallel_tool_calls")
     names += [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
-    if any(tool["function"].get("strict") for tool in given.get("tools", ())):
+    if rule is None and _strict(given):
         names.append("tools.strict")
     return (*names, *shared.unknown_fields("messages", given["messages"], _MESSAGE_FIELDS))
 

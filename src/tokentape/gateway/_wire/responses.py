@@ -16,7 +16,8 @@ docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other ch
 - Functions and namespaces of functions are supported. Tools that OpenAI runs itself and that harnesses add by default,
   such as `web_search`, are not shown to the model; other kinds are refused.
 - Left-out tools, `strict`, a `tool_choice` that forces a call, `parallel_tool_calls: false`, `reasoning` (use
-  `chat_template_kwargs` for the template's options), `text.verbosity` and `truncation: "auto"` are not enforced.
+  `chat_template_kwargs` for the template's options), `text.verbosity` and `truncation: "auto"` are not enforced. With
+  `enforce_tools` the tool choice and `strict` are enforced or refused.
 - The log-probabilities of a text part have one entry per sampled id of the whole completion.
 - With `return_token_ids` a response, in streams the last event's, has `prompt_token_ids` and `token_ids`.
 """
@@ -33,6 +34,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape._session.tree import Session
+from tokentape.chat._call_constraint import CallRule
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
 from tokentape.gateway._endpoint import DecodedRequest, Dialect, Gateway, RequestContext, address
@@ -53,6 +55,7 @@ from tokentape.gateway._wire.responses_items import (
     without_instructions,
 )
 from tokentape.gateway._wire.responses_stream import ResponseEncoder, ended
+from tokentape.gateway._wire.tool_rules import call_rule, forced_tools
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 
@@ -128,6 +131,12 @@ class Responses(Dialect):
         named_only = bool(read.tools) or read.tool_choice != "required"
         shared.check_tool_choice(read.tool_choice, [*names, *in_namespaces], named_only=named_only)
         shown = () if read.tool_choice == "none" else tools.shown
+        choice = None if read.tool_choice in ("auto", "none") else read.tool_choice
+        chosen = forced_tools(choice, [*names, *in_namespaces])
+        # A choice names a function of a namespace by its own name.
+        forced = [name for name in names if name in chosen or tools.namespaces.get(name, ("", ""))[1] in chosen]
+        strict = tools.strict if shown else ()
+        rule = call_rule(context, choice, forced, strict, parallel=read.parallel_tool_calls)
         sampling = shared.sampling_params(
             read,
             context,
@@ -142,9 +151,10 @@ class Responses(Dialect):
             template_kwargs=read.chat_template_kwargs,
             sampling=sampling,
             stream=read.stream,
+            calls=rule,
         )
 
-        ignored = (*_ignored_params(read, tools), *shared.ignored_fields(read, context.engine, self.model_id))
+        ignored = (*_ignored_params(read, tools, rule), *shared.ignored_fields(read, context.engine, self.model_id))
 
         def encoder(started: TurnStarted) -> ResponseEncoder:
             named = ResponseId(context.session_id, started.reply_id, len(read.instructions or ""))
@@ -249,11 +259,11 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     )
 
 
-def _ignored_params(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
+def _ignored_params(body: ResponsesBody, tools: Tools, rule: CallRule | None) -> tuple[str, ...]:
     asked = {
-        "tools": tools.ignored,
-        "tool_choice": body.tool_choice not in ("auto", "none"),
-        "parallel_tool_calls": not body.parallel_tool_calls,
+        "tools": tools.left_out or (rule is None and bool(tools.strict)),
+        "tool_choice": body.tool_choice not in ("auto", "none") and rule is None,
+        "parallel_tool_calls": not body.parallel_tool_calls and not (rule and rule.required),
         "reasoning": any(value is not None for value in (body.reasoning or {}).values()),
         "text": (body.text or {}).get("verbosity") is not None,
         "truncation": body.truncation == "auto",

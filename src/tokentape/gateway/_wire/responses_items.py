@@ -306,8 +306,10 @@ class Tools:
     """The tools in the prompt."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Maps the names of functions in namespaces, as in the prompt, to namespace and name."""
-    ignored: bool = False
-    """Whether a tool was left out, or has `strict`, which is not enforced."""
+    left_out: bool = False
+    """Whether a tool was left out of the prompt."""
+    strict: frozenset[str] = frozenset()
+    """The names, as in the prompt, of tools with `strict`."""
 
 
 def read_tools(given: Sequence[Any]) -> Tools:
@@ -319,7 +321,7 @@ def read_tools(given: Sequence[Any]) -> Tools:
     check_depth(given, "tools")
     shown: list[Tool] = []
     namespaces: dict[str, tuple[str, str]] = {}
-    ignored = False
+    left_out, strict = False, set[str]()
     for at, tool in enumerate(given):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "function":
@@ -328,7 +330,7 @@ def read_tools(given: Sequence[Any]) -> Tools:
             group = _read(tool, _NamespaceTool, "tools", at)
             functions = [(group.name, one) for one in group.tools]
         elif isinstance(kind, str) and kind.startswith(_HOSTED):
-            ignored = True
+            left_out = True
             continue
         else:
             raise UnsupportedParameter(
@@ -339,11 +341,12 @@ def read_tools(given: Sequence[Any]) -> Tools:
             name = flat_name(function.name, namespace)
             if namespace:
                 namespaces[name] = namespace, function.name
-            ignored = ignored or bool(function.strict)
+            if function.strict:
+                strict.add(name)
             fields = {"name": name, "description": function.description, "parameters": function.parameters}
             given_fields = {key: value for key, value in fields.items() if value is not None}
             shown.append({"type": "function", "function": given_fields})
-    return Tools(tuple(shown), namespaces, ignored)
+    return Tools(tuple(shown), namespaces, left_out, frozenset(strict))
 
 
 def flat_name(name: str, namespace: str | None) -> str:

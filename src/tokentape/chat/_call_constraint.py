@@ -1,0 +1,153 @@
+"""Derive, from how a template writes tool calls, what an engine has to hold a reply to if it must contain calls.
+
+The result is a structural tag of XGrammar (https://xgrammar.mlc.ai/docs/structural_tag), which vLLM and SGLang take.
+Control tokens are in it by id, so text that only spells one does not count as it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tokentape.chat._assistant_format import AssistantFormat
+from tokentape.chat._call_syntax import ID, NAME, CallSyntax
+from tokentape.chat._delimiters import ANY
+from tokentape.chat._tokenizer import MARK, Tokenizer
+from tokentape.types import Tool
+
+_Format: TypeAlias = dict[str, Any]
+
+_ID_PATTERN = "[a-zA-Z0-9]{9}"
+"""Ids that the strictest template accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """What a request demands of the tool calls in its reply."""
+
+    required: tuple[str, ...] = ()
+    """The reply must be calls of these tools, with valid arguments. Empty: it may be text, with or without calls."""
+    strict: frozenset[str] = frozenset()
+    """The tools whose arguments must be valid if `required` is empty."""
+    parallel: bool = True
+    """Whether there may be several calls, if `required` is not empty."""
+
+
+def structural_tag(
+    rule: CallRule, form: AssistantFormat, tokenizer: Tokenizer, tools: Sequence[Tool], stop_ids: Iterable[int]
+) -> str | None:
+    """Return the structural tag, as JSON text, for replies that follow the rule; None if it can't be expressed.
+
+    That is so if calls are not written as a name and a JSON object, and with `strict` if no control token begins them.
+    """
+    parts = _parts(form.calls) if form.calls is not None and form.channels is None else None
+    if form.calls is None or parts is None:
+        return None
+    made = _Maker(form, form.calls, parts, tokenizer, sorted(stop_ids))
+    by_name = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if rule.required:
+        calls = {name: by_name[name] for name in rule.required}
+        found = [*made.reasoning(), *made.calls(calls, parallel=rule.parallel)]
+        return _tag({"type": "sequence", "elements": found})
+    calls = {name: schema if name in rule.strict else None for name, schema in by_name.items()}
+    between = made.text_and_calls(calls)
+    return None if between is None else _tag(between)
+
+
+def _parts(syntax: CallSyntax) -> tuple[str, str] | None:
+    """Return the text of a call before its arguments, with the sentinels `NAME` and `ID`, and after them."""
+    if syntax.style == "json" and syntax.around_arguments is not None:
+        before, after = syntax.around_arguments
+    elif syntax.style == "named" and not syntax.name_is_id:
+        front = f"{ID}{syntax.name_open}" if syntax.name_open else ""
+        before = f"{front}{NAME}{syntax.name_close}" + (f"{ID}{syntax.id_close}" if syntax.id_close else "")
+        after = ""
+    else:
+        return None
+    # A word that varies, such as the number of a call, can't be said.
+    written = f"{syntax.section_open}{syntax.open}{before}{after}{syntax.close}{syntax.separator}"
+    return None if ANY in written or syntax.separator.strip().isdecimal() else (before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    form: AssistantFormat
+    syntax: CallSyntax
+    parts: tuple[str, str]
+    tokenizer: Tokenizer
+    stop_ids: Sequence[int]
+
+    def reasoning(self) -> list[_Format]:
+        """Return what may stand before the calls: reasoning, as far as the prompt has not opened it already."""
+        reasoning = self.form.reasoning
+        if reasoning is None:
+            return []
+        close = reasoning.close.lstrip()
+        mark = MARK.match(close)
+        begins = MARK.findall(f"{self.syntax.section_open}{self.syntax.open}")
+        if mark is not None:
+            excluded = sorted({*map(self._id, [mark[0], *begins]), *self.stop_ids})
+            thought: _Format = {"type": "any_tokens", "exclude_tokens": excluded}
+        else:
+            words = [close.strip(), *map(self.tokenizer.spell_marks, begins)]
+            thought = {"type": "any_text", "excludes": words}
+        rest = [thought, *self._literal(close)]
+        if reasoning.opened_by_prompt:
+            return rest
+        opened = [*self._literal(reasoning.open.lstrip()), *rest]
+        return [{"type": "optional", "content": {"type": "sequence", "elements": opened}}]
+
+    def calls(self, schemas: Mapping[str, Any], *, parallel: bool, begun: str = "") -> list[_Format]:
+        """Return the section of one or more calls, without the white space before it and without `begun`."""
+        syntax = self.syntax
+        opening = f"{syntax.section_open}{syntax.open}".lstrip().removeprefix(begun)
+        found = [*self._literal(opening), *self._call(schemas)]
+        if parallel and syntax.between:
+            another = [*self._literal(f"{syntax.separator}{syntax.open}"), *self._call(schemas)]
+            found.append({"type": "star", "content": {"type": "sequence", "elements": another}})
+        return [*found, *self._literal(syntax.section_close.rstrip())]
+
+    def text_and_calls(self, schemas: Mapping[str, Any]) -> _Format | None:
+        """Return text in which every call follows its schema; None if no control token begins calls."""
+        syntax = self.syntax
+        whole, one = f"{syntax.section_open}{syntax.open}".strip(), syntax.open.strip()
+        begin = MARK.match(whole)
+        if begin is None:
+            return None
+        # Without the section's delimiter the parser would read a call too.
+        others = {mark[0] for mark in [MARK.match(one)] if mark is not None} - {begin[0]}
+        rest = self.calls(schemas, parallel=True, begun=begin[0])
+        rule = [self._id(begin[0]), {"type": "sequence", "elements": rest}]
+        excluded = sorted({*map(self._id, others), *self.stop_ids})
+        return {"type": "token_dispatch", "rules": [rule], "loop": True, "exclude_tokens": excluded}
+
+    def _call(self, schemas: Mapping[str, Any]) -> list[_Format]:
+        before, after = self.parts
+        each = []
+        for name, schema in schemas.items():
+            spelled = json.dumps(name, ensure_ascii=False)[1:-1] if self.syntax.style == "json" else name
+            arguments = {"type": "json_schema", "json_schema": schema or {"type": "object"}}
+            each.append({"type": "sequence", "elements": [*self._literal(before.replace(NAME, spelled)), arguments]})
+        return [{"type": "or", "elements": each}, *self._literal(f"{after}{self.syntax.close}")]
+
+    def _literal(self, marked: str) -> list[_Format]:
+        """Return marked text: control tokens by id, an id as a pattern, all else as it is."""
+        found: list[_Format] = []
+        for piece in re.split(f"({MARK.pattern}|{ID})", marked):
+            if piece == ID:
+                found.append({"type": "regex", "pattern": _ID_PATTERN})
+            elif MARK.fullmatch(piece):
+                found.append({"type": "token", "token": self._id(piece)})
+            elif piece:
+                found.append({"type": "const_string", "value": piece})
+        return found
+
+    def _id(self, mark: str) -> int:
+        return self.tokenizer.control_of_mark(mark).id
+
+
+def _tag(content: _Format) -> str:
+    return json.dumps({"type": "structural_tag", "format": content}, ensure_ascii=False)

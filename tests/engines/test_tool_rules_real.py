@@ -1,0 +1,179 @@
+"""Forced tool choices and strict tools, enforced by real servers of inference engines on the demonstration model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+from real import MODEL, Opening, load_forward, served
+from starlette.types import ASGIApp
+
+from tokentape._session.tree import Session
+from tokentape.chat._renderer import Renderer
+from tokentape.engines._opening import open_engine
+from tokentape.gateway._app import create_app
+from tokentape.gateway._serve import running
+from tokentape.gateway._turns import Turns
+from tokentape.store import SqliteStore
+
+VLLM = os.environ.get("TOKENTAPE_VLLM_BIN")
+SGLANG = os.environ.get("TOKENTAPE_SGLANG_SERVER")
+COMMANDS = {
+    "vllm": f"{VLLM} serve {MODEL} --served-model-name demo --dtype float32 --enforce-eager --max-model-len 2048",
+    "sglang": f"{SGLANG} --model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
+    "--sampling-backend pytorch --dtype float32 --context-length 2048 --max-total-tokens 16384 "
+    "--max-running-requests 8 --mem-fraction-static 0.05 --disable-overlap-schedule",
+}
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+COLOR = {
+    "type": "object",
+    "properties": {"name": {"enum": ["red", "dark blue"]}, "shade": {"type": "integer"}},
+    "required": ["name", "shade"],
+    "additionalProperties": False,
+}
+SIZE = {"type": "object", "properties": {"tall": {"type": "boolean"}}, "required": ["tall"]}
+SCHEMAS = {"paint": COLOR, "measure": SIZE}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+USER: Any = {"role": "user", "content": "hi"}
+REPLIES = 12
+
+pytestmark = pytest.mark.engines
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("vllm", marks=pytest.mark.skipif(VLLM is None, reason="needs vllm: TOKENTAPE_VLLM_BIN")),
+        pytest.param(
+            "sglang",
+            marks=pytest.mark.skipif(SGLANG is None, reason="needs a command that starts one: TOKENTAPE_SGLANG_SERVER"),
+        ),
+    ],
+)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Kind and address of a server."""
+
+    def command(port: int) -> list[str]:
+        return [*COMMANDS[request.param].split(), "--host", "127.0.0.1", "--port", str(port)]
+
+    with served(command, tmp_path_factory.mktemp("server") / "log", SETTINGS) as url:
+        yield request.param, url
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SqliteStore:
+    return SqliteStore.open(tmp_path)
+
+
+@pytest.fixture
+def gateway(engine: tuple[str, str], store: SqliteStore) -> Iterator[str]:
+    kind, url = engine
+    renderer = Renderer.load(MODEL)
+
+    async def opening() -> ASGIApp:
+        opened = await open_engine(kind, url, vocab_size=renderer.tokenizer.vocab_size)
+        return create_app(Turns(opened, renderer, store, enforce_tools=True), model_id="demo")
+
+    with running(Opening(opening)) as address:
+        yield f"{address}/sessions/s"
+
+
+def check(calls: list[tuple[str, Any]], allowed: set[str]) -> None:
+    assert calls
+    for name, arguments in calls:
+        assert name in allowed
+        jsonschema.validate(arguments, SCHEMAS[name])
+
+
+def chat(gateway: str, **more: Any) -> list[Any]:
+    """Return replies that ended by themselves: the model, held to a form that it was not trained on, may go on."""
+    with OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
+        replies = [
+            client.chat.completions.create(model="m", messages=[USER], max_tokens=300, top_p=0.9, **more)
+            for _ in range(REPLIES)
+        ]
+    done = [reply for reply in replies if reply.choices[0].finish_reason != "length"]
+    assert len(done) > REPLIES // 2
+    return done
+
+
+def calls_of(reply: Any) -> list[tuple[str, Any]]:
+    found = reply.choices[0].message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+
+
+def test_required_is_a_call_of_some_tool(gateway: str) -> None:
+    for reply in chat(gateway, tools=TOOLS, tool_choice="required"):
+        check(calls_of(reply), {"paint", "measure"})
+        assert not reply.choices[0].message.content
+        assert "ignored_params" not in reply.choices[0].tokentape
+
+
+def test_a_named_tool_is_called_once(gateway: str) -> None:
+    choice: Any = {"type": "function", "function": {"name": "paint"}}
+    for reply in chat(gateway, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False):
+        calls = calls_of(reply)
+        check(calls, {"paint"})
+        assert len(calls) == 1
+
+
+def test_a_strict_tool_s_arguments_are_valid_where_it_is_called(gateway: str) -> None:
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for reply in chat(gateway, tools=strict):
+        assert "ignored_params" not in reply.choices[0].tokentape
+        for name, arguments in calls_of(reply):
+            jsonschema.validate(arguments, SCHEMAS[name])
+
+
+def test_responses_and_messages_force_calls_too(gateway: str) -> None:
+    flat: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    with OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
+        reply = client.responses.create(
+            model="m", input="hi", tools=flat, tool_choice="required", temperature=0, max_output_tokens=300
+        )
+    calls = [(one.name, json.loads(one.arguments)) for one in reply.output if one.type == "function_call"]
+    check(calls, {"paint", "measure"})
+    tools: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    with Anthropic(base_url=gateway, api_key="none", max_retries=0) as anthropic:
+        message = anthropic.messages.create(
+            model="m",
+            max_tokens=300,
+            messages=[USER],
+            tools=tools,
+            tool_choice={"type": "tool", "name": "measure", "disable_parallel_tool_use": True},
+        )
+    used = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+    assert len(used) == 1
+    check(used, {"measure"})
+
+
+def test_the_turn_says_that_its_logprobs_are_those_under_the_constraint(gateway: str, store: SqliteStore) -> None:
+    chat(gateway, tools=TOOLS, tool_choice="required")
+    stored = store.load_session("s")
+    free, session = load_forward(), Session(stored.info, stored.turns)
+    for turn in stored.turns:
+        assert json.loads(turn.sampling["structural_tag"])["type"] == "structural_tag"
+        assert turn.sampled_from.grammar
+        assert turn.logprobs_of is not None
+        assert turn.logprobs_of.grammar
+        # The control token that begins the call, for one, is certain: the model itself finds it unlikely.
+        ids = np.concatenate([session.context_before(turn.seq), turn.completion_ids])
+        own = free(ids)[np.arange(len(ids) - len(turn.completion_ids) - 1, len(ids) - 1), turn.completion_ids]
+        assert (turn.logprobs >= own - 1e-3).all()
+        assert turn.logprobs.sum() > own.sum() + 1
