@@ -46,6 +46,14 @@ _CONTROL = re.compile(r"(<\|\w+\|>|</?\w+>)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([\w-]+)"')
 _DEAD_PROXY = "http://127.0.0.1:9"
 """Nothing listens there: what an agent asks of other hosts fails at once."""
+_OFFLINE = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "CONTINUE_TELEMETRY_ENABLED": "0",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "QWEN_TELEMETRY_ENABLED": "false",
+}
+"""Switches of agents against such requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +200,7 @@ def _run(
         "AGENT_BASE_URL": names["{base}"],
         "NO_PROXY": "127.0.0.1,localhost",
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), _DEAD_PROXY),
+        **_OFFLINE,
         **{name: filled(value) for name, value in agent.environment.items()},
     }
     return subprocess.run(
@@ -230,11 +239,7 @@ AGENTS = {
         arguments=["claude", "-p", QUESTION, "--model", "m", "--allowedTools", "Read,Write"],
         read=("Read", '{"file_path": "{path}"}'),
         write=("Write", '{"file_path": "{path}", "content": "{text}"}'),
-        environment={
-            "ANTHROPIC_BASE_URL": "{url}",
-            "ANTHROPIC_API_KEY": "none",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        },
+        environment={"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "none"},
         ignored=frozenset({"thinking.display", "output_config.effort", "tools.defer_loading"}),
         delegate=[("Agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}')],
         later=[["claude", "-p", "--continue", words, "--model", "m"] for words in ("/compact", "Is it right?")],
@@ -274,11 +279,7 @@ AGENTS = {
         arguments=["opencode", "run", "-m", "tokentape/m", QUESTION],
         read=("read", '{"filePath": "{path}"}'),
         write=("write", '{"filePath": "{path}", "content": "{text}"}'),
-        environment={
-            "OPENCODE_CONFIG": "{home}/opencode.json",
-            "OPENCODE_DISABLE_MODELS_FETCH": "1",
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-        },
+        environment={"OPENCODE_CONFIG": "{home}/opencode.json"},
         files={
             "opencode.json": """{
                 "provider": {"tokentape": {
@@ -298,7 +299,7 @@ AGENTS = {
         arguments=["qwen", "-p", QUESTION, "--yolo", "--auth-type", "openai", "--model", "m"],
         read=("read_file", '{"file_path": "{path}"}'),
         write=("write_file", '{"file_path": "{path}", "content": "{text}"}'),
-        environment={"OPENAI_BASE_URL": "{base}", "OPENAI_API_KEY": "none", "QWEN_TELEMETRY_ENABLED": "false"},
+        environment={"OPENAI_BASE_URL": "{base}", "OPENAI_API_KEY": "none"},
         delegate=[("agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}')],
         roles=["main", "subagent"],
         forks=["new_setup"],
@@ -309,7 +310,6 @@ AGENTS = {
         arguments=["cn", "-p", QUESTION, "--auto", "--config", "{home}/config.yaml"],
         read=("Read", '{"filepath": "{path}"}'),
         write=("Write", '{"filepath": "{path}", "content": "{text}"}'),
-        environment={"CONTINUE_TELEMETRY_ENABLED": "0"},
         files={
             "config.yaml": """
                 name: tokentape
