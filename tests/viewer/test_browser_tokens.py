@@ -189,8 +189,11 @@ def test_the_other_ids_stand_beside_the_recorded_ones(page: Page, site: Site, sh
         """async () => {
           const found = [new Set(), new Set()];
           for (const block of document.querySelectorAll(".block")) {
-            block.scrollIntoView();
-            while (!block.firstChild) await new Promise(requestAnimationFrame);
+            // What was drawn meanwhile moves it.
+            while (!block.firstChild) {
+              block.scrollIntoView();
+              await new Promise(requestAnimationFrame);
+            }
             for (let more; (more = block.querySelector(".folded button")); ) more.click();
             for (const token of block.querySelectorAll(".side [data-i]")) {
               found[Number(token.closest(".other") !== null)].add(Number(token.dataset.i));
