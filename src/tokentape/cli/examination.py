@@ -29,7 +29,7 @@ from tokentape.chat._certificate import Certificate
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.config import ServeConfig, settings
-from tokentape.engines._base import Engine, SampleDelta, SamplingParams
+from tokentape.engines._base import Engine, SamplingParams
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import offered_routes
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
@@ -186,10 +186,10 @@ def certified(certificate: Certificate) -> CheckResult:
     """Report which parts of the chat template are not certified."""
     refused = [one.name for one in certificate.continuations if one.strategy == "refused"]
     lost = [check.name for check in certificate.parsing if check.holds is False]
-    both = {"refused continuations": refused, "turns not parsed back": lost}
-    parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
     if not certificate.injection_safe:
         return CheckResult("certificate", "fail", "text of callers can become control tokens", "Use another template.")
+    both = {"refused continuations": refused, "turns not parsed back": lost}
+    parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
     if parts:
         advice = "Requests like these fail or fork. Run: tokentape certify MODEL"
         return CheckResult("certificate", "warn", "; ".join(parts), advice)
@@ -246,10 +246,8 @@ async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
 async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:
     tops = int("top_logprobs" in engine.info.sampling)
     params = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0, top_logprobs=tops)
-    deltas: list[SampleDelta] = []
     async with aclosing(engine.sample(prompt, params, stream=False, request_id="tokentape-doctor")) as sampled:
-        async for delta in sampled:
-            deltas.append(delta)
+        deltas = [delta async for delta in sampled]
     ids = [token_id for delta in deltas for token_id in delta.token_ids]
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
     check_completion(np.array(ids, np.int32), np.array(logprobs, np.float32), engine.info.vocab_size)

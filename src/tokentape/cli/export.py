@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -75,22 +75,22 @@ def export(
 ) -> None:
     """Write trajectories to a file for a trainer.
 
-    One row per branch of a session, with the columns that clients attached and the arrays that engines returned per
-    token. May run beside a gateway. The file appears under its name once it is complete. Exits with 3 if it is empty.
+    Writes one row per branch of a session, with the columns that clients attached and the arrays that engines returned
+    per token. May run while a gateway records. The file gets its name when it is complete. Exits with 3 if it is empty.
 
-    Without a trainer's format, --verdict and --roles don't change loss masks: tokens that a branch left out would have
-    trained are not trained elsewhere. In a trainer's format and in ATIF they are: the first row that has a turn trains
-    it. In a trainer's format a row is a sample, and all samples are held in memory.
+    In parquet and jsonl, --verdict and --roles don't change loss masks: tokens that a branch left out would have
+    trained are not trained elsewhere. In ATIF and in a trainer's format they are: the first row with a turn trains it.
+    In a trainer's format a row is a sample, and all samples are held in memory.
     """
-    if group is not None and file_format in (None, "parquet", "jsonl", "atif"):
-        raise InvalidRequest("--group is for the format of a trainer", "group")
-    if skip_refused and file_format in (None, "parquet", "jsonl", "atif"):
-        raise InvalidRequest("--skip-refused is for the format of a trainer", "skip_refused")
     if file_format is None:
         file_format = "jsonl" if output.suffix == ".jsonl" else "parquet"
-    wanted = None if verdict is None else [one.strip() for one in verdict.split(",")]
+    for_trainer = file_format not in ("parquet", "jsonl", "atif")
+    if group is not None and not for_trainer:
+        raise InvalidRequest("--group is for the format of a trainer", "group")
+    if skip_refused and not for_trainer:
+        raise InvalidRequest("--skip-refused is for the format of a trainer", "skip_refused")
+    wanted, wanted_roles = _entries(verdict), _entries(roles)
     check_verdicts(wanted or ())
-    wanted_roles = None if roles is None else [one.strip() for one in roles.split(",")]
     check_roles(wanted_roles or ())
     counts = ExportCounts()
     refused: dict[str, str] = {}
@@ -126,23 +126,16 @@ def export(
                 write_parquet(found, file, extra)
             else:
                 samples: Sequence[Sample] = assemble(found, group=group).samples
-                try:
-                    if skip_refused:
-                        samples, rows, refused = accepted_rows(file_format, samples)
-                    else:
-                        rows = trainer_rows(file_format, samples)
-                except InvalidRequest as error:
-                    if error.param == "samples" and not skip_refused:
-                        advice = "--skip-refused leaves out the sessions that the format refuses, and counts them"
-                        raise InvalidRequest(f"{error}. {advice}", error.param) from None
-                    raise
+                if skip_refused:
+                    samples, rows, refused = accepted_rows(file_format, samples)
+                else:
+                    rows = _rows(file_format, samples)
                 write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
-                counts = ExportCounts(
-                    counts.sessions,
-                    len(samples),
-                    sum(len(one.token_ids) for one in samples),
-                    sum(int(one.loss_mask.sum()) for one in samples),
-                    counts.other_verdicts,
+                counts = replace(
+                    counts,
+                    trajectories=len(samples),
+                    tokens=sum(len(one.token_ids) for one in samples),
+                    trained_tokens=sum(int(one.loss_mask.sum()) for one in samples),
                 )
     if as_json:
         left_out = {"refused": refused} if skip_refused else {}
@@ -168,6 +161,22 @@ _PATIENCE = 60.0
 
 _SHOWN = 5
 """Largest number of refused sessions to print."""
+
+
+def _entries(text: str | None) -> list[str] | None:
+    """Return the entries of a list with commas; None if the option is not given."""
+    return None if text is None else [one.strip() for one in text.split(",")]
+
+
+def _rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the rows for a trainer. If it refuses samples, the error mentions --skip-refused."""
+    try:
+        return trainer_rows(trainer, samples)
+    except InvalidRequest as error:
+        if error.param != "samples":
+            raise
+        advice = "--skip-refused leaves out the sessions that the format refuses, and counts them"
+        raise InvalidRequest(f"{error}. {advice}", error.param) from None
 
 
 def _filter_for(verdicts: Iterable[str]) -> str:
