@@ -108,7 +108,7 @@ def test_an_agent_that_fails_ends_the_rollouts_or_is_skipped(client: Client) -> 
 def test_silent_agents_are_told_of(client: Client) -> None:
     worker = GatewayWorker(client, Sometimes(), [{"fails": False}], num_generations=2)
     worker.check_health(60.0)
-    with pytest.raises(TokentapeError, match=r"no agent has come to an end for 0 s; raise heartbeat_stale_after_s"):
+    with pytest.raises(TokentapeError, match=r"no agent has finished for 0 s; raise heartbeat_stale_after_s"):
         worker.check_health(0.0)
 
 

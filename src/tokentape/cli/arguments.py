@@ -131,7 +131,7 @@ def age(text: str, name: str) -> float:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text)
     if found is None:
         raise typer.BadParameter(
-            f"{text!r} is no age; expected a number and s, m, h or d, such as 30d.", param_hint=name
+            f"{text!r} is not an age; expected a number and s, m, h or d, such as 30d.", param_hint=name
         )
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 

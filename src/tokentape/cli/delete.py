@@ -40,9 +40,7 @@ def delete(
     Copies in archives, backups and exports stay. Exits with 1 if a session was kept because it is in a snapshot.
     """
     if not where and older_than is None and owner is None:
-        raise typer.BadParameter(
-            "nothing says which sessions; give --where KEY=VALUE, --owner NAME or --older-than AGE."
-        )
+        raise typer.BadParameter("no condition is given; give --where KEY=VALUE, --owner NAME or --older-than AGE.")
     wanted = [*map(_condition, where or ())]
     newest = None if older_than is None else time.time() - age(older_than, "--older-than")
     kept: dict[str, str] = {}

@@ -70,7 +70,9 @@ def score(
     truncation, kernels or weights. Exits with 3 if nothing was compared, or a teacher had nothing to score.
     """
     if (engine == "transformers") == (engine_url is not None):
-        raise typer.BadParameter("--engine-url goes with --engine vllm and sglang", param_hint="--engine-url")
+        raise typer.BadParameter(
+            "give --engine-url with --engine vllm or sglang, and only with these", param_hint="--engine-url"
+        )
     embedded = engine == "transformers"
     judged = None if teacher else precision or ("float32" if embedded else "bfloat16")
     asked: dict[str, Any] = {

@@ -65,5 +65,5 @@ def open_tokenizer(named: Path | None, *sources: RecordSource, option: str = "--
                 raise InvalidRequest(f"{source.name}: {found}; name the model folder with {option}")
             return Path(served.folder), found
     raise InvalidRequest(
-        f"nothing says which tokenizer the ids are of (a file never does); name its model folder with {option}"
+        f"it is not known which tokenizer made the ids (files don't say it); name its model folder with {option}"
     )

@@ -331,7 +331,7 @@ class ClientSnapshot:
         """
         path = Path(path)
         if path.exists() and not path.is_file():
-            raise InvalidRequest(f"{path} is no regular file: what is written is read back before it is kept", "path")
+            raise InvalidRequest(f"{path} is not a regular file: the file is read back after it is written", "path")
         lines = path.suffix == ".jsonl"
         with durable_file(path) as file:
             with self._streamed(JSON_LINES if lines else PARQUET) as answer:
@@ -344,8 +344,8 @@ class ClientSnapshot:
                 digest.update(line)
             if digest.hexdigest() != expected:
                 raise GatewayUnavailable(
-                    f"what came of snapshot {self.snapshot_id} has digest {digest.hexdigest()}, not {expected}; "
-                    "get it again"
+                    f"the received contents of snapshot {self.snapshot_id} have digest {digest.hexdigest()}, not "
+                    f"{expected}; get it again"
                 )
         return expected
 

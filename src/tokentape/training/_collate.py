@@ -188,7 +188,7 @@ def _row_length(longest: int, length: int | None, multiple: int) -> int:
 
 def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
     if not samples:
-        raise InvalidRequest("there is no sample to make a batch of", "samples")
+        raise InvalidRequest("there are no samples for a batch", "samples")
     if not 0 <= pad_id < vocab_size:
         raise InvalidRequest(f"padding id {pad_id} is outside the vocabulary of {vocab_size} ids", "pad_id")
     names = set(samples[0].columns)

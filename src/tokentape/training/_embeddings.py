@@ -42,7 +42,7 @@ def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
     """
     found = [serving.encode_after_control(text).ids for text in texts]
     if not all(found):
-        raise InvalidRequest("a new token is described by an empty text: there is nothing to begin from")
+        raise InvalidRequest("a new token is described by an empty text: give one to make its first embedding from")
     return [Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)) for ids in found]
 
 

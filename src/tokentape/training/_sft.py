@@ -97,7 +97,7 @@ def sft_sample(
     ranges = [(one.message, *_tokens(places, one)) for one in spans if one.message in chosen]
     ranges = [(message, start, end) for message, start, end in ranges if start < end]
     if not ranges:
-        raise InvalidRequest("the template writes nothing of the messages that are to be trained", "select")
+        raise InvalidRequest("the template writes nothing for the messages to train", "select")
     loss_mask = np.zeros(len(encoded.ids), np.bool_)
     for _, start, end in ranges:
         loss_mask[start:end] = True

@@ -151,9 +151,9 @@ class TrainingTokenizer:
         wrong = np.flatnonzero(~np.isin(given, np.flatnonzero(self.known)))
         if wrong.size:
             raise InvalidRequest(
-                f"id {given[wrong[0]]} at position {wrong[0]} is no token: there are {self.tokenizer.vocab_size}, and "
-                f"rows up to {self.vocab_size} are padding. An engine that samples such ids needs its logits masked by "
-                "`known`"
+                f"id {given[wrong[0]]} at position {wrong[0]} is not a token: there are {self.tokenizer.vocab_size}, "
+                f"and rows up to {self.vocab_size} are padding. If an engine samples such ids, mask its "
+                "logits with `known`"
             )
 
     def save(self, folder: str | Path) -> None:
@@ -230,7 +230,7 @@ def token_ids(spec: Mapping[str, Any]) -> list[int]:
 
 def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     if not tokens or len(set(tokens)) < len(tokens):
-        raise InvalidRequest("a block of tokens is empty, or has one twice")
+        raise InvalidRequest("a block of tokens is empty or has a token twice")
     vocab = spec["model"]["vocab"]
     pieces = vocab if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
     for token in tokens:

@@ -18,11 +18,11 @@ WITH_ADVANTAGES = ("prime-rl", "tinker")
 
 
 def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return what the export for `trainer`, a name of `trainers.TRAINERS`, gives for each sample.
+    """Return the export for `trainer`, a name in `TRAINERS`, as one row per sample; for Agent Lightning one per turn.
 
-    Lists over samples, SkyRL's and TRL's, are taken apart: a row has its own entry of each. Agent Lightning has a row
-    per turn. Where a trainer takes advantages, and no sample has the column, they are `group_advantages`.
-    Raises `InvalidRequest` as the exports do, for a trainer without rows, and if only some samples have advantages.
+    Lists over samples, those of SkyRL and TRL, are split into rows. If a trainer needs advantages and no sample has
+    them, they are computed by `group_advantages`. Raises `InvalidRequest` as the exports do, for a trainer without
+    rows, and if only some samples have advantages.
     """
     if trainer in WITH_ADVANTAGES:
         without = [one for one in samples if "advantages" not in one.columns]
@@ -58,9 +58,9 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
 def accepted_rows(
     trainer: str, samples: Sequence[Sample]
 ) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
-    """Return the samples of the sessions that the export takes, their rows, and why it refuses others, by session id.
+    """Return the accepted samples, their rows, and by session id the reasons for refused sessions.
 
-    Sessions are tried one by one only if the export refuses all of them together.
+    Sessions are exported one by one only if the export of all of them fails.
     """
     try:
         return samples, trainer_rows(trainer, samples), {}
@@ -98,7 +98,7 @@ def _line(row: dict[str, Any]) -> str:
     try:
         return json.dumps(row, default=lambda array: array.tolist(), allow_nan=False)
     except ValueError:
-        raise InvalidRequest("a row has a number that is not finite, for which JSON has no spelling") from None
+        raise InvalidRequest("a row has a number that is not finite, which JSON can't represent") from None
 
 
 def _apart(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

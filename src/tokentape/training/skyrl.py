@@ -74,7 +74,9 @@ class AgentGenerator:
         )
         names = input_batch["trajectory_ids"]
         if names is None:
-            raise InvalidRequest("the batch has no trajectory_ids, which say what is compared with what")
+            raise InvalidRequest(
+                "the batch has no trajectory_ids, which say which rollouts are compared with each other"
+            )
         rollouts = await asyncio.gather(*(self._run(gateway, input_batch, n) for n in range(len(names))))
         failed = {name.instance_id for name, one in zip(names, rollouts, strict=True) if not one.samples or one.error}
         about = input_batch.get("batch_metadata")

@@ -192,7 +192,7 @@ def _refuse(args: Any, sample: Any, sampling_params: dict[str, Any]) -> None:
     if getattr(args, "partial_rollout", False):
         raise InvalidRequest("--partial-rollout continues a text, and an agent can't be continued: leave it out")
     if sampling_params.get("custom_params"):
-        raise InvalidRequest("slime replays its top-p from data that a session has not: use --rollout-top-p 1.0")
+        raise InvalidRequest("slime replays top-p from data that sessions don't have: use --rollout-top-p 1.0")
     if any(value is not None for value in (sample.multimodal_inputs or {}).values()):
         raise InvalidRequest("samples with images are not exported")
     if getattr(args, "lora_rank", 0) or getattr(args, "lora_adapter_path", None) or getattr(sample, "adapter", None):

@@ -115,7 +115,7 @@ class GatewayWorker:
         silent = time.monotonic() - self._heard
         if silent > stale_after_s and not self._stopped.is_set():
             raise TokentapeError(
-                f"no agent has come to an end for {silent:.0f} s; raise heartbeat_stale_after_s if they take so long"
+                f"no agent has finished for {silent:.0f} s; raise heartbeat_stale_after_s if agents take longer"
             )
 
     def _run(self) -> None:
