@@ -116,6 +116,15 @@ class Cautious(Backend):
         return healthy(TINY).decode(sequences)
 
 
+def test_a_server_that_refuses_each_message_of_a_user_is_skew() -> None:
+    source = base(TINY).template or ""
+    refuses = "{% for m in messages if m.role == 'user' %}{{ raise_exception('no') }}{% endfor %}" + source
+    with serving("vllm", base(TINY).side(template=refuses)) as url:
+        report = audit(healthy(TINY), f"vllm:{url}")
+    (found,) = [one for one in report.findings if one.severity == "skew"]
+    assert (found.kind, found.b.refused is not None) == ("template", True)
+
+
 def test_texts_that_two_servers_refuse_are_named_as_not_covered() -> None:
     """Neither gives them ids, which is no agreement."""
     with serving("vllm", Cautious()) as one, serving("vllm", Cautious()) as other:

@@ -94,8 +94,8 @@ def chat_findings(
             )
     differing.sort(key=lambda one: one.size)
     findings, found.left = explain(differing, _MOST_EXAMINED, compared.examine, progress)
-    if len(differing) == found.tried and {one.manner for one in differing} in ({"A refuses"}, {"B refuses"}):
-        findings = [replace(one, severity="skew") for one in findings]  # that side refuses every conversation
+    if len(differing) == found.tried and {one.manner for one in differing} <= {"A refuses", "B refuses"}:
+        findings = [replace(one, severity="skew") for one in findings]  # no conversation is rendered by both
     found.findings += [*findings, *masked.values()]
     marks = [("mask" in side.facts.abilities) for side in (a, b)]
     if marks[0] != marks[1] and not any("server" in side.facts.kind for side in (a, b)):

@@ -34,7 +34,7 @@ _PATHS = {
     "llamacpp": ("/props",),
     "sglang": ("/server_info", "/get_server_info"),
 }
-_HELLO: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
+_ROLES = ("user", "system", "assistant")
 
 _T = TypeVar("_T")
 
@@ -63,7 +63,8 @@ class ServerBackend(Backend):
         abilities: set[Ability] = {"special", "controls"}
         if loop.run(server_text(self._kind, http, self._model, ids)) is not None:
             abilities.add("decode")
-        if self._chat_ids(SkewChat(_HELLO)) is not None:
+        # A template may refuse a message of one role. A server without this endpoint refuses all.
+        if any(self._chat_ids(SkewChat(({"role": role, "content": "hi"},))) is not None for role in _ROLES):
             abilities.add("render")
         self.echoes = self._kind == "vllm" and "render" in abilities
         """True if replies have the ids of the prompt that the server sampled from."""
