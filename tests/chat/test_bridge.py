@@ -407,3 +407,20 @@ def test_reasoning_that_only_later_answers_show_is_found_and_closed() -> None:
     text, closing = bridged(renderer, "<think>so")
     assert closing == "</think><|im_end|>"
     assert text.startswith(closing + "\n<|im_start|>user\nnext")
+
+
+LAST_QUESTION_MARKED = """{%- for m in messages -%}
+{%- if m.reasoning_content -%}<|im_start|>assistant<|box_start|>{{ m.reasoning_content }}<|box_end|>{%- endif -%}
+<|im_start|>{{ m.role }}{{ '<|quad_start|>' if m.role == 'assistant' and not m.tool_calls else '\\n' }}{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}
+{{ ' (last)' if loop.last and m.role == 'user' }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{% endif -%}"""
+"""Before content and before calls, another token follows the header."""
+
+
+@pytest.mark.usefixtures("source")
+def test_reasoning_that_was_cut_short_is_closed_where_the_last_question_is_marked() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_QUESTION_MARKED))
+    text, closing = bridged(renderer, "<|box_start|>a thought")
+    assert closing == "<|box_end|><|im_end|>"
+    assert text.startswith(closing + "\n<|im_start|>user")

@@ -328,7 +328,7 @@ class Judge:
             self.counts["not compared: content with a control token that the parser does not know"] += 1
             return
         at = full.rindex(content)
-        if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0):
+        if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0) or "zqfollowup" in full[:at]:
             return
         tail = full[at + len(content) :]
         sampled = self.reference.decode(cut)

@@ -164,6 +164,10 @@ MENDED = (
     "104:302 what opens reasoning stands in every header, closed at once",
     "104:265 what opens reasoning, and is no tag, opens content too",
     "104:103 three results are more messages than the template counts to",
+    "105:515 a header is written twice before a turn",
+    "105:647 the prompt opens a turn beside tools only",
+    "105:890 the last question is marked, so the header begins otherwise",
+    "105:945 a reply that was cut short is spelled in the next prompt",
     "94:12 the certificate says that the text null is not read back",
 )
 """Cases that showed a fault once, and which."""

@@ -141,7 +141,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     content_suffix = ""
     with contextlib.suppress(TemplateRefused):
         content_suffix = _after(ask([QUESTION, said, QUESTION], True), CONTENT)
-    header = _read_header(followed, base)
+    header = _read_header(followed, base, generation_prompt)
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
@@ -309,10 +309,15 @@ def _after(text: str, sentinel: str) -> str:
     return after
 
 
-def _read_header(followed: str, base: str) -> str:
-    """Return what the template writes before the content of a turn that the conversation has moved on from."""
+def _read_header(followed: str, base: str, generation_prompt: str) -> str:
+    """Return what the template writes before the content of a turn that the conversation has moved on from.
+
+    If it marks the last question, so that `base` is written differently there, the header begins as the prompt does.
+    """
     before = followed[: followed.index(CONTENT)]
-    return before[common_prefix(before, base) :]
+    header = before[common_prefix(before, base) :]
+    opening = None if before.startswith(base) else MARK.match(generation_prompt)
+    return header[max(header.find(opening[0]), 0) :] if opening is not None else header
 
 
 def _read_channels(
