@@ -39,7 +39,7 @@ def one_sample(**changes: Any) -> Sample:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=examples(30))
-@given(drawn=st.lists(st.tuples(drawn_trajectories(), st.none() | st.text("ab\u00e9", max_size=3)), max_size=4))
+@given(drawn=st.lists(st.tuples(drawn_trajectories(), st.none() | st.text("ab\u00e9", max_size=3)), max_size=2))
 def test_every_bit_comes_back(
     tmp_path_factory: pytest.TempPathFactory, name: str, drawn: list[tuple[Trajectory, str | None]]
 ) -> None:
