@@ -45,15 +45,34 @@ def test_a_call_is_a_tree_of_spans_below_the_callers(renderer: Renderer, store: 
     request = spans.pop("POST /sessions/{session_id}/v1/chat/completions")
     assert f"{request.context.trace_id:032x}" == TRACE
     assert request.attributes["http.response.status_code"] == 200
-    assert set(spans) == {"prepare", "engine", "commit"}
+    assert set(spans) == {"prepare", "text_completion script", "commit"}
     assert {span.parent.span_id for span in spans.values()} == {request.context.span_id}
+
+
+def test_the_engines_span_follows_the_genai_conventions(renderer: Renderer, store: SqliteStore) -> None:
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+    from opentelemetry.trace import SpanKind
+
+    engine = ScriptedEngine(renderer, [MARK])
+    (span,) = (one for one in spans_of(engine, renderer, store) if one.kind == SpanKind.CLIENT)
+    ((prompt_ids, sampling),) = engine.asked
+    completion_ids = renderer.tokenizer.encode_plain(MARK)
+    attributes = dict(span.attributes)
+    assert attributes["gen_ai.operation.name"] == gen_ai_attributes.GenAiOperationNameValues.TEXT_COMPLETION.value
+    assert attributes["gen_ai.usage.input_tokens"] == len(prompt_ids)
+    assert attributes["gen_ai.usage.output_tokens"] == len(completion_ids)
+    assert attributes["gen_ai.request.temperature"] == sampling.temperature
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert set(attributes) <= {value for name, value in vars(gen_ai_attributes).items() if name.isupper()}
 
 
 @pytest.mark.parametrize("error", [EngineTimeout(MARK), RuntimeError(MARK)])
 def test_spans_hold_nothing_that_was_said(renderer: Renderer, store: SqliteStore, error: Exception) -> None:
     spans = spans_of(ScriptedEngine(renderer, [f"{MARK} {MARK}"], fail_after=1, error=error), renderer, store)
-    (engine,) = (span for span in spans if span.name == "engine")
-    assert engine.status.description == type(error).__name__
+    (engine,) = (span for span in spans if span.name.startswith("text_completion"))
+    assert engine.status.description == engine.attributes["error.type"] == type(error).__name__
+    assert engine.attributes["gen_ai.response.finish_reasons"] == ("error",)
+    assert engine.attributes["gen_ai.usage.output_tokens"] == 1
     assert [span.to_json() for span in spans if MARK in span.to_json()] == []
 
 

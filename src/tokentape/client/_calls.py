@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import secrets
@@ -287,19 +286,14 @@ def delete_session(session_id: str) -> Call[None]:
     return Call("DELETE", session_path(session_id), nothing, done_if=NotFound)
 
 
+# msgspec 0.22 keeps what it has read of a type, and crashes if two threads read one type at the same time.
 _reading_types = threading.Lock()
-
-
-@functools.cache
-def _read_type(kind: type[Any]) -> None:
-    """Have msgspec read the fields of `kind` once: it crashes if two threads do so at the same time (0.22)."""
-    msgspec.json.Decoder(kind)
 
 
 def reader(kind: type[T], field: str | None = None) -> Callable[[bytes], T]:
     """Return the function that decodes an answer, or one field of it, as `kind`."""
     with _reading_types:
-        _read_type(kind)
+        msgspec.json.Decoder(kind)
     if field is None:
         return lambda content: msgspec.json.decode(content, type=kind)
     return lambda content: msgspec.convert(msgspec.json.decode(content)[field], kind)

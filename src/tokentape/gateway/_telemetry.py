@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -32,12 +32,19 @@ from tokentape.gateway._limits import InFlightCounter
 from tokentape.types import TokenIds, Turn
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
+    from opentelemetry.trace import Span, TracerProvider
+
+    from tokentape.engines import EngineInfo
+    from tokentape.gateway._choices import Choice
+    from tokentape.gateway._prompts import Prompt
 
 _log = logging.getLogger("tokentape.gateway")
 
 Stage: TypeAlias = Literal["prepare", "engine", "commit"]
 """A part of a call with its own timing."""
+
+_CONVENTIONAL = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+"""Sampling parameters that have an attribute in OpenTelemetry's GenAI conventions. Stop strings are callers' text."""
 
 Attribute: TypeAlias = str | int | float | bool
 
@@ -80,6 +87,13 @@ class Telemetry:
     def stage(self, name: Stage) -> Iterator[None]:
         span = nullcontext() if self.spans is None else self.spans.stage(name)
         with span, self._seconds[name].time():
+            yield
+
+    @contextmanager
+    def engine_stage(self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]) -> Iterator[None]:
+        """Time the stage `engine`, and open its span."""
+        span = nullcontext() if self.spans is None else self.spans.inference(engine, prompt, choices)
+        with span, self._seconds["engine"].time():
             yield
 
     @contextmanager
@@ -278,16 +292,43 @@ class OpenTelemetrySpans:
                 span.set_attributes(attributes)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        from opentelemetry.trace import Status, StatusCode
+    def stage(self, name: str, *, client: bool = False) -> Iterator[Span]:
+        """Open a span. On failure it has the exception's type, but not its text, which may quote a prompt."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        # Record only the exception's type, because its text may quote a prompt.
-        with self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False) as span:
+        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
+        with self._tracer.start_as_current_span(
+            name, kind=kind, record_exception=False, set_status_on_exception=False
+        ) as span:
             try:
-                yield
+                yield span
             except Exception as error:
                 span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+                span.set_attribute("error.type", type(error).__name__)
                 raise
+
+    @contextmanager
+    def inference(self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]) -> Iterator[None]:
+        """Open the span of an engine call, with the attributes of OpenTelemetry's GenAI conventions (1.37).
+
+        The id of the conversation and all texts are left out.
+        """
+        sampling = prompt.sampling
+        request: dict[str, Any] = {
+            "operation.name": "text_completion",
+            "provider.name": engine.name,
+            "request.model": engine.model,
+            "request.choice.count": len(choices),
+            **{f"request.{name}": getattr(sampling, name) for name in _CONVENTIONAL},
+        }
+        with self.stage(f"text_completion {engine.model}", client=True) as span:
+            try:
+                yield
+            finally:
+                request["usage.input_tokens"] = len(prompt.ids)
+                request["usage.output_tokens"] = sum(len(choice.ids) for choice in choices)
+                request["response.finish_reasons"] = [choice.finish_reason or "error" for choice in choices]
+                span.set_attributes({f"gen_ai.{name}": value for name, value in request.items() if value is not None})
 
 
 class LiveDrift:

@@ -339,7 +339,7 @@ class Turns:
         try:
             if not choices[0].captured:
                 await self.gate.opened()
-            with self.telemetry.stage("engine"):
+            with self.telemetry.engine_stage(self.engine.info, prompt, choices):
                 asked_at: float | None = time.perf_counter()
                 async with held, aclosing(sample_choices(choices, self._sampler.sample)) as deltas:
                     async for delta in deltas:
