@@ -7,7 +7,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,11 +26,12 @@ def run(seed: int, templates: int, count: int, out: Path, processes: int) -> lis
     with ExitStack() as held:
         file = held.enter_context(out.open("a", encoding="utf-8"))
         # Spawned, not forked: a process with threads of tokenizers or torch cannot fork safely.
+        # A process keeps 30 MB of each case, none of it Python's own, so it ends after some. ProcessPoolExecutor hangs
+        # when its processes end (python/cpython#115634).
         spawn = get_context("spawn")
-        # A process keeps 30 MB of each case, none of it Python's own, so it ends after some.
-        some = ProcessPoolExecutor(processes, spawn, max_tasks_per_child=20) if processes > 1 else None
-        pool = held.enter_context(some) if some is not None else None
-        for n, result in enumerate(map(examined, tasks) if pool is None else pool.map(examined, tasks, chunksize=2), 1):
+        pool = held.enter_context(spawn.Pool(processes, maxtasksperchild=10)) if processes > 1 else None
+        results = map(examined, tasks) if pool is None else pool.imap(examined, tasks, chunksize=2)
+        for n, result in enumerate(results, 1):
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
             file.flush()
             done[result["index"]] = result
