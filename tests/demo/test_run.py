@@ -61,6 +61,16 @@ def test_the_report_fits_80_columns_and_names_the_file(report: DemoReport) -> No
     assert f"  0 of {report.turns} turns differ in prompt, sampled ids or logprobs; verify: 0 findings" in lines
 
 
+def test_commands_of_the_report_can_be_run_as_the_demo_was(
+    report: DemoReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    printed = io.StringIO()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["/somewhere/tokentape/__main__.py", "demo"])
+    print_report(report, Console(file=printed, width=80))
+    assert f"  python -m tokentape view {report.directory}" in printed.getvalue().splitlines()
+
+
 def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Conflict, match="not empty"):

@@ -148,7 +148,21 @@ def test_a_server_that_is_gone_can_be_asked_again_later() -> None:
     with pytest.raises(StoreUnavailable) as raised:
         PostgresStore.open("postgresql://someone:secret@127.0.0.1:9/runs")
     assert raised.value.retry
+    assert "127.0.0.1" in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("part", ["database", "username"])
+def test_a_database_or_user_that_does_not_exist_is_named(url: str, part: str) -> None:
+    wrong = make_url(url).set(**{part: "nosuchname", "password": "secret"}).render_as_string(hide_password=False)
+    for opened in (
+        lambda: PostgresStore.open(wrong, read_only=True),
+        lambda: PostgresStore.open(wrong),
+        lambda: verify(wrong),
+    ):
+        with pytest.raises(StoreUnavailable, match='"nosuchname" does not exist') as raised:
+            opened()
+        assert "secret" not in str(raised.value)
 
 
 # Servers and schemas

@@ -83,6 +83,13 @@ def test_drift_is_measured_and_sorted_by(page: Page, site: Site) -> None:
     counts = [int(re.findall(r"\d+", text)[0]) if "≠" in text else 0 for text in changed]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 0
+    drifted = sum(count > 0 for count in counts)
+    page.locator("#drift").select_option("any")
+    until(page, f"document.querySelectorAll('td.session a').length === {drifted}")
+    assert page.locator("td.drift .badge").count() == drifted
+    page.locator("#drift").select_option("none")
+    until(page, "document.querySelectorAll('td.drift .badge').length === 0")
+    assert names(page)
 
 
 def test_the_drift_of_a_session_that_grows_is_never_that_of_before(page: Page, site: Site) -> None:
@@ -170,6 +177,8 @@ def test_new_sessions_appear_in_the_list(page: Page, site: Site) -> None:
     open_list(page, site)
     site.http.post("/sessions", json={"session_id": "just-begun"})
     page.wait_for_selector("tr[data-id=just-begun]")
+    # Nothing is known of the drift of no tokens.
+    until(page, "document.querySelector('tr[data-id=just-begun] .drift').textContent === '–'")
     site.http.delete("/sessions/just-begun")
 
 
@@ -412,10 +421,18 @@ def test_without_a_tokenizer_the_ids_are_shown(page: Page, of_file: tuple[str, T
     shot(page, "ids-only")
     shown = page.locator(".row [data-i]").all_text_contents()
     assert [int(text) for text in shown] == one.token_ids[: len(shown)].tolist()
+    # No id is broken into two by the end of a line.
+    assert page.evaluate(
+        "[...document.querySelectorAll('.row [data-i]')].every((one) => one.getClientRects().length === 1)"
+    )
     assert page.get_by_text("ids only").count() == 1
     assert page.get_by_role("button", name="Recorded vs. retokenized").is_disabled()
     page.keyboard.press("n")
     assert page.locator(".live").count() == 0
+    page.goto(f"{url}/view#/sessions")
+    page.wait_for_selector("td.aborted")
+    # A file has no aborted turns, so how many there were is not known.
+    assert page.locator("td.aborted").all_inner_texts() == ["–"]
 
 
 def test_a_file_is_compared_with_its_text_tokenized_again(page: Page, filed: Path, model_dir: Path, site: Site) -> None:

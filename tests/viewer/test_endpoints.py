@@ -215,6 +215,8 @@ def test_a_list_shows_what_was_measured_and_never_of_an_earlier_version(
         ("verdict=unread", 0),
         ("verdict=exact&role=main", 1),
         ("role=subagent", 0),
+        ("drift=none", 1),
+        ("drift=any", 0),
         ("verdict=exact&search=nothing", 0),
     ],
 )

@@ -21,7 +21,8 @@ def print_report(report: DemoReport, console: Console | None = None) -> None:
     example = next((group.example for group in reversed(report.groups) if group.example), None)
     console = console or Console(highlight=False)
     Report("Demo", list(_blocks(report, example))).print(console)
-    command = "tokentape" if shutil.which("tokentape") else os.path.relpath(sys.argv[0])
+    started = "python -m tokentape" if sys.argv[0].endswith("__main__.py") else os.path.relpath(sys.argv[0])
+    command = "tokentape" if shutil.which("tokentape") else started
     session_id = "demo-00" if example is None else example.row.rpartition(":")[0]
     for line in (
         f"{report.trajectories} trajectories are in",

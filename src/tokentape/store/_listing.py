@@ -64,7 +64,8 @@ class SessionSummary:
     """Unique tokens: each added or sampled token counts once, however many contexts contain it."""
     sampled_tokens: int
     forks: int = 0
-    aborted: int = 0
+    aborted: int | None = None
+    """Aborted turns. None for those of a file, which doesn't say."""
     reward: float | None = None
     """The session's newest reward, else the newest one of one of its paths."""
     last_at: float | None = None

@@ -70,7 +70,7 @@ class PostgresStore(Store):
         """Open the database. Create its tables if it is empty, and migrate those of an older version.
 
         `synchronous="NORMAL"` does not wait for the server's disk, so a crash of the server can lose the last records.
-        `read_only` changes nothing. Raises `StoreUnavailable` if the server can't be reached, `InvalidRequest` for an
+        `read_only` changes nothing. Raises `StoreUnavailable` if there is no connection, `InvalidRequest` for an
         invalid URL or if `psycopg` is missing, `StoreCorrupt` if the tables are not Tokentape's, and `StoreError` for
         tables of a newer version, a user without rights, or a server that does not flush.
         """
@@ -79,18 +79,17 @@ class PostgresStore(Store):
             commits = None
             if not read_only:
                 writer = _writing_engine(address, synchronous)
-                with explained():
-                    connection = undo.enter_context(writer.connect())
-                    with connection.begin():
-                        _refuse_unsafe(connection, synchronous)
-                        _claim(connection, [None])
-                        schema.prepare(connection)
+                connection = undo.enter_context(connect(writer))
+                with explained(), connection.begin():
+                    _refuse_unsafe(connection, synchronous)
+                    _claim(connection, [None])
+                    schema.prepare(connection)
                 commits = CommitQueue(connection, explain, lambda _: None, claim=_claim)
                 undo.callback(commits.close)
             readers, once = reading_engine(address), _asking_engine(address)
             undo.callback(readers.dispose)
             undo.callback(once.dispose)
-            with explained(), readers.connect() as reading, reading.begin():
+            with connect(readers) as reading, explained(), reading.begin():
                 schema.check(reading)
             release = undo.pop_all()
         return cls(readers, once, commits, release)
@@ -145,10 +144,6 @@ def explain(error: DBAPIError) -> StoreFailure:
             )
         case "42501" | "25006":
             return StoreFailure(StoreError, f"the database refuses this user or takes no writes (SQLSTATE {state})")
-        case "28000" | "28P01" | "3D000":
-            return StoreFailure(
-                StoreError, f"the database server refuses the user, password or database (SQLSTATE {state})"
-            )
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
         return StoreFailure(
             StoreUnavailable,
@@ -159,6 +154,16 @@ def explain(error: DBAPIError) -> StoreFailure:
 
 
 explained = partial(explaining, explain)
+
+
+def connect(engine: Engine) -> Connection:
+    """Return a connection. Raises `StoreUnavailable` with libpq's reason, which never quotes a password."""
+    try:
+        return engine.connect()
+    except DBAPIError as error:
+        # It has no SQLSTATE, so `explain` can't tell a wrong password from a server that is down.
+        reason = str(error.orig).strip().partition("\n")[0]
+        raise StoreUnavailable(f"the database can't be opened: {reason}") from None
 
 
 def reading_engine(url: str | URL) -> Engine:

@@ -57,6 +57,7 @@ LISTING_QUERY: Mapping[str, Any] = {
     "metadata": {"type": "string"},
     "verdict": {"type": "string"},
     "role": {"type": "string"},
+    "drift": {"type": "string", "enum": ["any", "none"]},
     "group_key": {"type": "string"},
     "group_value": {"type": "string"},
     "sort": {"type": "string", "enum": [*get_args(SortKey), "drift"]},
@@ -127,7 +128,7 @@ def routes(viewer: Viewer) -> list[Route]:
         by_drift = query.get("sort") == "drift"
 
         def found() -> dict[str, Any]:
-            if by_drift or any(query.get(name) for name in ("verdict", "role", "group_key")):
+            if by_drift or any(query.get(name) for name in ("verdict", "role", "drift", "group_key")):
                 return _measured_page(source, measures, wanted, query, by_drift)
             page = source.page(wanted)
             return {"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}
@@ -271,6 +272,8 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
         raise InvalidRequest(f"sort must be one of {', '.join(LISTING_QUERY['sort']['enum'])}", "sort")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", "order")
+    if query.get("drift", "") not in ("", "any", "none"):
+        raise InvalidRequest("drift must be any or none", "drift")
     for name in ("search", "fork", "weights", "metadata"):
         if "\0" in query.get(name, ""):
             raise InvalidRequest(f"{name} holds a NUL character", name)
@@ -334,15 +337,23 @@ def _measured_page(
 
 
 def _chosen(measured: Mapping[str, SessionMeasures], query: Mapping[str, str]) -> list[SessionMeasures]:
-    """Return the sessions of a group, with a branch of a verdict and one of a role, as far as these are asked for."""
-    verdict, role, key = (query.get(name, "") for name in ("verdict", "role", "group_key"))
+    """Return the sessions of a group, with a branch of a verdict, one of a role, and drift, as far as asked for."""
+    verdict, role, drift, key = (query.get(name, "") for name in ("verdict", "role", "drift", "group_key"))
     return [
         one
         for one in measured.values()
         if (not verdict or any(verdict in _words(of_leaf) for of_leaf in one.verdicts))
         and (not role or role in one.roles)
+        and (not drift or _drifts(one) == drift)
         and (not key or (key in one.info.metadata and group_value(one, key) == query.get("group_value", "")))
     ]
+
+
+def _drifts(one: SessionMeasures) -> str:
+    """Return whether sampled tokens drift: any, none, or empty where none was measured."""
+    if not one.drift or not one.drift["tokens"]:
+        return ""
+    return "any" if one.drift["changed_tokens"] else "none"
 
 
 def _cache(values: Mapping[str, Any]) -> dict[str, float] | None:

@@ -37,7 +37,9 @@ export function chart(title, lines, { versions, text = real, about, none }) {
   lines.forEach(({ values, low, high }, order) => {
     for (const run of runs(values)) {
       if (low) image.append(s("polygon", { class: `band c${order}`, points: [...run.map((at) => `${x(at)},${y(high[at])}`), ...run.toReversed().map((at) => `${x(at)},${y(low[at])}`)].join(" ") }));
-      const points = run.length > 1 ? run.map((at) => `${x(at)},${y(values[at])}`) : [-2, 2].map((by) => `${x(run[0]) + by},${y(values[run[0]])}`);
+      // A version alone is a line: a short one among others, all across where there are no others.
+      const half = n > 1 ? 2 : WIDTH / 2;
+      const points = run.length > 1 ? run.map((at) => `${x(at)},${y(values[at])}`) : [-half, half].map((by) => `${x(run[0]) + by},${y(values[run[0]])}`);
       image.append(s("polyline", { class: `c${order}`, points: points.join(" ") }));
     }
   });

@@ -8,7 +8,7 @@ const RESERVATIONS = ["model unverified", "bridge unchecked", "bridge differs", 
 const ROLES = ["main", "subagent", "side_call"];
 
 /** Those of the second row, folded in narrow windows. */
-const MORE_FILTERS = ["role", "weights", "fork", "reward_min", "reward_max", "from", "to"];
+const MORE_FILTERS = ["drift", "role", "weights", "fork", "reward_min", "reward_max", "from", "to"];
 export const FILTERS = ["search", "verdict", "metadata", "group_key", "group_value", ...MORE_FILTERS];
 
 /**
@@ -16,8 +16,9 @@ export const FILTERS = ["search", "verdict", "metadata", "group_key", "group_val
  * @param {Record<string, string>} wanted
  * @param {(name: string, value: string) => void} filter
  * @param {(pair: string) => void} addMetadata
+ * @param {boolean} hasText whether there is a tokenizer, without which no drift is measured
  */
-export function filterForm(wanted, chips, filter, addMetadata) {
+export function filterForm(wanted, chips, filter, addMetadata, hasText) {
   // A label stays with its field where lines break.
   const pair = (name, label, control) => h("span", { class: "pair" }, h("label", { for: name }, label), control);
   const field = (name, label, attributes) =>
@@ -61,6 +62,7 @@ export function filterForm(wanted, chips, filter, addMetadata) {
       h(
         "div",
         {},
+        hasText && select("drift", "Drift", [["any", "with drift"], ["none", "without"]]),
         select("role", "Role", several(ROLES)),
         field("weights", "Weights", { placeholder: "version", class: "short" }),
         select("fork", "Forks", [["any", "with a fork"], ["none", "without"], ...several(Object.keys(CAUSES))]),

@@ -89,7 +89,7 @@ export function inspect(place, trajectory, at, drift, page) {
   }
   if (drift) {
     fact(drift.recorded ? "differs" : "drift", h("span", { class: "badge drift" }, `≠ ${drift.class}`), h("span", { class: "dim" }, drift.name === drift.class ? ` ${drift.meaning}` : ` ${drift.name}: ${drift.meaning}`));
-    fact(drift.recorded ? "there" : "again", h("span", { class: "tokentext" }, drift.other || "nothing"), h("code", {}, ` ${pythonList(drift.otherIds)}`));
+    fact("other side", h("span", { class: "tokentext" }, drift.other || "nothing"), h("code", {}, ` ${pythonList(drift.otherIds)}`));
   }
   if (turn.engine) fact("engine", turn.engine);
   if (turn.created_at) fact("sampled", when(turn.created_at));

@@ -22,15 +22,15 @@ const COLUMNS = [
   ["session", "Session", "asc"],
   ["created", "Begun", "desc"],
   ["verdict", "Verdict", null],
+  ["drift", "Drift", "desc"],
+  ["reward", "Reward", "desc"],
   ["role", "Role", null],
   ["weights", "Weights", null],
   ["turns", "Turns", "desc"],
   ["tokens", "Tokens", "desc"],
   ["sampled", "Sampled", "desc"],
-  ["reward", "Reward", "desc"],
   ["forks", "Forks", "desc"],
   ["aborted", "Aborted", "desc"],
-  ["drift", "Drift", "desc"],
 ];
 
 const MEANINGS = {
@@ -120,7 +120,7 @@ class ListPage {
           !this.view.about.exported && !this.view.about.only_session && this.asRun,
           h("details", { class: "menu" }, h("summary", {}, "Columns"), this.columns),
         ),
-        this.view.about.exported ? h("div") : filterForm(this.wanted, this.chips, (name, value) => this.#filter(name, value), (pair) => this.#filterMetadata(pair, true)),
+        this.view.about.exported ? h("div") : filterForm(this.wanted, this.chips, (name, value) => this.#filter(name, value), (pair) => this.#filterMetadata(pair, true), this.view.about.text),
         h("div", { class: "tablebox", tabindex: "0", role: "region", "aria-label": "Sessions" }, h("table", {}, h("thead", {}, this.heads), this.body)),
         this.pager,
       ),
@@ -353,15 +353,15 @@ class ListPage {
       h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("div", {}, this.compares && this.#comparer(one.session_id), h("a", { href: this.#address(one.session_id) }, one.session_id))),
       cell("created time", when(one.created_at)),
       cell("verdict"),
+      cell("drift number"),
+      cell("reward number", real(one.reward)),
       cell("role"),
       cell("weights"),
       cell("turns number", count(one.turns)),
       cell("tokens number", count(one.tokens)),
       cell("sampled number", count(one.sampled_tokens)),
-      cell("reward number", real(one.reward)),
       cell("forks number", one.forks ? h("span", { class: "badge fork" }, `↳ ${count(one.forks)}`) : "0"),
-      cell("aborted number", one.aborted ? h("span", { class: "badge bad" }, `✕ ${count(one.aborted)}`) : "0"),
-      cell("drift number"),
+      cell("aborted number", one.aborted ? h("span", { class: "badge bad" }, `✕ ${count(one.aborted)}`) : count(one.aborted)),
       ...keys.map((key) => cell("key", key in one.metadata && this.#value(key, written(one.metadata[key])))),
     );
     this.#drawMeasures(row, one);
@@ -389,6 +389,7 @@ class ListPage {
     put("weights", h("bdi", { title: weights.join("\n") }, weights.length > 1 ? `${weights[0]} … ${weights.at(-1)}` : (weights[0] ?? "–")));
     if (drift === null) return void put("drift", this.view.about.text ? h("span", { class: "dim", title: "the tokenizer lacks an id of it" }, "–") : "–");
     const { changed_tokens: changed, tokens } = drift;
+    if (!tokens) return void put("drift", h("span", { class: "dim", title: "nothing is sampled yet" }, "–"));
     const kinds = Object.entries(drift.classes).map(([kind, times]) => `${kind} ${times}`);
     const of = `of ${counted(tokens, "sampled token")}: ${kinds.join(", ")}`;
     put("drift", changed ? h("span", { class: "badge drift", title: of }, `≠ ${counted(changed, "token")}`) : h("span", { class: "dim" }, "none"));

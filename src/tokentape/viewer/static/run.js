@@ -20,7 +20,7 @@ const MEANINGS = {
   ess: "effective sample size, as a share of the tokens",
 };
 
-const FILTERS = ["search", "metadata", "group_key", "group_value", "verdict", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
+const FILTERS = ["search", "metadata", "group_key", "group_value", "verdict", "drift", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
 
 const percent = (share) => (share === null ? "not recorded" : `${real(100 * share)} %`);
 const or = (value, text = real) => (value === null ? "not recorded" : text(value));
@@ -155,6 +155,7 @@ class RunPage {
         h("h2", {}, "Groups"),
         h("label", { for: "group", class: "dim" }, "by"),
         select,
+        !group && h("span", { class: "dim" }, Object.keys(keys).length ? "Choose the key of the metadata that sessions of one prompt share." : "No session has metadata to group by."),
         group && h("span", { class: "dim" }, `${counted(total, "group")}${total > groups.length ? `, the ${count(groups.length)} newest` : ""}`),
         without > 0 && h("button", { class: "quiet", "aria-pressed": String(this.onlyEqual), title: "Show only these groups", onclick: () => this.#toggleEqual() }, h("span", { class: "badge warn" }, `${counted(without, "group")} with equal rewards (no advantage)`)),
       ),
