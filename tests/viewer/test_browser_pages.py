@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.viewer.conftest import ALICE, HOSTILE, OPS, Site, ask, new_context, reopened, until
 from tokentape._session.arrow import write_parquet
@@ -464,6 +466,17 @@ def test_views_fit_at_each_width(page: Page, site: Site, name: str, shot: Shot) 
     page.goto(site.at(VIEWS[name]))
     page.wait_for_selector("td.drift .badge, .row [data-i], .sides, .figure, main > .card")
     fits(page, name, shot)
+
+
+def test_scroll_bars_are_as_dark_as_the_page(page: Page, site: Site) -> None:
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 420, "height": 900})
+    page.goto(site.at("/overview"))
+    page.wait_for_selector(".figure")
+    with Image.open(io.BytesIO(page.screenshot(caret="initial"))) as picture:
+        edge = picture.convert("L").crop((picture.width - 8, 100, picture.width, picture.height))
+    # The lightest of an edge without text: a bar that ignores the theme is white.
+    assert max(edge.tobytes()) < 128
 
 
 def fits(page: Page, name: str, shot: Shot) -> None:
