@@ -20,6 +20,7 @@ from tokentape.chat import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, Payload, SampleDelta, SamplingParams
 from tokentape.gateway._events import TurnDone, TurnRequest
+from tokentape.gateway._limits import Limits
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import TokenIds
@@ -62,9 +63,12 @@ class Engine:
         pass
 
 
-async def record(store: SqliteStore, renderer: Renderer, sessions: range, tokens: int, *, payloads: bool) -> list[int]:
+async def record(
+    store: SqliteStore, renderer: Renderer, sessions: range, tokens: int, *, payloads: bool, idle: float
+) -> list[int]:
     """Record sessions, and return the process's resident bytes after each."""
-    turns = Turns(Engine(tokens // 20), renderer, store, payloads=payloads)
+    limits = Limits(idle_seconds=idle)
+    turns = Turns(Engine(tokens // 20), renderer, store, payloads=payloads, limits=limits)
     resident = []
     for number in sessions:
         messages: tuple[object, ...] = ()
@@ -82,13 +86,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--idle", type=float, default=3600.0, help="seconds after which a session leaves the memory")
     options = parser.parse_args()
     renderer = Renderer.load(MODEL)
     for payloads in (False, True):
         folder = Path(tempfile.mkdtemp())
         try:
             store = SqliteStore.open(folder)
-            found = asyncio.run(record(store, renderer, range(options.sessions), options.tokens, payloads=payloads))
+            sessions = range(options.sessions)
+            work = record(store, renderer, sessions, options.tokens, payloads=payloads, idle=options.idle)
+            found = asyncio.run(work)
             store.close()
             disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         finally:

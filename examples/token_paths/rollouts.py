@@ -6,8 +6,9 @@ they were sampled. There is no server, so that a run takes seconds. Sampling use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +23,27 @@ MAX_TOKENS = 24
 """Maximum of sampled tokens per reply; a right reply has about 14."""
 
 
-def play(model: Any, renderer: Renderer, tasks: Sequence[Task], seed: int, temperature: float = 1.0) -> list[Rollout]:
+Choose: TypeAlias = Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+"""Logits [rows, vocabulary] after temperature, and a number from 0 to 1 per row, to an id and a logprob per row."""
+
+
+def from_whole_distribution(logits: torch.Tensor, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose ids by the cumulative probabilities; see `Choose`."""
+    distribution = torch.log_softmax(logits, -1)
+    cumulative = distribution.exp().double().cumsum(-1)
+    cumulative /= cumulative[:, -1:].clone()
+    ids = torch.searchsorted(cumulative, torch.from_numpy(numbers[:, None].copy())).clamp(max=logits.shape[1] - 1)
+    return ids[:, 0], distribution.gather(1, ids)[:, 0]
+
+
+def play(
+    model: Any,
+    renderer: Renderer,
+    tasks: Sequence[Task],
+    seed: int,
+    temperature: float = 1.0,
+    choose: Choose = from_whole_distribution,
+) -> list[Rollout]:
     """Run all tasks with a policy.
 
     The same tasks, seed and weights give the same sessions up to rounding. Each sampled token is drawn with its own
@@ -38,7 +59,7 @@ def play(model: Any, renderer: Renderer, tasks: Sequence[Task], seed: int, tempe
             for task, own in zip(tasks, turns, strict=True)
         ]
         contexts = [np.concatenate([ids, new]) for ids, new in zip(contexts, added, strict=True)]
-        sampled = sample(model, contexts, renderer.stop_ids(setup), numbers[number], temperature)
+        sampled = sample(model, contexts, renderer.stop_ids(setup), numbers[number], temperature, choose)
         for n, (completion, logprobs) in enumerate(sampled):
             parser = renderer.parser(setup, prompt_ids=contexts[n])
             parser.feed(completion.tolist())
@@ -68,11 +89,11 @@ def _message(reply: Reply) -> Message:
 
 @torch.no_grad()
 def sample(
-    model: Any, contexts: Sequence[Any], stop_ids: Any, numbers: Any, temperature: float
+    model: Any, contexts: Sequence[Any], stop_ids: Any, numbers: Any, temperature: float, choose: Choose
 ) -> list[tuple[Any, Any]]:
     """Return ids and logprobs of a completion of each context.
 
-    `numbers`, float [contexts, tokens] from 0 to 1, choose the tokens by the cumulative probabilities.
+    `numbers`, float [contexts, tokens] from 0 to 1, choose the tokens.
     """
     longest = max(map(len, contexts))
     ids = torch.zeros(len(contexts), longest, dtype=torch.long)
@@ -84,6 +105,8 @@ def sample(
     places = (mask.cumsum(1) - 1).clamp(min=0)
     stops = torch.tensor(sorted(stop_ids))
     drawn, logprobs, cache = [], [], None
+    # transformers 5.24 renamed it.
+    named = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     alive = torch.ones(len(contexts), dtype=torch.bool)
     lengths = torch.zeros(len(contexts), dtype=torch.long)
     for step in range(numbers.shape[1]):
@@ -92,21 +115,17 @@ def sample(
             input_ids=ids,
             attention_mask=mask[:, :end],
             position_ids=places[:, end - ids.shape[1] : end],
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{named: cache},
         )
-        cache = found.past_key_values
-        distribution = torch.log_softmax(found.logits[:, -1] / temperature, -1)
-        cumulative = distribution.exp().double().cumsum(-1)
-        cumulative /= cumulative[:, -1:].clone()
-        ids = torch.searchsorted(cumulative, torch.from_numpy(numbers[:, step : step + 1].copy())).clamp(
-            max=distribution.shape[1] - 1
-        )
-        drawn.append(ids[:, 0])
-        logprobs.append(distribution.gather(1, ids)[:, 0])
+        cache = found[named]
+        new, own = choose(found.logits[:, -1] / temperature, numbers[:, step])
+        ids = new[:, None]
+        drawn.append(new)
+        logprobs.append(own)
         lengths += alive
-        alive &= ~torch.isin(ids[:, 0], stops)
+        alive &= ~torch.isin(new, stops)
         if not alive.any():
             break
     all_ids = torch.stack(drawn, 1).numpy().astype(np.int32)

@@ -227,7 +227,7 @@ async def open_configured(
         threads = engine.threads or (1 if model == MODEL else None)
         modes: dict[str, LogprobsMode] = {mode.removesuffix("_logprobs"): mode for mode in get_args(LogprobsMode)}
         mode = modes[engine.logprobs_mode or "processed"]
-        return TransformersEngine.open(model, threads=threads, logprobs_mode=mode)
+        return TransformersEngine.open(model, threads=threads, logprobs_mode=mode, adapters=engine.adapters)
     from tokentape.engines._pool import EnginePool
 
     guard = _guard(config, renderer, weights_now) if check else None

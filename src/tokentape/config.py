@@ -65,6 +65,9 @@ class EngineConfig:
         "those before top-p, top-k and min-p. raw: the model's own. A server has an option of its own. Default: "
         "processed.",
     )
+    adapters: Mapping[str, str] = option(
+        {}, "LoRA adapter of the embedded engine, which sessions pin by its name.", "--adapter", "NAME=FOLDER"
+    )
     capture: bool = option(False, "Let the vLLM server render the prompts, and record them and where they drift.")
     verify_prompts: bool = option(
         False,
@@ -190,6 +193,12 @@ class ServeConfig:
                 f"--logprobs-mode sets what the embedded engine reports; a {self.engine.kind} server decides that "
                 "itself (vllm serve has an option --logprobs-mode of its own); leave it out",
                 "engine.logprobs_mode",
+            )
+        if self.engine.kind != "transformers" and self.engine.adapters:
+            raise InvalidRequest(
+                f"--adapter loads an adapter into the embedded engine; a {self.engine.kind} server has its own: "
+                "leave it out and pin the name that the server gives it",
+                "engine.adapters",
             )
         if self.engine.capture and (self.engine.kind != "vllm" or len(self.engine.urls) != 1):
             raise InvalidRequest("capture takes one vLLM server: --engine vllm and one --engine-url", "engine.capture")

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
+from tests.engines.adapters import write_adapter
 from tests.engines.stand_in import LanguageModel, StandIn
 from tests.processes import Command
 from tests.waiting import PATIENCE
@@ -55,12 +56,17 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
     model_dir: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    with serving(model_dir, "--data", data, "--model-id", "shop") as (process, url):
+    pytest.importorskip("peft")
+    write_adapter(tmp_path / "lora", 0, model_dir)
+    with serving(model_dir, "--data", data, "--model-id", "shop", "--adapter", f"a={tmp_path}/lora") as (process, url):
         reply = httpx2.post(f"{url}/sessions/s/v1/chat/completions", json={**HELLO, "return_token_ids": True}).json()
+        httpx2.post(f"{url}/sessions", json={"session_id": "with", "pin": {"adapter": "a"}})
+        other = httpx2.post(f"{url}/sessions/with/v1/chat/completions", json={**HELLO, "return_token_ids": True}).json()
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
     assert reply["model"] == "shop"
     assert recorded(data, "s") == reply["choices"][0]["token_ids"]
+    assert recorded(data, "with") == other["choices"][0]["token_ids"] != reply["choices"][0]["token_ids"]
     served = json.loads((data / "model.json").read_text())
     assert served == {
         "folder": str(model_dir.resolve()),
@@ -99,6 +105,8 @@ def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp
             ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--logprobs-mode", "processed"],
             "sets what the embedded engine reports",
         ),
+        (["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--adapter", "a=x"], "pin the name that the server"),
+        (["--adapter", "a"], "'a' is not NAME=VALUE, a=runs/a for example"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_with_advice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from routing import replayed, route_by_chance, routers, write_mixture  # noqa: E
 from tokenizers import Tokenizer  # noqa: E402
 
 from tokentape.engines._base import SamplingParams  # noqa: E402
-from tokentape.engines._experts import expert_layers  # noqa: E402
+from tokentape.engines._experts import chosen_experts, expert_layers  # noqa: E402
 from tokentape.engines._transformers import TransformersEngine  # noqa: E402
 from tokentape.errors import UnsupportedParameter  # noqa: E402
 from tokentape.types import TokenIds  # noqa: E402
@@ -72,6 +73,17 @@ def test_a_forward_pass_routed_as_reported_gives_the_logprobs_and_another_does_n
     assert apart(model, prompt(9), sampled) > 1e-2
     assert apart(model, prompt(9), sampled, rows[:, ::-1].copy()) > 1e-2
     assert apart(model, prompt(9), sampled, np.roll(rows, 1, axis=0)) > 1e-2
+
+
+def test_scores_that_another_thread_computes_are_not_taken_for_a_calls_experts(model: Any) -> None:
+    ids = torch.arange(5)[None]
+    with chosen_experts(expert_layers(model)) as found:
+        other = threading.Thread(target=model, args=(ids,))
+        other.start()
+        other.join()
+        assert found == []
+        model(ids)
+    assert [rows.shape for rows in found] == [(5, 2)] * 2
 
 
 def test_calls_that_share_a_batch_have_their_own_rows(engine: TransformersEngine, model: Any) -> None:

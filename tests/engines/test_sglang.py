@@ -73,6 +73,7 @@ EVERYTHING = SamplingParams(
     priority=2,
     cache_salt="salt",
     session_id="session",
+    adapter="policy",
     payloads_from=1,
     supports=2,
     json_schema='{"type":"object"}',
@@ -81,6 +82,7 @@ OFFERS_EVERYTHING = {
     "enable_deterministic_inference": True,
     "enable_return_routed_experts": True,
     "enable_priority_scheduling": True,
+    "enable_lora": True,
     "sampling_mask_max_tokens": 50,
 }
 
@@ -95,6 +97,7 @@ BODY_FIELDS = frozenset(
             "cache_salt",
             "extra_key",
             "session_id",
+            "lora_path",
             "return_sampling_mask",
         ),
     }
@@ -268,6 +271,17 @@ def test_tokens_of_other_weights_that_arrive_together_are_another_delta(server: 
     change = _set(1, "meta_info.weight_version", "v2")
     deltas = sample(server, answer=tampered(change))
     assert [(delta.token_ids, delta.weight_version) for delta in deltas[:2]] == [((11,), "v1"), ((11,), "v2")]
+
+
+def test_an_adapter_is_named_and_its_version_is_not_that_of_the_server_s_weights(server: FakeServer) -> None:
+    with pytest.raises(UnsupportedParameter, match="adapter"):
+        sample(server, replace(PARAMS, adapter="policy"))
+    for adapter in ("policy", None):
+        server.reset(answers(enable_lora=True))
+        deltas = sample(server, replace(PARAMS, adapter=adapter))
+        assert server.bodies("/generate")[-1].get("lora_path") == adapter
+        assert {delta.weight_version for delta in deltas} == ({"v1"} if adapter is None else {None})
+        assert bool(deltas[-1].weight_spans) == (adapter is None)
 
 
 @pytest.mark.parametrize("incremental", [False, True])

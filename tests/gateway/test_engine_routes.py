@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -12,6 +13,7 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, calls_of
 from tokentape.chat._renderer import Renderer
+from tokentape.client import Client
 from tokentape.gateway._app import create_app
 from tokentape.gateway._keys import Keys
 from tokentape.gateway._limits import Limits
@@ -58,6 +60,28 @@ def test_a_paused_call_waits_and_is_sampled_by_the_new_weights(
         http.post("/engine/resume", json={"weight_version": "step-2"})
         assert waiting.result().status_code == 200
     assert [turn.weight_version for turn in store.load_session("s").turns] == ["step-1", "step-2"]
+
+
+def test_adapters_have_versions_of_their_own(renderer: Renderer, store: SqliteStore) -> None:
+    engine = ScriptedEngine(renderer, ["four<|im_end|>"] * 8, weight_version=None)
+    engine.info = replace(engine.info, sampling=engine.info.sampling | {"adapter"})
+    with (
+        running(create_app(Turns(engine, renderer, store), model_id="m")) as url,
+        httpx2.Client(base_url=url, timeout=PATIENCE) as http,
+        Client(url) as client,
+    ):
+        for name in ("a", "b"):
+            http.post("/sessions", json={"session_id": name, "pin": {"adapter": name}})
+        for version, adapter in (("step-1", None), ("a-7", "a"), ("a-8", "a")):
+            client.resume(version, adapter=adapter)
+            for name in ("a", "b"):
+                ask(http, name)
+        assert client.engine().weight_version == "step-1"
+        assert client.engine().adapter_versions == {"a": "a-8"}
+        refused = http.post("/engine/resume", json={"adapter": "a"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "weight_version")
+        versions = {name: [turn.weight_version for turn in store.load_session(name).turns] for name in ("a", "b")}
+    assert versions == {"a": ["step-1", "a-7", "a-8"], "b": ["step-1"] * 3}
 
 
 @pytest.mark.parametrize("limits", [Limits(pause_patience=0.1)])

@@ -342,6 +342,12 @@ def test_all_gateways_pause_and_resume_together(replicas: list[Replica], monkeyp
         assert httpx2.post(f"{one.url}/engine/resume", json={"weight_version": "step-2"}).status_code == 200
         assert turn_of(waiting.result()) == 1
     assert two.get("/engine")["weight_version"] == "step-2"
+    for body in ({"weight_version": "7", "adapter": "a"}, {"weight_version": "9", "adapter": "b"}):
+        assert httpx2.post(f"{one.url}/engine/resume", json=body).status_code == 200
+    until(lambda: two.get("/engine")["adapter_versions"] == {"a": "7", "b": "9"})
+    assert httpx2.post(f"{two.url}/engine/resume", json={"weight_version": "step-3"}).status_code == 200
+    until(lambda: one.get("/engine")["weight_version"] == "step-3")
+    assert one.get("/engine")["adapter_versions"] == {"a": "7", "b": "9"}
 
 
 def test_pausing_with_abort_ends_the_calls_of_all_gateways(replicas: list[Replica]) -> None:

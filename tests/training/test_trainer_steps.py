@@ -25,6 +25,7 @@ from tests.training import live
 from tests.training.test_exports import PYTHONS
 from tokentape.demo import MODEL
 from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.engines._kv import cache_name
 from tokentape.testing._rows import Row
 from tokentape.training import exports
 from tokentape.training._columns import group_advantages
@@ -54,10 +55,10 @@ class PolicyLedger(live.Ledger):
         abort = 4 if len(self.calls) == 1 and not resumed else max_tokens
         ids: list[int] = []
         logprobs: list[float] = []
-        cache, unread = None, list(prompt)
+        cache, unread, named = None, list(prompt), cache_name(policy())
         while len(ids) < min(abort, max_tokens) and ids[-1:] != [END]:
-            made = policy()(input_ids=torch.tensor([unread]), past_key_values=cache, use_cache=True)
-            cache, logits = made.past_key_values, made.logits[0, -1]
+            made = policy()(input_ids=torch.tensor([unread]), use_cache=True, **{named: cache})
+            cache, logits = made[named], made.logits[0, -1]
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=self.draws)))
             logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
             unread = ids[-1:]

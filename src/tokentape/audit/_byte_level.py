@@ -236,9 +236,11 @@ class TransformersModel:
 
         if not len(context_ids):
             raise InvalidRequest("the context is empty; pass at least the id that texts begin with, such as BOS")
-        self._torch, self._model = torch, model
+        from tokentape.engines._kv import cache_name
+
+        self._torch, self._model, self._cache_name = torch, model, cache_name(model)
         begun = self._run([list(context_ids)], None)
-        self._cache, self._first = begun.past_key_values, self._logprobs(begun.logits[0, -1])
+        self._cache, self._first = begun[self._cache_name], self._logprobs(begun.logits[0, -1])
 
     @classmethod
     def load(cls, folder: str | Path, context_ids: Sequence[int], *, device: str = "cpu") -> TransformersModel:
@@ -271,7 +273,7 @@ class TransformersModel:
     def _run(self, rows: list[list[int]], cache: Any) -> Any:
         ids = self._torch.tensor(rows, device=self._model.device)
         with self._torch.inference_mode():
-            return self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            return self._model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
 
     def _logprobs(self, logits: Any) -> npt.NDArray[np.float64]:
         found: npt.NDArray[np.float64] = logits.double().log_softmax(-1).cpu().numpy()

@@ -41,11 +41,11 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
     """
     flags = {name.replace("__", "."): value for name, value in params.items()}
     file = flags.pop("config")
-    for name in ("pin", "default"):
+    for name, example in (("pin", "temperature=1.0"), ("default", "temperature=1.0"), ("engine.adapters", "a=runs/a")):
         for entry in flags[name] or ():
             if "=" not in entry:
                 raise typer.BadParameter(
-                    f"{entry!r} is not NAME=VALUE, temperature=1.0 for example", param_hint=f"--{name}"
+                    f"{entry!r} is not NAME=VALUE, {example} for example", param_hint=settings()[name].flag
                 )
         flags[name] = dict(entry.split("=", 1) for entry in flags[name] or ()) or None
     try:

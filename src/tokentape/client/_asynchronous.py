@@ -75,9 +75,9 @@ class AsyncClient:
         """Hold back new calls while weights change, as `Client.pause` does."""
         return bool((await self._send(calls.pause_engine(abort=abort, timeout=timeout))).idle)
 
-    async def resume(self, weight_version: str | None = None) -> None:
-        """Let calls start again. `weight_version` is the name of the weights from now on."""
-        await self._send(calls.resume_engine(weight_version))
+    async def resume(self, weight_version: str | None = None, *, adapter: str | None = None) -> None:
+        """Let calls start again, as `Client.resume` does."""
+        await self._send(calls.resume_engine(weight_version, adapter))
 
     async def close(self) -> None:
         """Close the connections."""

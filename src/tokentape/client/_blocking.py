@@ -171,9 +171,12 @@ class Client:
         """
         return bool(self._send(calls.pause_engine(abort=abort, timeout=timeout)).idle)
 
-    def resume(self, weight_version: str | None = None) -> None:
-        """Let calls start again. `weight_version` is the name of the weights from now on. Needs an admin key."""
-        self._send(calls.resume_engine(weight_version))
+    def resume(self, weight_version: str | None = None, *, adapter: str | None = None) -> None:
+        """Let calls start again. `weight_version` is the name of the weights from now on, or of an adapter.
+
+        Needs an admin key.
+        """
+        self._send(calls.resume_engine(weight_version, adapter))
 
     def snapshot(self, snapshot_id: int) -> ClientSnapshot:
         """Return an earlier snapshot by its id, without a request."""

@@ -232,9 +232,9 @@ def pause_engine(*, abort: bool, timeout: float) -> Call[EngineState]:
     return Call("POST", "/engine/pause", reader(EngineState), msgspec.json.encode(body), wait=timeout)
 
 
-def resume_engine(weight_version: str | None) -> Call[EngineState]:
+def resume_engine(weight_version: str | None, adapter: str | None = None) -> Call[EngineState]:
     """Let calls start again."""
-    body = msgspec.json.encode({"weight_version": weight_version})
+    body = msgspec.json.encode({"weight_version": weight_version} | ({"adapter": adapter} if adapter else {}))
     return Call("POST", "/engine/resume", reader(EngineState), body)
 
 

@@ -121,6 +121,8 @@ class EngineState:
     paused: bool
     calls_under_way: int
     weight_version: str | None
+    adapter_versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of adapters that `resume` has named, by adapter."""
     gateways: int = 1
     """Gateways that serve the same record."""
     replicas: Mapping[str, Any] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class SamplingParams:
     structural_tag: str | None = None
     """A structural tag of XGrammar, as JSON text, that the completion must follow; None for no constraint."""
     adapter: str | None = None
-    """Name of the server's LoRA adapter to sample with; None for the base model."""
+    """Name of the engine's LoRA adapter to sample with; None for the base model."""
     priority: int = 0
     """Priority for the server's scheduler; 0 is its default. Servers differ in whether higher values come first."""
     cache_salt: str | None = None

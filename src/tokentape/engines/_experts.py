@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,13 @@ def expert_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 @contextmanager
 def chosen_experts(layers: list[tuple[nn.Module, str]]) -> Iterator[list[Tensor]]:
-    """Collect the experts that the forward passes within the block choose, [rows * columns, top k] per layer."""
+    """Collect the experts that this thread's forward passes in the block choose, [rows * columns, top k] per layer."""
     found: list[Tensor] = []
-    reading = True
+    reading, own = True, get_ident()
 
     def collect(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A copy of the model that is made meanwhile for new weights keeps its hooks.
-        if reading:
+        # A copy of the model that is made meanwhile for new weights keeps its hooks, and other threads compute scores.
+        if reading and get_ident() == own:
             found.append(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments[name])
 
     hooks = [one.register_forward_pre_hook(partial(collect, name), with_kwargs=True) for one, name in layers]

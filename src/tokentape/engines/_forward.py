@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from tokentape.engines._base import common_prefix
+from tokentape.engines._kv import cache_name
 from tokentape.engines._scoring import Scores
 from tokentape.types import TokenIds
 
@@ -23,7 +24,7 @@ class ForwardPass:
 
     def __init__(self, model: Any, *, chunk: int = 1024) -> None:
         self.model = model
-        self._chunk = chunk
+        self._chunk, self._cache_name = chunk, cache_name(model)
         self._lock = threading.Lock()
         self._ids = np.empty(0, np.int64)
         """The ids that the cached keys and values belong to."""
@@ -45,7 +46,7 @@ class ForwardPass:
         try:
             while done < len(ids) - 1:
                 end = min(done + self._chunk, len(ids) - 1)
-                logits = self.model(tensor[None, done:end], past_key_values=self._cache, use_cache=True).logits[0]
+                logits = self.model(tensor[None, done:end], use_cache=True, **{self._cache_name: self._cache}).logits[0]
                 first = max(done, start - 1)
                 if first < end:
                     logprobs = logits[first - done :].float().log_softmax(-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -50,9 +50,12 @@ class DecodeBatch:
         """Whether the next forward passes read `experts`."""
         self.experts: Tensor | None = None
         """The experts of the last forward pass, int64 [rows, columns, layers, top k], if it read them."""
+        self.adapters: tuple[Any, list[str]] | None = None
+        """The model with adapters for the next forward pass, and each row's `Adapter.key`; None for the model alone."""
         self._device = model.device
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._forward_options = {"logits_to_keep": 1} if keeps_logits else {}
+        self._forward_options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits else {}
+        self._cache_name = cache_name(model)
         self._cache = _empty_cache()
         self._mask = torch.zeros((0, 0), dtype=torch.int64, device=self._device)
         self._shifts = torch.zeros((0, 1), dtype=torch.int64, device=self._device)
@@ -64,7 +67,6 @@ class DecodeBatch:
     def use(self, model: Any) -> None:
         """Compute with this model from now on. It has the same tensors, with other values."""
         self.model = model
-        self._expert_layers = expert_layers(model)
 
     def prefill(
         self, contexts: Sequence[Ids], prefixes: Sequence[Prefix], images: Mapping[str, Tensor] | None = None
@@ -153,14 +155,15 @@ class DecodeBatch:
     def _forward(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, images: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        with chosen_experts(self._expert_layers if self.reads_experts else []) as chosen:
-            output = self.model(
+        model, keys = (self.model, None) if self.adapters is None else self.adapters
+        options = self._forward_options | {self._cache_name: cache} | ({} if keys is None else {"adapter_names": keys})
+        with chosen_experts(expert_layers(model) if self.reads_experts else []) as chosen:
+            output = model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
-                **self._forward_options,
+                **options,
                 **(images or {}),
             )
         self.experts = torch.stack(chosen, 1).reshape(*ids.shape, len(chosen), -1) if chosen else None
@@ -177,6 +180,11 @@ class DecodeBatch:
         for old, new in zip(self._cache.layers, cache.layers, strict=True):
             old.keys = torch.cat([_widened(old.keys, width, -2), _widened(new.keys, width, -2)])
             old.values = torch.cat([_widened(old.values, width, -2), _widened(new.values, width, -2)])
+
+
+def cache_name(model: Any) -> str:
+    """Return what the model's arguments and outputs call its cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _empty_cache() -> Any:
@@ -215,28 +223,34 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._entries: OrderedDict[bytes, tuple[Ids, LayerTensors]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Hashable, bytes], tuple[Ids, LayerTensors]] = OrderedDict()
 
-    def put(self, ids: Ids, layers: LayerTensors) -> None:
-        """Store the keys and values of a finished request. `layers` has exactly the tokens of `ids`."""
+    def put(self, ids: Ids, layers: LayerTensors, weights: Hashable = None) -> None:
+        """Store the keys and values of a finished request. `layers` has exactly the tokens of `ids`.
+
+        Only requests with equal `weights`, such as the same adapter, get them.
+        """
         size = _size(layers)
         if size > self._max_bytes:
             return
         for key, (stored, _) in list(self._entries.items()):
+            if key[0] != weights:
+                continue
             common = common_prefix(stored, ids)
             if common == len(ids):
                 self._entries.move_to_end(key)
                 return
             if common == len(stored):
                 self._drop(key)
-        self._entries[ids.tobytes()] = (ids, layers)
+        self._entries[weights, ids.tobytes()] = (ids, layers)
         self._bytes += size
         while self._bytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
 
-    def longest(self, context: Ids) -> Prefix:
+    def longest(self, context: Ids, weights: Hashable = None) -> Prefix:
         """Return the longest cached prefix of `context`. It does not include the context's last token."""
-        lengths = {key: common_prefix(stored, context[:-1]) for key, (stored, _) in self._entries.items()}
+        entries = [(key, stored) for key, (stored, _) in self._entries.items() if key[0] == weights]
+        lengths = {key: common_prefix(stored, context[:-1]) for key, stored in entries}
         best = max(lengths, key=lambda key: lengths[key], default=None)
         if best is None or not lengths[best]:
             return NO_PREFIX
@@ -248,7 +262,7 @@ class PrefixCache:
         self._entries.clear()
         self._bytes = 0
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: tuple[Hashable, bytes]) -> None:
         _, layers = self._entries.pop(key)
         self._bytes -= _size(layers)
 

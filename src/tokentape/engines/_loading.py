@@ -111,11 +111,12 @@ def context_limit(model: Any) -> int:
 
 
 @torch.inference_mode()
-def refuse_unbatchable(model: Any, *, dtype: str) -> None:
+def refuse_unbatchable(model: Any, *, dtype: str, adapters: tuple[Any, list[str]] | None = None) -> None:
     """Raise `EngineError` unless rows of different lengths have the same results in a batch as alone.
 
     Check the type of cache that the architecture declares. Then decode two sequences in one padded batch, and compare
-    the logprobs with those of a forward pass over each sequence alone.
+    the logprobs with those of a forward pass over each sequence alone. With `adapters`, see `DecodeBatch.adapters`, the
+    first row has one, and the second row, which has none, is compared with `model`.
     """
     name = type(model).__name__
     layers = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
@@ -127,8 +128,10 @@ def refuse_unbatchable(model: Any, *, dtype: str) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     contexts = [np.arange(length, dtype=np.int64) % rows for length in (8, 4)]
     try:
-        alone = torch.cat([DecodeBatch(model).prefill([context], [NO_PREFIX]) for context in contexts])
-        batch = DecodeBatch(model)
+        singles, batch = [DecodeBatch(model) for _ in contexts], DecodeBatch(model)
+        if adapters is not None:
+            singles[0].adapters, batch.adapters = (adapters[0], adapters[1][:1]), adapters
+        alone = torch.cat([one.prefill([ids], [NO_PREFIX]) for one, ids in zip(singles, contexts, strict=True)])
         batch.prefill([context[:-1] for context in contexts], [NO_PREFIX] * len(contexts))
         together = batch.decode([int(context[-1]) for context in contexts])
     except Exception as error:

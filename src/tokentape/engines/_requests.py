@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokentape._supports import pack
+from tokentape.engines._adapters import Adapter
 from tokentape.engines._base import LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._distributions import penalises, truncates
 from tokentape.engines._experts import ExpertRows
@@ -66,6 +67,8 @@ class Request:
     [prompt tokens], 1 where an id stands for a part of an image."""
     experts: ExpertRows | None = None
     """The experts of each token, if the call asks for them."""
+    adapter: Adapter | None = None
+    """Set by the worker: the version of the adapter that computes the whole call."""
     one_version: bool = True
     """Whether all keys and values come from one version of the weights. Also False after an error."""
 
@@ -154,7 +157,7 @@ class Sampler:
                 stop=end.stop if end is not None else None,
                 top_logprobs=tuple(request.top_logprobs[start:]),
                 supports=tuple(request.supports[start:]),
-                weight_version=self.weight_version,
+                weight_version=self.weight_version if request.adapter is None else request.adapter.version,
                 payloads=request.experts.payloads() if end is not None and request.experts is not None else (),
             )
         )

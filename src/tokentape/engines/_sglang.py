@@ -128,6 +128,8 @@ class SglangEngine(RemoteEngine):
             body["priority"] = params.priority
         if params.cache_salt is not None:
             body["cache_salt" if version_numbers(self.info.version) >= _CACHE_SALT else "extra_key"] = params.cache_salt
+        if params.adapter is not None:
+            body["lora_path"] = params.adapter
         if params.session_id is not None:
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
@@ -176,6 +178,7 @@ class _SglangServer(msgspec.Struct):
     enable_deterministic_inference: bool = False
     enable_return_routed_experts: bool = False
     enable_priority_scheduling: bool = False
+    enable_lora: bool | None = False
     sampling_mask_max_tokens: int = 0
     skip_tokenizer_init: bool = False
     grammar_backend: str | None = None
@@ -200,6 +203,7 @@ def _supported_params(server: _SglangServer) -> frozenset[str]:
         "min_tokens": text,
         "json_schema": text and server.grammar_backend != "none",
         "structural_tag": text and server.grammar_backend == "xgrammar",
+        "adapter": bool(server.enable_lora),
         "priority": server.enable_priority_scheduling,
         "cache_salt": True,
         "session_id": version >= _SESSION_ID,

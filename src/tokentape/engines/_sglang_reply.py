@@ -89,7 +89,7 @@ class SglangReply(EngineReply):
             return delta
         reason = finish_reason_of(ended.type)
         matched = None if isinstance(ended.matched, list) else ended.matched
-        spans = [span for span in meta.weight_versions if span.end > span.start]
+        spans = [span for span in meta.weight_versions if span.end > span.start and self._params.adapter is None]
         return replace(
             delta,
             finish_reason=reason,
@@ -132,7 +132,8 @@ class SglangReply(EngineReply):
         self._ids += reported
         if meta.finish_reason is not None and (meta.finish_reason.type != "abort" or meta.prompt_tokens is not None):
             self._completion.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)
-        return replace(delta, weight_version=meta.weight_version)
+        # The server names the version of the model, not that of an adapter.
+        return replace(delta, weight_version=meta.weight_version if self._params.adapter is None else None)
 
     def _begin(self, ids: list[int], meta: _SglangMeta) -> int:
         """Return the index of the first new id of this event.

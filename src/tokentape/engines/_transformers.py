@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,6 +96,7 @@ class TransformersEngine:
         max_context: int | None = None,
         prefix_cache_bytes: int = 1 << 30,
         weight_version: str = "0",
+        adapters: Mapping[str, Path | str] | None = None,
         on_finish: Callable[[FinishedSample], None] | None = None,
     ) -> TransformersEngine:
         """Load a model folder (config, weights, `tokenizer.json`) and start the engine's thread. Download nothing.
@@ -111,18 +112,20 @@ class TransformersEngine:
             max_context: maximum of prompt and completion together, in tokens; None for the model's own limit.
             prefix_cache_bytes: memory for the keys and values of finished requests; 0 switches the cache off.
             weight_version: reported with every delta until `update_weights`.
+            adapters: folders of LoRA adapters by the name that calls select them with; see `load_adapter`.
             on_finish: called on the engine's thread for every call that ended. It must return soon and not raise.
 
         Raises:
             TokenizerUnusable: `tokenizer.json` is missing or unreadable.
             EngineError: the model can't be loaded, has other logprobs in a batch than alone, or is not a decoder with
-                full attention in every layer.
+                full attention in every layer; or an adapter can't be loaded.
 
         """
         import torch
         import transformers
 
         from tokentape.engines import _loading as loading
+        from tokentape.engines._adapters import Adapters
         from tokentape.engines._experts import expert_layers
         from tokentape.engines._requests import Sampler
         from tokentape.engines._worker import Worker
@@ -152,7 +155,10 @@ class TransformersEngine:
             logprobs_mode=logprobs_mode,
         )
         loading.refuse_unbatchable(model, dtype=dtype)
-        worker = Worker(model, sampler, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
+        loaded = Adapters(model, dtype=dtype)
+        for name, path in (adapters or {}).items():
+            loaded.load(name, Path(path), weight_version)
+        worker = Worker(model, sampler, loaded, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
         worker.start()
         info = EngineInfo(
             name="transformers",
@@ -161,7 +167,10 @@ class TransformersEngine:
             vocab_size=int(known.nonzero()[0][-1]) + 1,
             max_context=context,
             logprobs_mode=logprobs_mode,
-            sampling=DISTRIBUTION | {"supports"} | ({"payloads_from"} if expert_layers(model) else set()),
+            sampling=DISTRIBUTION
+            | {"supports"}
+            | ({"payloads_from"} if expert_layers(model) else set())
+            | ({"adapter"} if adapters else set()),
             prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None else frozenset(),
         )
@@ -193,6 +202,10 @@ class TransformersEngine:
         from tokentape.engines._stopping import StopStrings
 
         refuse_call(prompt_ids, params, self.info)
+        if params.adapter is not None and params.adapter not in self._worker.adapters:
+            raise InvalidRequest(
+                f"there is no adapter {params.adapter!r}; there are {', '.join(self._worker.adapters)}", "adapter"
+            )
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
         loop = asyncio.get_running_loop()
@@ -310,6 +323,19 @@ class TransformersEngine:
         await self.check()
         model = await asyncio.to_thread(loading.with_weights, self._model, tensors, partial=partial)
         await self._swap(model, version)
+
+    async def load_adapter(self, name: str, folder: Path | str, version: str) -> None:
+        """Load a LoRA adapter in peft's format, or a new version of it, for calls with `SamplingParams.adapter`.
+
+        Running calls keep the version that they began with. Deltas have the version of the call's adapter as their
+        `weight_version`. The model's own weights can't change any more.
+
+        Raises `EngineError` if the folder has no LoRA adapter of this model, and `EngineUnavailable` if the engine is
+        closed.
+        """
+        await self.check()
+        await asyncio.wrap_future(self._worker.load_adapter(name, Path(folder), version))
+        self.info = replace(self.info, sampling=self.info.sampling | {"adapter"})
 
     async def _swap(self, model: Any, version: str) -> None:
         await self.check()

@@ -225,12 +225,13 @@ class VllmReply(EngineReply):
         return self._completion.delta(ids, logprobs, tops, choice.sampling_mask or ())
 
     def _spans(self, reported: list[ReportedSpan] | None) -> tuple[WeightSpan, ...]:
-        """Return the spans of weight versions; none if the server's weights have no name."""
+        """Return the spans of weight versions; none if the server's weights have no name, and none for an adapter."""
         if reported is None:
             return ()
         self.offers.add("weight_versions")
         spans = self._completion.spans(reported)
-        return () if {span.version for span in spans} == {UNNAMED_WEIGHTS} else spans
+        named = self._params.adapter is None and {span.version for span in spans} != {UNNAMED_WEIGHTS}
+        return spans if named else ()
 
     def _payloads(self, encoded: str | None, reason: FinishReason) -> tuple[Payload, ...]:
         if encoded is not None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokentape.engines._adapters import Adapters
 from tokentape.engines._kv import NO_PREFIX, DecodeBatch, Prefix, PrefixCache
 from tokentape.engines._requests import End, Request, Sampler
 from tokentape.errors import EngineError
@@ -32,13 +34,17 @@ class Worker:
     Args:
         model: a causal language model of `transformers`, in evaluation mode.
         sampler: chooses the tokens.
+        adapters: those of the model.
         max_batch: most rows that decode together; further requests wait.
         prefix_cache_bytes: limit on the keys and values kept of finished requests; 0 keeps none.
 
     """
 
-    def __init__(self, model: Any, sampler: Sampler, *, max_batch: int, prefix_cache_bytes: int) -> None:
+    def __init__(
+        self, model: Any, sampler: Sampler, adapters: Adapters, *, max_batch: int, prefix_cache_bytes: int
+    ) -> None:
         self._batch = DecodeBatch(model)
+        self._adapters = adapters
         self._sampler = sampler
         self._max_batch = max_batch
         self._prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
@@ -56,6 +62,11 @@ class Worker:
         """Whether the thread runs, so that requests are still processed."""
         return self._thread.is_alive()
 
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of the adapters."""
+        return self._adapters.current.keys()
+
     def submit(self, request: Request) -> None:
         """Add a request to the batch as soon as there is room."""
         self._inbox.put(request)
@@ -63,14 +74,14 @@ class Worker:
     def swap_model(self, model: Any, weight_version: str) -> Future[None]:
         """Replace the model between two steps. Running requests continue and keep their keys and values.
 
-        The future raises `EngineError` if the new tensors have other names or shapes.
+        The future raises `EngineError` if the new tensors have other names or shapes, or if there are adapters.
         """
-        done: Future[None] = Future()
 
         def swap() -> None:
+            if self._adapters.current:
+                raise EngineError("the engine has adapters of its weights: open it again with other weights")
             if _shapes(model) != _shapes(self._batch.model):
-                done.set_exception(EngineError("the new weights have other tensors than the running model"))
-                return
+                raise EngineError("the new weights have other tensors than the running model")
             for request in self._running:
                 self._sampler.flush(request)
                 request.one_version = False
@@ -78,9 +89,28 @@ class Worker:
                 self._prefixes.clear()
             self._batch.use(model)
             self._sampler.weight_version = weight_version
-            done.set_result(None)
 
-        self._inbox.put(swap)
+        return self._between_steps(swap)
+
+    def load_adapter(self, name: str, folder: Path, version: str) -> Future[None]:
+        """Load a version of an adapter between two steps; see `Adapters.load`. Calls keep the one they began with."""
+
+        def load() -> None:
+            used = [one.adapter.key for one in (*self._running, *self._waiting) if one.adapter is not None]
+            self._adapters.load(name, folder, version, used)
+
+        return self._between_steps(load)
+
+    def _between_steps(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except EngineError as error:
+                done.set_exception(error)
+
+        self._inbox.put(run)
         return done
 
     def stop(self) -> None:
@@ -109,6 +139,7 @@ class Worker:
             if item is None:
                 return False
             if isinstance(item, Request):
+                item.adapter = self._adapters.current.get(item.params.adapter or "")
                 self._waiting.append(item)
             else:
                 item()
@@ -136,7 +167,7 @@ class Worker:
             return
         try:
             contexts = [request.prompt_ids for request in joining]
-            self._batch.reads_experts = any(request.experts for request in joining)
+            self._prepare(joining)
             logits = self._batch.prefill(contexts, prefixes, joining[0].images)
             self._keep_experts(joining)
             self._running += joining
@@ -150,7 +181,9 @@ class Worker:
 
         It ends before the first token with experts to report, since these are not cached.
         """
-        prefix = self._prefixes.longest(request.prefix_key) if self._prefixes is not None else NO_PREFIX
+        prefix = (
+            self._prefixes.longest(request.prefix_key, request.adapter) if self._prefixes is not None else NO_PREFIX
+        )
         if request.experts is not None and request.experts.start < prefix.length:
             prefix = replace(prefix, length=request.experts.start)
         cuts_image = request.images and request.images["mm_token_type_ids"][prefix.length :].any()
@@ -161,13 +194,18 @@ class Worker:
         if not self._running:
             return
         try:
-            self._batch.reads_experts = any(request.experts for request in self._running)
+            self._prepare(self._running)
             logits = self._batch.decode([request.ids[-1] for request in self._running])
             self._keep_experts(self._running)
             self._sample(self._running, logits)
         except Exception as error:
             self._fail_all(error)
         self._retire()
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        """Set what the next forward pass needs to know of its rows."""
+        self._batch.reads_experts = any(request.experts for request in requests)
+        self._batch.adapters = self._adapters.of([request.adapter for request in requests])
 
     def _keep_experts(self, requests: Sequence[Request]) -> None:
         """Give requests the experts of the tokens that the last forward pass computed for them."""
@@ -204,7 +242,7 @@ class Worker:
                 self._sampler.finish(request, End("abort"))
             if request.one_version and self._prefixes is not None:
                 computed = [*request.prefix_key.tolist(), *request.ids[:-1]]
-                self._prefixes.put(np.array(computed, dtype=np.int64), self._batch.row(row))
+                self._prefixes.put(np.array(computed, dtype=np.int64), self._batch.row(row), request.adapter)
         staying = [row for row in range(len(self._running)) if row not in leaving]
         self._running = [self._running[row] for row in staying]
         self._batch.keep(staying)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape.engines._pool import EnginePool
-from tokentape.errors import Forbidden
+from tokentape.errors import Forbidden, InvalidRequest
 from tokentape.gateway._endpoint import Gateway
 from tokentape.gateway._http import json_response
 from tokentape.gateway._openapi import ApiRoute
@@ -29,6 +29,8 @@ class ResumeSampling(Struct, forbid_unknown_fields=True):
     """The body of a resume."""
 
     weight_version: _Version | None = None
+    adapter: _Version | None = None
+    """The adapter that the version is of; None for the model."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -51,6 +53,7 @@ def routes(gateway: Gateway) -> list[Route]:
             "paused": turns.gate.closed,
             "calls_under_way": turns.gate.calls.count + in_flight,
             "weight_version": turns.gate.weight_version,
+            "adapter_versions": turns.gate.adapter_versions,
         }
         if others:
             shown["gateways"] = others + 1
@@ -71,7 +74,9 @@ def routes(gateway: Gateway) -> list[Route]:
     async def resume(request: Request) -> Response:
         admin_only(request)
         body = await gateway.read(request, ResumeSampling, ResumeSampling())
-        await turns.pausing.resume(body.weight_version)
+        if body.adapter is not None and body.weight_version is None:
+            raise InvalidRequest("adapter needs the weight_version that it has now", "weight_version")
+        await turns.pausing.resume(body.weight_version, body.adapter)
         return json_response(await state())
 
     optional: dict[str, Any] = {"body_required": False}

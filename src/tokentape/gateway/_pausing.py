@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -52,6 +52,8 @@ class Gate:
         """Counts the calls that have passed and have not ended."""
         self.weight_version: str | None = None
         """Name of the current weights, if a trainer has given one."""
+        self.adapter_versions: Mapping[str, str] = {}
+        """Names of the current versions of adapters that a trainer has given one for, by adapter."""
 
     @property
     def closed(self) -> bool:
@@ -60,11 +62,20 @@ class Gate:
     def close(self) -> None:
         self._open.clear()
 
-    def open(self, weight_version: str | None = None) -> None:
-        """Let calls pass again. `weight_version` is the name of the weights from now on; None keeps the old name."""
-        if weight_version is not None:
+    def open(self, weight_version: str | None = None, adapter: str | None = None) -> None:
+        """Let calls pass again. `weight_version` is the name of the weights from now on; None keeps the old name.
+
+        With `adapter` it is the name of that adapter's version.
+        """
+        if weight_version is not None and adapter is not None:
+            self.adapter_versions = {**self.adapter_versions, adapter: weight_version}
+        elif weight_version is not None:
             self.weight_version = weight_version
         self._open.set()
+
+    def version_of(self, adapter: str | None) -> str | None:
+        """Return the name of the weights that a call with this adapter is sampled with, if a trainer has given one."""
+        return self.adapter_versions.get(adapter or "", self.weight_version)
 
     @asynccontextmanager
     async def passing(self, interrupt: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
@@ -125,12 +136,12 @@ class Pausing:
         idle = await self._gate.calls.idle(seconds)
         return await self._others_idle(until) and idle if self._store.shared else idle
 
-    async def resume(self, weight_version: str | None) -> None:
-        """Open the gates. `weight_version` is the name of the weights from now on; None keeps the old name."""
+    async def resume(self, weight_version: str | None, adapter: str | None = None) -> None:
+        """Open the gates; see `Gate.open`."""
         if self._store.shared:
-            change = partial(shared.change_gate, closed=False, weight_version=weight_version)
+            change = partial(shared.change_gate, closed=False, weight_version=weight_version, adapter=adapter)
             await self._store.transact(change)
-        self._gate.open(weight_version)
+        self._gate.open(weight_version, adapter)
 
     async def in_flight_elsewhere(self) -> tuple[int, int]:
         """Return the number of other gateways on the record, and the number of their calls in flight."""
@@ -180,6 +191,7 @@ class Pausing:
                 if state.abort and state.position != self._own.heard:
                     await self._interrupt_all()
             else:
+                self._gate.adapter_versions = state.adapter_versions
                 self._gate.open(state.weight_version)
             self._alone = False
         now = time.monotonic()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from sqlalchemy import Connection, delete, insert, select, update
 
@@ -19,6 +21,8 @@ class GateState:
     """Whether to abort the calls in flight."""
     weight_version: str | None = None
     """Name of the current weights, if known."""
+    adapter_versions: Mapping[str, str] = field(default_factory=dict)
+    """Names of the current versions of adapters, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,23 @@ def gate_state(connection: Connection) -> GateState:
     row = connection.execute(_GATE).one_or_none()
     if row is None:
         return GateState()
-    return GateState(row.position, bool(row.closed), bool(row.abort), row.weight_version)
+    return GateState(row.position, bool(row.closed), bool(row.abort), *_versions(row.weight_version))
 
 
 def change_gate(
-    connection: Connection, *, closed: bool, abort: bool = False, weight_version: str | None = None
+    connection: Connection,
+    *,
+    closed: bool,
+    abort: bool = False,
+    weight_version: str | None = None,
+    adapter: str | None = None,
 ) -> None:
-    """Close or open the gate for all gateways."""
+    """Close or open the gate for all gateways. With `adapter` the version is that of the adapter."""
+    if weight_version is not None:
+        before = gate_state(connection)
+        own = before.weight_version if adapter else weight_version
+        named = {**before.adapter_versions, **({adapter: weight_version} if adapter else {})}
+        weight_version = _SEVERAL + json.dumps([own, named]) if named else own
     change = {"closed": int(closed), "abort": int(abort), "weight_version": weight_version, "created_at": time.time()}
     connection.execute(insert(schema.gate_changes), change)
 
@@ -64,6 +78,18 @@ def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> N
     """Delete a gateway's state; with `beat` only if that is still its last heartbeat."""
     gone = delete(schema.gateways).where(schema.gateways.c.gateway_id == gateway_id)
     connection.execute(gone if beat is None else gone.where(schema.gateways.c.beat == beat))
+
+
+_SEVERAL = "\x1f"
+"""Begins the stored name of weights if adapters have versions too. A name that is given has no control characters."""
+
+
+def _versions(stored: str | None) -> tuple[str | None, Mapping[str, str]]:
+    """Return the version of the weights, and those of adapters."""
+    if stored is None or not stored.startswith(_SEVERAL):
+        return stored, {}
+    own, named = json.loads(stored.removeprefix(_SEVERAL))
+    return own, named
 
 
 _CHANGES = schema.gate_changes.c

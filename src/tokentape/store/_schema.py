@@ -254,7 +254,7 @@ gate_changes = Table(
     Column("closed", Integer, nullable=False),
     # 1 if calls in flight are to be aborted.
     Column("abort", Integer, nullable=False),
-    # Name of the new weights, null if it was not given.
+    # Name of the new weights, null if it was not given; see `_gateways` for those of adapters.
     Column("weight_version", Text),
     Column("created_at", Double, nullable=False),
     sqlite_autoincrement=True,

@@ -1,0 +1,94 @@
+"""LoRA adapters of the embedded engine, loaded with peft. One batch may have rows with different adapters.
+
+The model with adapters is a second tree of modules that shares the first one's weights. So scores, which another
+thread computes, never pass through an adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokentape.engines._loading import refuse_unbatchable
+from tokentape.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One version of an adapter."""
+
+    key: str
+    """Its name in peft, which no other version has."""
+    version: str
+
+
+class Adapters:
+    """The adapters of a model. A version stays as long as a call uses it. Only for the worker's thread."""
+
+    def __init__(self, model: Any, *, dtype: str) -> None:
+        self._model, self._dtype = model, dtype
+        self._serial = 0
+        self.current: dict[str, Adapter] = {}
+        """The newest version of each adapter, by name."""
+        self.with_all: Any = None
+        """The model with all adapters; None while there are none."""
+
+    @torch.inference_mode(mode=False)
+    def load(self, name: str, folder: Path, version: str, used: Collection[str] = ()) -> None:
+        """Load a version of the adapter `name`, and drop older ones whose keys are not in `used`.
+
+        Raises `EngineError` if peft is missing, if the folder has no LoRA adapter of this model, or if its rows have
+        other logprobs in a batch than alone.
+        """
+        try:
+            from peft import LoraConfig, PeftModel
+        except ImportError:
+            raise EngineError("adapters of the embedded engine need peft: pip install peft") from None
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (folder / file).is_file():
+                raise EngineError(f"no {file} in {folder}; expected a folder as peft's save_pretrained writes it")
+        self._serial += 1
+        key = f"version{self._serial:09}"
+        try:
+            config = LoraConfig.from_pretrained(str(folder))
+            if config.bias != "none" or config.init_lora_weights not in (True, False, "gaussian"):
+                about = f"bias {config.bias!r} or init_lora_weights {config.init_lora_weights!r}"
+                raise EngineError(f"{about} changes the model's weights")
+            if self.with_all is None:
+                shared = {id(one): one for one in (*self._model.parameters(), *self._model.buffers())}
+                self.with_all = PeftModel(copy.deepcopy(self._model, shared), config, adapter_name=key)
+            found = self.with_all.load_adapter(str(folder), key, torch_device=str(self._model.device))
+            self.with_all.eval().requires_grad_(False)
+            strange = [*found.unexpected_keys, *(one for one in found.missing_keys if f".{key}." in one)]
+            if strange:
+                raise EngineError(f"{len(strange)} tensors don't fit the model, {strange[0]} among them")
+            refuse_unbatchable(self._model, dtype=self._dtype, adapters=(self.with_all, [key, BASE]))
+        except Exception as error:  # peft raises many kinds
+            self._drop({key})
+            raise EngineError(f"the adapter in {folder} can't be used: {error}") from error
+        before = self.current.get(name)
+        self.current[name] = Adapter(key, version)
+        if before is not None:
+            self._drop(set(self.with_all.peft_config) - {one.key for one in self.current.values()} - set(used))
+
+    def of(self, rows: list[Adapter | None]) -> tuple[Any, list[str]] | None:
+        """Return `DecodeBatch.adapters` for rows with these adapters."""
+        return None if self.with_all is None else (self.with_all, [BASE if one is None else one.key for one in rows])
+
+    def _drop(self, keys: set[str]) -> None:
+        if self.with_all is None:
+            return
+        for key in keys & set(self.with_all.peft_config):
+            if len(self.with_all.peft_config) == 1:
+                self.with_all = None
+                return
+            self.with_all.delete_adapter(key)
+
+
+BASE = "__base__"
+"""peft's name for rows without an adapter."""

@@ -1,0 +1,254 @@
+"""LoRA adapters of the embedded engine, against the model's own forward pass with the adapter merged by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from adapters import Forward, forward_with, largest_difference, record, write_adapter  # noqa: E402
+from embedded import GREEDY, WARM, Sampled, collect, load, prompt, recomputed, sample  # noqa: E402
+from forwards import Forwards  # noqa: E402
+
+from tokentape.chat._renderer import Renderer  # noqa: E402
+from tokentape.demo import MODEL  # noqa: E402
+from tokentape.engines._adapters import Adapters  # noqa: E402
+from tokentape.engines._base import Engine, SamplingParams  # noqa: E402
+from tokentape.engines._kv import PrefixCache  # noqa: E402
+from tokentape.engines._transformers import TransformersEngine  # noqa: E402
+from tokentape.errors import EngineError, InvalidRequest, UnsupportedParameter  # noqa: E402
+from tokentape.types import Turn  # noqa: E402
+
+pytestmark = [
+    # peft 0.21 with transformers 5.24, and what the engine says itself with an error.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Found missing adapter keys"),
+]
+TOLERANCE = 1e-5
+NAMES: list[str | None] = ["a", "b", None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def forwards_of(folder: Path) -> dict[str | None, Forward]:
+    """By adapter of the demonstration model, which is written to `folder`."""
+    return {None: forward_with({})} | {
+        name: forward_with(write_adapter(folder / name, seed)) for seed, name in enumerate("ab")
+    }
+
+
+def record_embedded(folder: Path, data: Path, names: Sequence[str | None]) -> list[tuple[Turn, ...]]:
+    async def opening(_: Renderer) -> Engine:
+        return TransformersEngine.open(MODEL, threads=1, adapters={name: folder / name for name in "ab"})
+
+    # All sessions ask the same, so that only the adapter keeps their cached prefixes apart.
+    return record(opening, data, names, "What is 17 + 2?", SamplingParams(max_tokens=12))
+
+
+def test_fifty_sessions_at_once_are_sampled_with_their_adapters(
+    folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path
+) -> None:
+    names = [NAMES[number % 3] for number in range(50)]
+    own, others = [], []
+    for name, turns in zip(names, record_embedded(folder, tmp_path, names), strict=True):
+        assert [turn.adapter for turn in turns] == [name, name]
+        found = {one: largest_difference(forward, turns) for one, forward in forwards_of.items()}
+        own.append(found.pop(name))
+        others += found.values()
+    print(f"sessions {len(own)}, own adapter at most {max(own):.1e}, another at least {min(others):.1e}")
+    assert max(own) < TOLERANCE
+    assert min(others) > 1000 * TOLERANCE
+
+
+def test_swapped_adapters_are_found(
+    folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Adapters.of
+
+    def swapped(self: Adapters, rows: list[Any]) -> Any:
+        a, b = self.current["a"], self.current["b"]
+        return right(self, [{a: b, b: a}.get(row, row) for row in rows])
+
+    monkeypatch.setattr(Adapters, "of", swapped)
+    sessions = dict(zip(NAMES, record_embedded(folder, tmp_path, NAMES), strict=True))
+    assert largest_difference(forwards_of[None], sessions[None]) < TOLERANCE
+    for name, other in ("ab", "ba"):
+        assert largest_difference(forwards_of[name], sessions[name]) > 1000 * TOLERANCE
+        assert largest_difference(forwards_of[other], sessions[name]) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def added(folder: Path, model_dir: Path) -> dict[str, dict[str, Any]]:
+    """What the adapters of the random model add to its weights."""
+    return {name: write_adapter(folder / name, seed, model_dir) for seed, name in enumerate(("one", "two"))}
+
+
+@pytest.fixture
+def engine(model_dir: Path, folder: Path, added: object) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, adapters={"policy.lora": folder / "one"})
+    yield engine
+    asyncio.run(engine.close())
+
+
+def with_adapter(params: SamplingParams, name: str = "policy.lora") -> SamplingParams:
+    return replace(params, adapter=name)
+
+
+def assert_sampled_with(model_dir: Path, added: dict[str, Any], sampled: Sampled, prompt_ids: Any) -> None:
+    rows = forward_with(added, model_dir)(np.concatenate([prompt_ids, sampled.ids]).astype(np.int32))
+    expected = rows[np.arange(len(prompt_ids) - 1, len(rows) - 1), sampled.ids]
+    # As in the engine, ids that the tokenizer lacks have no share.
+    known = torch.from_numpy(rows[len(prompt_ids) - 1 : -1, :300]).logsumexp(-1).numpy()
+    assert np.abs(expected - known - sampled.logprobs).max() < TOLERANCE
+
+
+def versions(sampled: Sampled) -> set[str | None]:
+    return {delta.weight_version for delta in sampled.deltas if delta.token_ids}
+
+
+def test_a_new_version_is_for_new_calls_and_the_old_one_stays_until_its_calls_end(
+    engine: TransformersEngine, model_dir: Path, folder: Path, added: dict[str, dict[str, Any]], forwards: Forwards
+) -> None:
+    ids = prompt(9)
+
+    async def main() -> tuple[Sampled, Sampled, Sampled]:
+        forwards.go_on.clear()
+        running = asyncio.create_task(collect(engine, ids, with_adapter(WARM), request_id="old"))
+        await asyncio.sleep(0)  # it has asked
+        loading = asyncio.create_task(engine.load_adapter("policy.lora", folder / "two", "step-2"))
+        forwards.go_on.set()
+        await loading
+        return await running, await collect(engine, ids, with_adapter(WARM)), await collect(engine, ids, WARM)
+
+    old, new, without = asyncio.run(main())
+    assert (versions(old), versions(new), versions(without)) == ({"0"}, {"step-2"}, {"0"})
+    assert_sampled_with(model_dir, added["one"], old, ids)
+    assert_sampled_with(model_dir, added["two"], new, ids)
+    assert_sampled_with(model_dir, {}, without, ids)
+    asyncio.run(engine.load_adapter("policy.lora", folder / "one", "step-3"))
+    assert_sampled_with(model_dir, added["one"], sample(engine, ids, with_adapter(WARM)), ids)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_adapters_never_share_cached_prefixes(
+    engine: TransformersEngine,
+    model_dir: Path,
+    added: dict[str, dict[str, Any]],
+    forwards: Forwards,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+) -> None:
+    if shared:  # the fault
+        put, longest = PrefixCache.put, PrefixCache.longest
+        monkeypatch.setattr(PrefixCache, "put", lambda self, ids, layers, weights: put(self, ids, layers))
+        monkeypatch.setattr(PrefixCache, "longest", lambda self, context, weights: longest(self, context))
+    ids = prompt(40)
+    for params, own in ((with_adapter(WARM), added["one"]), (WARM, {}), (with_adapter(WARM), added["one"])):
+        sampled = sample(engine, ids, params)
+        if shared and params is WARM:
+            with pytest.raises(AssertionError):
+                assert_sampled_with(model_dir, own, sampled, ids)
+            return
+        assert_sampled_with(model_dir, own, sampled, ids)
+    # The third call uses the prefix of the first.
+    assert [columns for _, columns in forwards if columns > 1] == [40, 40]
+
+
+def test_versions_that_no_call_uses_are_dropped(model_dir: Path, folder: Path, added: object) -> None:
+    adapters = Adapters(load(model_dir), dtype="float32")
+    for version, used in (("1", []), ("2", []), ("3", ["first"]), ("4", [])):
+        before = [one.key for one in adapters.current.values()]
+        adapters.load("policy", folder / "one", version, before if used else [])
+        assert len(adapters.with_all.peft_config) == (2 if used else 1)
+
+
+def test_an_adapter_can_come_later_and_scores_are_the_models_own(
+    model_dir: Path, model: Any, folder: Path, added: dict[str, dict[str, Any]]
+) -> None:
+    engine = TransformersEngine.open(model_dir)
+    ids = prompt(9)
+    with pytest.raises(UnsupportedParameter, match="adapter"):
+        sample(engine, ids, with_adapter(WARM))
+    asyncio.run(engine.load_adapter("policy.lora", folder / "two", "7"))
+    with pytest.raises(InvalidRequest, match=r"no adapter 'other'; there are policy\.lora"):
+        sample(engine, ids, with_adapter(WARM, "other"))
+    sampled = sample(engine, ids, with_adapter(GREEDY))
+    assert_sampled_with(model_dir, added["two"], sampled, ids)
+    context = np.concatenate([ids, sampled.ids]).astype(np.int32)
+    scores = asyncio.run(engine.score(context, len(ids)))
+    expected = recomputed(model, ids, sampled.ids).gather(1, torch.tensor(sampled.ids)[:, None])[:, 0]
+    assert np.abs(scores.logprobs - expected.numpy()).max() < TOLERANCE
+    with pytest.raises(EngineError, match="the engine has adapters of its weights"):
+        asyncio.run(engine.update_weights(model_dir, "1"))
+    asyncio.run(engine.close())
+
+
+def _without_weights(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+
+
+def _with(**settings: Any) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return change
+
+
+def _of_another_model(adapter: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = adapter / "adapter_model.safetensors"
+    save_file({name.replace(".layers.1.", ".layers.9."): one for name, one in load_file(file).items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without_weights, r"no adapter_model\.safetensors in .*expected a folder"),
+        (_with(r=3), "size mismatch"),
+        (_with(target_modules=["nothing"]), "Target modules"),
+        (_with(bias="all"), "changes the model's weights"),
+        (_with(init_lora_weights="pissa"), "changes the model's weights"),
+        (_with(use_dora=True), "can't be used"),
+        (_of_another_model, "tensors don't fit the model"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_others(
+    engine: TransformersEngine,
+    model_dir: Path,
+    added: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    write_adapter(tmp_path / "damaged", 2, model_dir)
+    damage(tmp_path / "damaged")
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(engine.load_adapter("policy.lora", tmp_path / "damaged", "1"))
+    sampled, without = (sample(engine, prompt(9), one) for one in (with_adapter(WARM), WARM))
+    assert versions(sampled) == {"0"}
+    assert_sampled_with(model_dir, added["one"], sampled, prompt(9))
+    assert_sampled_with(model_dir, {}, without, prompt(9))
+
+
+def test_without_peft_the_error_says_so(
+    model_dir: Path, folder: Path, added: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(EngineError, match="need peft"):
+        TransformersEngine.open(model_dir, adapters={"policy": folder / "one"})
