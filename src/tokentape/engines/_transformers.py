@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tokentape.engines._forward import ForwardPass
+    from tokentape.engines._grammar import Grammars
     from tokentape.engines._requests import Request
     from tokentape.engines._worker import Worker
 
@@ -66,6 +67,7 @@ class TransformersEngine:
         info: EngineInfo,
         worker: Worker,
         tokenizer: Tokenizer,
+        grammars: Grammars,
         load: Callable[[Path], Any],
         model: Any,
         media_ids: set[int],
@@ -77,6 +79,7 @@ class TransformersEngine:
         self._images = images
         self._worker = worker
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._load = load
         self._model = model
         self._forward: ForwardPass | None = None
@@ -124,6 +127,7 @@ class TransformersEngine:
 
         from tokentape.engines import _loading as loading
         from tokentape.engines._experts import expert_layers
+        from tokentape.engines._grammar import CONSTRAINTS, Grammars
         from tokentape.engines._requests import Sampler
         from tokentape.engines._worker import Worker
 
@@ -161,11 +165,11 @@ class TransformersEngine:
             vocab_size=int(known.nonzero()[0][-1]) + 1,
             max_context=context,
             logprobs_mode=logprobs_mode,
-            sampling=DISTRIBUTION | {"supports"} | ({"payloads_from"} if expert_layers(model) else set()),
+            sampling=DISTRIBUTION | CONSTRAINTS | {"supports"} | ({"payloads_from"} if expert_layers(model) else set()),
             prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None else frozenset(),
         )
-        return cls(info, worker, tokenizer, load, model, media_ids, images)
+        return cls(info, worker, tokenizer, Grammars(tokenizer), load, model, media_ids, images)
 
     async def sample(
         self,
@@ -195,6 +199,8 @@ class TransformersEngine:
         refuse_call(prompt_ids, params, self.info)
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
+        held = params.json_schema is not None or params.structural_tag is not None
+        constraint = await asyncio.to_thread(self._grammars.constraint, params) if held else None
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
 
@@ -215,6 +221,7 @@ class TransformersEngine:
             send=send,
             random=random.Random(params.seed),
             images=images,
+            constraint=constraint,
             experts=None if params.payloads_from is None else ExpertRows(params.payloads_from),
         )
         self._calls[request_id] = request
