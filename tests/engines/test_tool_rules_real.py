@@ -1,10 +1,12 @@
-"""Forced tool choices and strict tools, enforced by real servers of inference engines on the demonstration model."""
+"""Schemas, forced tool choices and strict tools, enforced by real engines on the demonstration model."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from starlette.types import ASGIApp
 
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
+from tokentape.engines._base import Engine
 from tokentape.engines._opening import open_engine
+from tokentape.engines._transformers import TransformersEngine
 from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
@@ -40,7 +44,7 @@ SETTINGS = {
 }
 COLOR = {
     "type": "object",
-    "properties": {"name": {"enum": ["red", "dark blue"]}, "shade": {"type": "integer"}},
+    "properties": {"name": {"enum": ["red", "dark blue"]}, "shade": {"enum": [1, 20, 300]}},
     "required": ["name", "shade"],
     "additionalProperties": False,
 }
@@ -51,23 +55,26 @@ TOOLS: Any = [
     for name, schema in SCHEMAS.items()
 ]
 USER: Any = {"role": "user", "content": "hi"}
-REPLIES = 12
+REPLIES = 6
 
-pytestmark = pytest.mark.engines
+
+def needs(kind: str, have: object, what: str, *marks: Any) -> Any:
+    return pytest.param(kind, marks=[*marks, pytest.mark.skipif(not have, reason=f"needs {what}")])
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("vllm", marks=pytest.mark.skipif(VLLM is None, reason="needs vllm: TOKENTAPE_VLLM_BIN")),
-        pytest.param(
-            "sglang",
-            marks=pytest.mark.skipif(SGLANG is None, reason="needs a command that starts one: TOKENTAPE_SGLANG_SERVER"),
-        ),
+        needs("embedded", find_spec("llguidance"), "llguidance, of the extra grammar"),
+        needs("vllm", VLLM, "vllm: TOKENTAPE_VLLM_BIN", pytest.mark.engines),
+        needs("sglang", SGLANG, "a command that starts one: TOKENTAPE_SGLANG_SERVER", pytest.mark.engines),
     ],
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Kind and address of a server."""
+    """Kind and address of a server; no address of the embedded engine."""
+    if request.param == "embedded":
+        yield request.param, ""
+        return
 
     def command(port: int) -> list[str]:
         return [*COMMANDS[request.param].split(), "--host", "127.0.0.1", "--port", str(port)]
@@ -86,12 +93,17 @@ def gateway(engine: tuple[str, str], store: SqliteStore) -> Iterator[str]:
     kind, url = engine
     renderer = Renderer.load(MODEL)
 
-    async def opening() -> ASGIApp:
-        opened = await open_engine(kind, url, vocab_size=renderer.tokenizer.vocab_size)
+    def app(opened: Engine) -> ASGIApp:
         return create_app(Turns(opened, renderer, store, enforce_tools=True), model_id="demo")
 
-    with running(Opening(opening)) as address:
+    async def opening() -> ASGIApp:
+        return app(await open_engine(kind, url, vocab_size=renderer.tokenizer.vocab_size))
+
+    embedded = TransformersEngine.open(MODEL, threads=1) if kind == "embedded" else None
+    with running(Opening(opening) if embedded is None else app(embedded)) as address:
         yield f"{address}/sessions/s"
+    if embedded is not None:
+        asyncio.run(embedded.close())
 
 
 def check(calls: list[tuple[str, Any]], allowed: set[str]) -> None:
@@ -161,6 +173,15 @@ def test_responses_and_messages_force_calls_too(gateway: str) -> None:
     used = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
     assert len(used) == 1
     check(used, {"measure"})
+
+
+def test_a_reply_follows_its_schema(gateway: str, store: SqliteStore) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "color", "schema": COLOR}}
+    for reply in chat(gateway, response_format=form):
+        jsonschema.validate(json.loads(reply.choices[0].message.content), COLOR)
+    for turn in store.load_session("s").turns:
+        assert json.loads(turn.sampling["json_schema"]) == COLOR
+        assert turn.sampled_from.grammar
 
 
 def test_the_turn_says_that_its_logprobs_are_those_under_the_constraint(gateway: str, store: SqliteStore) -> None:

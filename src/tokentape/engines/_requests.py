@@ -18,6 +18,7 @@ from tokentape.engines._adapters import Adapter
 from tokentape.engines._base import LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._distributions import penalises, truncates
 from tokentape.engines._experts import ExpertRows
+from tokentape.engines._grammar import Constraint
 from tokentape.engines._kv import Ids
 from tokentape.engines._sampling import choose, distribution, penalise
 from tokentape.engines._stopping import StopStrings
@@ -65,6 +66,8 @@ class Request:
     images: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's inputs for the prompt's images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids`, int64
     [prompt tokens], 1 where an id stands for a part of an image."""
+    constraint: Constraint | None = None
+    """The grammar that the completion has to follow."""
     experts: ExpertRows | None = None
     """The experts of each token, if the call asks for them."""
     adapter: Adapter | None = None
@@ -103,6 +106,12 @@ class Sampler:
         `logits` are the model's own, float32 [requests, embedding rows]. If a request's logprob is not finite, only
         that request fails.
         """
+        constraints = [(row, request.constraint) for row, request in enumerate(requests) if request.constraint]
+        if constraints:
+            logits = logits.clone()
+        for row, constraint in constraints:
+            held = torch.from_numpy(constraint.allowed(logits.shape[-1])).to(logits.device)
+            logits[row].masked_fill_(~held, -math.inf)
         allowed = logits.masked_fill(self._forbidden, -math.inf)
         for row, request in enumerate(requests):
             if not penalises(request.params):
@@ -132,7 +141,8 @@ class Sampler:
                     request.supports.append(pack(row.nonzero().squeeze(-1).cpu().numpy(), request.params.supports))
                 _record(request, token_id, logprob, top)
             else:
-                self.fail(request, EngineContractError("the model's logits are not finite; nothing was sampled"))
+                problem = (request.constraint and request.constraint.problem) or "the model's logits are not finite"
+                self.fail(request, EngineContractError(f"{problem}; nothing was sampled"))
         return ids
 
     def update(self, request: Request) -> None:
@@ -199,3 +209,5 @@ def _record(request: Request, token_id: int, logprob: float, top: tuple[tuple[in
         request.end = End("stop", stop)
     elif len(request.ids) >= request.limit:
         request.end = End("length")
+    elif request.constraint is not None:
+        request.constraint.push(token_id)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tokentape.engines._forward import ForwardPass
+    from tokentape.engines._grammar import Grammars
     from tokentape.engines._requests import Request
     from tokentape.engines._worker import Worker
 
@@ -66,6 +67,7 @@ class TransformersEngine:
         info: EngineInfo,
         worker: Worker,
         tokenizer: Tokenizer,
+        grammars: Grammars,
         load: Callable[[Path], Any],
         model: Any,
         media_ids: set[int],
@@ -77,6 +79,7 @@ class TransformersEngine:
         self._images = images
         self._worker = worker
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._load = load
         self._model = model
         self._forward: ForwardPass | None = None
@@ -127,6 +130,7 @@ class TransformersEngine:
         from tokentape.engines import _loading as loading
         from tokentape.engines._adapters import Adapters
         from tokentape.engines._experts import expert_layers
+        from tokentape.engines._grammar import CONSTRAINTS, Grammars
         from tokentape.engines._requests import Sampler
         from tokentape.engines._worker import Worker
 
@@ -168,13 +172,14 @@ class TransformersEngine:
             max_context=context,
             logprobs_mode=logprobs_mode,
             sampling=DISTRIBUTION
+            | CONSTRAINTS
             | {"supports"}
             | ({"payloads_from"} if expert_layers(model) else set())
             | ({"adapter"} if adapters else set()),
             prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None else frozenset(),
         )
-        return cls(info, worker, tokenizer, load, model, media_ids, images)
+        return cls(info, worker, tokenizer, Grammars(tokenizer), load, model, media_ids, images)
 
     async def sample(
         self,
@@ -208,6 +213,8 @@ class TransformersEngine:
             )
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
+        held = params.json_schema is not None or params.structural_tag is not None
+        constraint = await asyncio.to_thread(self._grammars.constraint, params) if held else None
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
 
@@ -228,6 +235,7 @@ class TransformersEngine:
             send=send,
             random=random.Random(params.seed),
             images=images,
+            constraint=constraint,
             experts=None if params.payloads_from is None else ExpertRows(params.payloads_from),
         )
         self._calls[request_id] = request

@@ -8,26 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx2
 import pytest
 from anthropic.types import beta, message_create_params
 from openai.types import chat, completion_create_params, responses
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
 
 import tokentape.demo
+from tests.chat.conftest import load_renderer
+from tests.engines import fake_vllm
+from tests.engines.real import Opening
 from tests.gateway.asking import ENGINE, FixedAsking
+from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
 from tokentape.engines._base import SamplingParams
+from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import InvalidRequest
+from tokentape.gateway._app import create_app
 from tokentape.gateway._endpoint import DecodedRequest
+from tokentape.gateway._serve import running
+from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages
 from tokentape.gateway._wire.chat_completions import ChatCompletions
 from tokentape.gateway._wire.completions import Completions
 from tokentape.gateway._wire.responses import Responses
+from tokentape.store import SqliteStore
 
 PAGE = Path(__file__).parents[3] / "docs/reference/fields.md"
 WORDS = {
@@ -237,6 +251,70 @@ def test_a_field_does_what_the_matrix_says(api: str, name: str, row: Row) -> Non
     assert (sampling_changed, rest_changed) == (row.what == "passed on", row.what == "honored")
     reported = {one.partition(".")[0] for one in with_it.ignored} - {one.partition(".")[0] for one in without.ignored}
     assert reported == ({name} if row.what == "reported" else set())
+
+
+SENT_AS = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "response_format": "structured_outputs",
+    "stop_sequences": "stop",
+    "text": "structured_outputs",
+    "top_logprobs": "logprobs",
+}
+"""The names of fields in vLLM's bodies, where these differ."""
+PATHS = {"chat": "chat/completions", "completions": "completions", "responses": "responses", "messages": "messages"}
+
+
+class Asked:
+    """A gateway over an engine for vLLM, and what the server was sent."""
+
+    def __init__(self, url: str, server: fake_vllm.FakeVllm) -> None:
+        self._url, self._server = url, server
+
+    def bodies(self, api: str, **given: Any) -> list[dict[str, Any]]:
+        """The bodies that the server gets for a body, in a session of its own."""
+        self._server.bodies.clear()
+        url = f"{self._url}/sessions/{uuid.uuid4().hex}/v1/{PATHS[api]}"
+        answer = httpx2.post(url, json={**BODIES[api], **given}, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        return list(self._server.bodies)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    card = {"data": [{"id": fake_vllm.MODEL, "max_model_len": 4096}]}
+    renderer = load_renderer("qwen3/templates/Qwen3.jinja")
+    with fake_vllm.running() as server, SqliteStore.open(tmp_path_factory.mktemp("record")) as store:
+        server.routes["/v1/models"] = JSONResponse(card)
+
+        async def opening() -> ASGIApp:
+            engine = await VllmEngine.open(server.url, vocab_size=renderer.tokenizer.vocab_size)
+            return create_app(Turns(engine, renderer, store), model_id="m")
+
+        with running(Opening(opening)) as url:
+            yield Asked(url, server)
+
+
+@pytest.mark.parametrize(("api", "name", "row"), [one for one in ROWS if one.values[2].what != "refused"])
+def test_the_server_is_sent_what_the_matrix_says(asked: Asked, api: str, name: str, row: Row) -> None:
+    if row.value == "x" and name == "previous_response_id":
+        # A turn of another session: `shown_by` has it.
+        return
+    without = asked.bodies(api, **dict(row.beside))
+    with_it = asked.bodies(api, **dict(row.beside), **{name: row.value})
+    changed = {key for one in with_it for key in one.keys() | without[0].keys() if one.get(key) != without[0].get(key)}
+    if row.what == "passed on":
+        key = SENT_AS.get(name, name)
+        assert changed == {key}
+        sent = with_it[0][key]
+        assert sent == {"json": {"type": "object"}} if key == "structured_outputs" else sent in (row.value, [row.value])
+    elif name == "n":
+        assert (len(with_it), changed) == (2, set())
+    elif row.what == "honored" and name != "stream":
+        assert changed - {"max_tokens"} == {"prompt"}
+    else:
+        assert changed <= {"stream", "stream_options"}
+        assert (name == "stream") == bool(changed)
 
 
 def page() -> str:

@@ -246,8 +246,8 @@ def json_schema(form: Any, param: str, context: RequestContext, tools: Collectio
     instead = "ask for a function call with the schema as its parameters"
     if "json_schema" not in context.engine.sampling:
         raise UnsupportedParameter(
-            f"{param}: the engine {context.engine.name!r} can't follow a schema; {instead}, or use vLLM, SGLang or "
-            "llama.cpp",
+            f"{param}: the engine {context.engine.name!r} can't follow a schema; {instead}, or use vLLM, SGLang, "
+            "llama.cpp, or the embedded engine with tokentape[grammar]",
             param,
         )
     if tools:

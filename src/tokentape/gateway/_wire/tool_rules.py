@@ -45,7 +45,7 @@ def call_rule(
     if "structural_tag" not in context.engine.sampling:
         raise UnsupportedParameter(
             f"the engine {context.engine.name!r} can't be held to tool calls; leave out strict and say in a message "
-            "which tool to call, or use vLLM or SGLang",
+            "which tool to call, or use vLLM, SGLang, or the embedded engine with tokentape[grammar]",
             "tools" if choice is None else "tool_choice",
         )
     return CallRule(tuple(forced), frozenset(strict), parallel)

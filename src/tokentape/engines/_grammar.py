@@ -1,0 +1,166 @@
+"""Hold completions of the embedded engine to a JSON Schema or a structural tag, with llguidance.
+
+llguidance refuses keywords of schemas that it can't follow. Its grammars are in its dialect of Lark:
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from tokentape.engines._base import SamplingParams
+from tokentape.errors import InvalidRequest
+
+CONSTRAINTS = frozenset({"json_schema", "structural_tag"}) if find_spec("llguidance") else frozenset[str]()
+"""The constraints that the embedded engine can follow: none without llguidance."""
+
+_JSON = {"whitespace_pattern": r" ?|\n[ \t]{0,40}"}
+"""The white space between two tokens of JSON. If there may be any number, weak models write nothing else."""
+
+_END = "<|end of constraint|>"
+
+
+class Constraint:
+    """What one completion has to follow, and how far it has come."""
+
+    def __init__(self, matcher: Any, stop_ids: Sequence[int], size: int) -> None:
+        self._matcher = matcher
+        self._stop_ids = [one for one in stop_ids if one < size]
+        self._size = size
+
+    def allowed(self, rows: int) -> npt.NDArray[np.bool_]:
+        """Return which ids may come next, bool [rows]. A stop id may if the completion is complete before it."""
+        found = np.zeros(rows, np.bool_)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        known = np.unpackbits(bits, count=self._size, bitorder="little")
+        known[self._stop_ids] = self._matcher.is_accepting()
+        found[: self._size] = known[:rows]
+        if self._matcher.is_error():
+            found[:] = False
+        return found
+
+    @property
+    def problem(self) -> str:
+        """Why no id is allowed; empty if that is not llguidance's fault."""
+        return f"llguidance can't follow the constraint: {self._matcher.get_error()}" * self._matcher.is_error()
+
+    def push(self, token_id: int) -> None:
+        """Add a sampled id that is not a stop id."""
+        self._matcher.consume_token(token_id)
+
+
+class Grammars:
+    """Makes the constraints of calls for one tokenizer, which is prepared at the first of them. It is thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._prepared: Any = None
+        self._lock = threading.Lock()
+
+    def constraint(self, params: SamplingParams) -> Constraint:
+        """Return the constraint of a call with a `json_schema` or a `structural_tag`.
+
+        Raises `InvalidRequest` if it can't be followed, for example because of a keyword of its schema.
+        """
+        from llguidance import LLMatcher
+
+        name = "json_schema" if params.json_schema is not None else "structural_tag"
+        if not params.stop_token_ids:
+            raise InvalidRequest(f"{name} needs stop_token_ids, which end the completion", name)
+        given = json.loads(params.json_schema or params.structural_tag or "")
+        form = given["format"] if params.json_schema is None else {"type": "json_schema", "json_schema": given}
+        with self._lock:
+            if self._prepared is None:
+                self._prepared = _prepare(self._tokenizer)
+        matcher = LLMatcher(self._prepared, LLMatcher.grammar_from_lark(lark(form)), log_level=0)
+        if matcher.is_error():
+            # The message goes on with the grammar itself.
+            reason = matcher.get_error().partition("\n   2 |")[0][:500]
+            raise InvalidRequest(f"the engine can't follow {name}: {reason}", name)
+        return Constraint(matcher, params.stop_token_ids, self._prepared.eos_token)
+
+
+def _prepare(tokenizer: Tokenizer) -> Any:
+    """Return the tokenizer for llguidance. Added tokens, except for white space, don't stand for their text.
+
+    A `<tool_call>` in a string of JSON would else be sampled as the control token.
+    """
+    from llguidance import LLTokenizer
+
+    described = json.loads(tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = bool(token["content"].replace("\u2581", " ").strip())
+    # The end is a token of its own: `Constraint` allows the call's stop ids in its place.
+    described["added_tokens"].append(
+        {"id": max(tokenizer.get_vocab().values()) + 1, "content": _END, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    )
+    text = json.dumps(described)
+    return LLTokenizer(text, eos_token=Tokenizer.from_str(text).token_to_id(_END))
+
+
+def lark(form: Mapping[str, Any]) -> str:
+    """Return the grammar for the `format` of one of our structural tags.
+
+    It knows the formats that `chat._call_constraint` writes, and raises `InvalidRequest` for others.
+    """
+    terminals: list[str] = []
+
+    def ids(found: Sequence[int], *, but: bool = False) -> str:
+        return f"<[{'^' * but}{','.join(map(str, found))}]>" if found else "<[*]>"
+
+    def sequence(elements: Sequence[Mapping[str, Any]]) -> str:
+        written: list[str] = []
+        for at, one in enumerate(elements):
+            if one["type"] == "const_string" and at and elements[at - 1]["type"] == "any_text":
+                # Text and what ends it are one terminal: the lexer does not look ahead.
+                terminals[-1] += f" {text(one['value'])}"
+            else:
+                written.append(rule(one))
+        return " ".join(written)
+
+    def rule(one: Mapping[str, Any]) -> str:
+        match one["type"]:
+            case "sequence":
+                return f"({sequence(one['elements'])})"
+            case "or":
+                return f"({' | '.join(map(rule, one['elements']))})"
+            case "star":
+                return f"({rule(one['content'])})*"
+            case "optional":
+                return f"({rule(one['content'])})?"
+            case "token":
+                return ids([one["token"]])
+            case "const_string":
+                return text(one["value"])
+            case "regex":
+                return f"/{one['pattern']}/"
+            case "json_schema":
+                return f"%json {json.dumps(dict(one['json_schema']) | {'x-guidance': _JSON})}"
+            case "any_tokens":
+                return f"{ids(one['exclude_tokens'], but=True)}*"
+            case "any_text":
+                excluded = " | ".join(map(text, one["excludes"]))
+                terminals.append(f"TEXT_{len(terminals)}: (/(?s:.*)/ & ~(/(?s:.*)/ ({excluded}) /(?s:.*)/))")
+                return f"TEXT_{len(terminals) - 1}"
+            case "token_dispatch":
+                begins = [token for token, _ in one["rules"]]
+                calls = [f"{ids([token])} {rule(content)}" for token, content in one["rules"]]
+                return f"({' | '.join([ids([*one['exclude_tokens'], *begins], but=True), *calls])})*"
+        raise InvalidRequest(f"the embedded engine does not know the format {one['type']!r}", "structural_tag")
+
+    start = rule(form)
+    # Else only one spelling of text that the grammar leaves no choice about would be allowed.
+    return "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *terminals])
+
+
+def text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
