@@ -5,7 +5,7 @@
 
 FOLDER holds chat templates (`NAME.jinja`) and model folders (with `tokenizer.json` and `chat_template.jinja`). A
 template without a tokenizer gets a small one, trained for it, that has its control tokens; `NAME.json` beside it may
-say which `eos_token` ends turns. Conversations, completions and the comparison are those of `tests.generator`; the
+say which `eos_token` ends turns, and name `controls` that the template puts together from pieces. Conversations, completions and the comparison are those of `tests.generator`; the
 oracle is the folder's tokenizer as transformers loads it. Conversations that it refuses are not counted.
 """
 
@@ -90,8 +90,8 @@ def folders(models: Path, scratch: Path, only: str = "") -> Iterator[tuple[str, 
         elif path.suffix == ".jinja":
             case = Case(1, 0, defaults())
             config = path.with_suffix(".json")
-            eos = json.loads(config.read_bytes())["eos_token"] if config.is_file() else None
-            template = as_template(path.read_text(encoding="utf-8"), eos)
+            known = json.loads(config.read_bytes()) if config.is_file() else {}
+            template = as_template(path.read_text(encoding="utf-8"), known.get("eos_token"), known.get("controls", ()))
             yield path.stem, write_model(case, template, scratch / path.stem)
 
 

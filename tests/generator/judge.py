@@ -368,7 +368,8 @@ class Judge:
         close = self.reference.first_control(expected)
         if close is None:
             return False
-        closed = expected[: close[0] + len(close[1])]
+        # White space before it is the end of what was sampled.
+        closed = expected[: close[0] + len(close[1])].lstrip()
         return _squeezed(text) in [_squeezed(closed + ended), *([_squeezed(ended)] if ended.startswith(closed) else [])]
 
     # -- all conversations together ----------------------------------------------------------------------------------
