@@ -61,7 +61,9 @@ def _family(folder: Path) -> tuple[dict[str, bool], dict[str, str]]:
     return added, {key: value["content"] if isinstance(value, dict) else value for key, value in named.items() if value}
 
 
-_ANY_TAG = re.compile(CONTROL.pattern + r"|</?[A-Z][A-Z_0-9]{2,30}>|<\|[^<>\s|]{1,30}>|<[a-z_]{2,30}\|>|\[\|[a-z]{2,20}\|\]")
+_ANY_TAG = re.compile(
+    CONTROL.pattern + r"|</?[A-Z][A-Z_0-9]{2,30}>|<\|[^<>\s|]{1,30}>|<[a-z_]{2,30}\|>|\[\|[a-z]{2,20}\|\]"
+)
 
 
 def as_template(source: str, eos: str | None = None, controls: Sequence[str] = ()) -> Template:

@@ -186,7 +186,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     if reasoning is not None:
         reasoning, content_reopen = shortest_close(ask, reasoning, shape, content_open)
         thought = {"role": "assistant", "content": "", **dict.fromkeys(REASONING_FIELDS, REASONING)}
-        if content_reopen and len({*MARK.findall(turn_end)}) > 1:
+        if len({*MARK.findall(turn_end)}) > 1:
             # Content has a token that closes it as well. A header that nothing closes is left out.
             frame = content_reopen + turn_end
             with contextlib.suppress(TemplateRefused):

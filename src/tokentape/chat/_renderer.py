@@ -355,6 +355,11 @@ class Renderer(TemplateText):
             MARK.findall(close),
         )
         text = read_text(self.tokenizer, completion_ids.tolist())
+        if form.reasoning is not None and reply.reasoning:
+            text = text.rpartition(form.reasoning.close.strip())[2]
+        closed = repeated_end(text, close)
+        if closed:
+            return close[closed:]
         framing = [mark for mark in MARK.findall(text) if mark in (*opening, *closing[:1])]
         if reply.reasoning and not reply.content and not framing:
             return form.empty_content
