@@ -5,8 +5,9 @@
 
 FOLDER holds chat templates (`NAME.jinja`) and model folders (with `tokenizer.json` and `chat_template.jinja`). A
 template without a tokenizer gets a small one, trained for it, that has its control tokens; `NAME.json` beside it may
-say which `eos_token` ends turns. Conversations, completions and the comparison are those of `tests.generator`; the
-oracle is the folder's tokenizer as transformers loads it. Conversations that it refuses are not counted.
+say which `eos_token` ends turns, and name `controls` that the template puts together from pieces. Conversations,
+completions and the comparison are those of `tests.generator`; the oracle is the folder's tokenizer as transformers
+loads it. Conversations that it refuses are not counted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.generator.oracle import Reference, Refused, frozen_clock, joined
 from tests.generator.product import Product
 from tests.generator.replies import Spoken
 from tests.generator.vocabularies import write_model
+from tokentape.errors import TokentapeError
 
 
 class Transformers(Reference):
@@ -90,8 +92,8 @@ def folders(models: Path, scratch: Path, only: str = "") -> Iterator[tuple[str, 
         elif path.suffix == ".jinja":
             case = Case(1, 0, defaults())
             config = path.with_suffix(".json")
-            eos = json.loads(config.read_bytes())["eos_token"] if config.is_file() else None
-            template = as_template(path.read_text(encoding="utf-8"), eos)
+            known = json.loads(config.read_bytes()) if config.is_file() else {}
+            template = as_template(path.read_text(encoding="utf-8"), known.get("eos_token"), known.get("controls", ()))
             yield path.stem, write_model(case, template, scratch / path.stem)
 
 
@@ -143,7 +145,12 @@ def run(models: Path, count: int, only: str = "", number: int | None = None, *, 
         warnings.simplefilter("ignore")
         for name, folder in folders(models, Path(scratch), only):
             started = time.process_time()
-            judged = judge(name, folder, numbers, count, kwargs)
+            try:
+                judged = judge(name, folder, numbers, count, kwargs)
+            except TokentapeError as error:
+                print(f"{name}: refused: {error}", flush=True)
+                found += 1
+                continue
             print(f"{name}: {dict(judged.counts)}; {time.process_time() - started:.0f} s of CPU", flush=True)
             for kind, times in Counter(one.kind for one in judged.findings).items():
                 example = next(one for one in judged.findings if one.kind == kind)

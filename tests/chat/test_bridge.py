@@ -424,3 +424,55 @@ def test_reasoning_that_was_cut_short_is_closed_where_the_last_question_is_marke
     text, closing = bridged(renderer, "<|box_start|>a thought")
     assert closing == "<|box_end|><|im_end|>"
     assert text.startswith(closing + "\n<|im_start|>user")
+
+
+FRAMED_AFTER_REASONING = FRAMED.replace(
+    "<|box_start|>", "{%- if m.reasoning_content -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}<|box_start|>"
+)
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    ("completion", "closing"),
+    [
+        ("<think>so", "</think><|box_start|><|box_end|><|im_end|>"),
+        ("<think>so</think>", "<|box_start|><|box_end|><|im_end|>"),
+        ("<think>so</think><|box_start|>", "<|box_end|><|im_end|>"),
+        ("<think>so</think><|box_start|><|box_end|>", "<|im_end|>"),
+    ],
+)
+def test_content_that_never_came_has_the_frame_that_the_template_gives_it(completion: str, closing: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED_AFTER_REASONING))
+    thought = {"role": "assistant", "content": "", "reasoning_content": "so"}
+    conversation = renderer.render([NEXT, thought, NEXT], setup_for(renderer)).ids
+    following = "<|im_start|>user next<|im_end|><|im_start|>assistant"
+    assert renderer.tokenizer.decode(conversation).endswith(completion + closing + following)
+    assert bridged(renderer, completion) == (closing + following, closing)
+
+
+TAGGED_PARTS = """{%- for m in messages -%}<|im_start|>{{ m.role }}<|quad_start|>
+{%- if m.role == 'assistant' -%}
+<|box_start|>think<|quad_start|>{{ m.reasoning_content }}<|box_end|>think<|quad_start|>
+{%- endif -%}
+<|box_start|>text<|quad_start|>{{ m.content }}<|box_end|>text<|quad_start|><|im_end|>
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant<|quad_start|><|box_start|>think<|quad_start|>
+{%- endif -%}"""
+"""Reasoning and content are framed by the same tokens; the prompt opens reasoning."""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "so",
+        "so<|box_end|>think<|quad_start|><|box_start|>text<|quad_start|>",
+        "so<|box_end|>think<|quad_start|><|box_start|>text<|quad_start|>h",
+        "so<|box_end|>think<|quad_start|><|box_start|>text<|quad_start|>h<|box_end|>text<|quad_start|>",
+    ],
+)
+def test_a_part_is_closed_where_all_parts_have_the_same_tokens(completion: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(TAGGED_PARTS))
+    thought = {"role": "assistant", "content": "h" if ">h" in completion else "", "reasoning_content": "so"}
+    conversation = renderer.tokenizer.decode(renderer.render([NEXT, thought, NEXT], setup_for(renderer)).ids)
+    text, _ = bridged(renderer, completion)
+    assert conversation.endswith(completion + text)

@@ -262,3 +262,16 @@ def test_the_prompt_of_the_turn_says_whether_reasoning_is_open(role: str | None,
     parser.feed(renderer.tokenizer.encode_plain("Hm.</think>Yes.<|im_end|>"))
     reply = parser.finish()[1]
     assert (reply.reasoning.strip(), reply.content.strip()) == (reasoning, content)
+
+
+PROMPT_CLOSES_REASONING = OPENS_AFTER_QUESTIONS.replace("split('</think>')[-1]", "split('</think>', 1)[-1]").replace(
+    "<think>\n", "<think></think>"
+)
+
+
+def test_a_prompt_that_opens_and_closes_reasoning_leaves_none_open() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PROMPT_CLOSES_REASONING))
+    parser = renderer.parser(renderer.setup())
+    parser.feed(renderer.tokenizer.encode_plain("Yes.<|im_end|>"))
+    reply = parser.finish()[1]
+    assert (reply.reasoning, reply.content, reply.reasoning_open) == ("", "Yes.", False)

@@ -368,7 +368,8 @@ class Judge:
         close = self.reference.first_control(expected)
         if close is None:
             return False
-        closed = expected[: close[0] + len(close[1])]
+        # White space before it is the end of what was sampled.
+        closed = expected[: close[0] + len(close[1])].lstrip()
         return _squeezed(text) in [_squeezed(closed + ended), *([_squeezed(ended)] if ended.startswith(closed) else [])]
 
     # -- all conversations together ----------------------------------------------------------------------------------
@@ -381,8 +382,9 @@ class Judge:
             spelled = self.reference.spells_control([one.history, one.reply, one.new, one.tools])
             if row is not None and row.strategy != "refused" and answered(one) and not spelled:
                 rows.setdefault(row.name, (row, []))[1].append(one)
-        histories = [c.history for c in conversations if not self.reference.spells_control(c.history)]
-        histories += map(tuple, histories_saying(constants))
+        # A control token that a caller spells is text for the product, which the template does not see as it is.
+        said = [*(c.history for c in conversations), *map(tuple, histories_saying(constants))]
+        histories = [history for history in said if not self.reference.spells_control(history)]
         for row, same in rows.values():
             needed = "/no-system" not in row.name if "/no-tools" in row.name else None
             asked = [h for h in histories if needed in (None, _says_system(h))]

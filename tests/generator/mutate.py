@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -61,12 +61,17 @@ def _family(folder: Path) -> tuple[dict[str, bool], dict[str, str]]:
     return added, {key: value["content"] if isinstance(value, dict) else value for key, value in named.items() if value}
 
 
-_ANY_TAG = re.compile(CONTROL.pattern + r"|</?[A-Z][A-Z_0-9]{2,30}>")
+_ANY_TAG = re.compile(
+    CONTROL.pattern + r"|</?[A-Z][A-Z_0-9]{2,30}>|<\|[^<>\s|]{1,30}>|<[a-z_]{2,30}\|>|\[\|[a-z]{2,20}\|\]"
+)
 
 
-def as_template(source: str, eos: str | None = None) -> Template:
-    """A template without a tokenizer: what looks like a control token in it is one; the first after a turn ends it."""
-    found = [token for token in _ANY_TAG.findall(source) if token not in HTML]
+def as_template(source: str, eos: str | None = None, controls: Sequence[str] = ()) -> Template:
+    """A template without a tokenizer: what looks like a control token in it is one, as are `controls`.
+
+    The first after a turn ends it.
+    """
+    found = [*controls, *(token for token in _ANY_TAG.findall(source) if token not in HTML)]
     end = _ANY_TAG.findall(_rendered(source).rpartition("hello")[2])
     eos = eos or (end[0] if end else "</s>")
     return Template(source, tuple(dict.fromkeys([*found, "<s>", eos])), "<s>", eos, (), {})

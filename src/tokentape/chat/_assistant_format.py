@@ -20,6 +20,7 @@ from tokentape.chat._call_syntax import (
     OTHER_VALUE,
     PROBE_ID,
     QUESTION,
+    REASONING,
     VALUE,
     CallShape,
     CallSyntax,
@@ -36,6 +37,7 @@ from tokentape.chat._reasoning_format import (
     reasoning_never_shown,
     shortest_close,
 )
+from tokentape.chat._template import REASONING_FIELDS
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message
@@ -84,6 +86,8 @@ class AssistantFormat:
     """What closes the content within its turn, before calls or the turn's end; empty where nothing does."""
     turn_end: str
     """What closes a turn that just speaks after that, before the token that ends it; mostly empty."""
+    empty_content: str
+    """Between reasoning that was closed and the token that ends the turn, where empty content has its delimiters."""
     content_close: TurnClose
     """After the content at the end of a conversation."""
     reasoning: Reasoning | None
@@ -178,9 +182,16 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             reasoning = read_reasoning(ask_later, prompt_later, header, generation_prompt, shape, calls)
     if reasoning is None:
         reasoning = reasoning_never_shown(ask, tokenizer, header, generation_prompt)
-    content_reopen = ""
+    content_reopen = empty_content = ""
     if reasoning is not None:
         reasoning, content_reopen = shortest_close(ask, reasoning, shape, content_open)
+        thought = {"role": "assistant", "content": "", **dict.fromkeys(REASONING_FIELDS, REASONING)}
+        if len({*MARK.findall(turn_end)}) > 1:
+            # Content has a token that closes it as well. A header that nothing closes is left out.
+            frame = content_reopen + turn_end
+            with contextlib.suppress(TemplateRefused):
+                after = _after(continued(ask, thought), REASONING)
+                empty_content = frame if after.startswith(reasoning.close + frame) else ""
         opened, closed = (generation_prompt.rfind(one.strip()) for one in (reasoning.open, reasoning.close))
         reasoning = replace(reasoning, opened_by_prompt=reasoning.opened_by_prompt and opened >= closed)
     return AssistantFormat(
@@ -190,6 +201,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         content_reopen=content_reopen,
         content_end=content_end,
         turn_end=turn_end[len(content_end) :],
+        empty_content=empty_content,
         content_close=turn_close(ask, said, CONTENT, generation_prompt),
         reasoning=reasoning,
         channels=_read_channels(header, content_open, reasoning, calls),

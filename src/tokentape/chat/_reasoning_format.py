@@ -142,7 +142,7 @@ def reasoning_never_shown(
     strips what comes before it.
     """
     opening = generation_prompt[common_prefix(generation_prompt, header) :]
-    tag = re.fullmatch(r"([<\[]\W*)(\w.*)", tokenizer.spell_marks(opening).strip())
+    tag = re.fullmatch(r"([<\[]\W*)(\w[^<\[]*)", tokenizer.spell_marks(opening).strip())
     if tag is None:
         return None
     closing = f"{tag[1]}/{tag[2]}"

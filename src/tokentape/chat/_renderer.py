@@ -23,6 +23,7 @@ from tokentape.chat._media import ImageProcessor, image_parts, repeat_placeholde
 from tokentape.chat._overrides import Overrides, find_overrides
 from tokentape.chat._parse import Parser, ReplyParser, SafeParser
 from tokentape.chat._reader import read_text
+from tokentape.chat._reply import Reply
 from tokentape.chat._splice import History, StopMismatch, find_splices
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
 from tokentape.chat._template_text import TemplateText, keep
@@ -337,24 +338,31 @@ class Renderer(TemplateText):
         if reply.reasoning_open:
             close = form.reasoning.close if form.reasoning is not None else ""
             # The close of reasoning may also open the content's header, which is left out here.
-            close = close[: len(close) - repeated_end(close, form.header)] + space
+            close = close[: len(close) - repeated_end(close, form.header)] + form.empty_content + space
         elif not reply.tool_calls:
-            close = self._content_left_open(completion_ids, form, reasoned=bool(reply.reasoning)) or space
+            close = self._content_left_open(completion_ids, form, reply) or space
         elif not read_text(self.tokenizer, completion_ids.tolist()).endswith(space):
             close = space
         # The next message's header may close the part too.
         close = close[: len(close) - repeated_end(close, following)]
         return self.tokenizer.encode_after_control(close).array if close else self.tokenizer.array([])
 
-    def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, *, reasoned: bool) -> str:
-        """Return the delimiters that close the content, if the completion ended inside its frame; else empty."""
+    def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, reply: Reply) -> str:
+        """Return the delimiters that close the content, if the completion ended inside or before its frame."""
         close = form.content_end + form.turn_end
         opening, closing = (
-            MARK.findall(form.content_reopen if reasoned else form.content_open)[-1:],
+            MARK.findall(form.content_reopen if reply.reasoning else form.content_open)[-1:],
             MARK.findall(close),
         )
         text = read_text(self.tokenizer, completion_ids.tolist())
+        if form.reasoning is not None and reply.reasoning:
+            text = text.rpartition(form.reasoning.close.strip())[2]
+        closed = repeated_end(text, close)
+        if closed:
+            return close[closed:]
         framing = [mark for mark in MARK.findall(text) if mark in (*opening, *closing[:1])]
+        if reply.reasoning and not reply.content and not framing:
+            return form.empty_content
         inside = framing[-1] in opening if framing else not opening
         return close if closing and inside else ""
 
