@@ -281,6 +281,16 @@ def test_logprobs_cover_every_sampled_token(client: OpenAI, store: SqliteStore, 
         assert (entry.top_logprobs[0].bytes, entry.top_logprobs[0].logprob) == (entry.bytes, entry.logprob)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_by_their_ids_if_asked_for_as_vllm_does(client: OpenAI, stream: bool) -> None:
+    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    reply = ask(client, [QUESTION], logprobs=True, top_logprobs=0, extra_body=asked, stream=stream)
+    parts = [part.choices[0] for part in (reply if stream else [reply]) if part.choices]
+    named = [entry.token for part in parts if part.logprobs for entry in part.logprobs.content]
+    assert named == [f"token_id:{one}" for part in parts for one in getattr(part, "token_ids", None) or ()]
+    assert named
+
+
 def test_stop_string_ends_the_reply_before_it(client: OpenAI, store: SqliteStore) -> None:
     whole = ask(client, [QUESTION], seed=1).choices[0].message.content
     stop = whole[whole.rfind(">") + 1 :][2:5]

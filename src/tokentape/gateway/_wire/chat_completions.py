@@ -11,7 +11,8 @@ docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other ch
 - `tool_choice: "none"` removes the tools from the prompt, so that the model can't call them. The setup then differs
   from that of a turn with tools, so the session forks.
 - Without `max_tokens` a reply may fill the context.
-- `logprobs` has one entry per sampled id, the stop token included.
+- `logprobs` has one entry per sampled id, the stop token included. `return_tokens_as_token_ids` names tokens by id, as
+  vLLM's does.
 - With `n` > 1 and a seed, choice i samples with seed + i.
 - In streams the recorded turn is in the finish chunk, which is sent after the turns of all choices are durable.
 """
@@ -26,6 +27,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tokentape.chat._call_constraint import CallRule
+from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
@@ -101,6 +103,7 @@ class ChatCompletionsBody(shared.ChoicesBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: shared.TopLogprobs = 0
+    return_tokens_as_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[ChatTool] = msgspec.field(default_factory=list)
     tool_choice: Any = "auto"
@@ -271,15 +274,17 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         written: dict[str, Any] = {
             "index": choice.done.choice,
             "message": message,
-            "logprobs": {"content": shared.logprob_entries(self._tokenizer, choice.sampled)}
-            if self._body.logprobs
-            else None,
+            "logprobs": self._logprobs(choice.sampled) if self._body.logprobs else None,
             "finish_reason": choice.done.finish,
             "tokentape": shared.recorded(turn, self._ignored),
         }
         if self._body.return_token_ids:
             written["token_ids"] = turn.completion_ids.tolist()
         return written
+
+    def _logprobs(self, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
+        as_ids = self._body.return_tokens_as_token_ids
+        return {"content": shared.logprob_entries(self._tokenizer, sampled, as_ids=as_ids)}
 
     def _grown(self, event: SampleEvent) -> Iterator[bytes]:
         choice = event.choice
@@ -310,7 +315,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
             self._calls[choice] += len(reply.tool_calls)
         tokens: dict[str, Any] = {}
         if sampled is not None and self._body.logprobs:
-            tokens["logprobs"] = {"content": shared.logprob_entries(self._tokenizer, [sampled])}
+            tokens["logprobs"] = self._logprobs([sampled])
         if sampled is not None and self._body.return_token_ids:
             tokens["token_ids"] = sampled.token_ids
         yield self._chunk({**_NOTHING, "index": choice, "delta": delta, **tokens})

@@ -288,12 +288,15 @@ def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[st
     return value if isinstance(value, dict) else arguments
 
 
-def logprob_entries(tokenizer: Tokenizer, sampled: Sequence[SampleDelta]) -> list[dict[str, Any]]:
+def logprob_entries(
+    tokenizer: Tokenizer, sampled: Sequence[SampleDelta], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
     """Return a logprob entry per sampled token, with its alternatives, in the format of chat and Responses."""
 
     def token(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        name = f"token_id:{token_id}" if as_ids else data.decode("utf-8", "replace")
+        return {"token": name, "logprob": logprob, "bytes": list(data)}
 
     return [
         {
