@@ -50,7 +50,9 @@ class Constraint:
     @property
     def problem(self) -> str:
         """Why no id is allowed; empty if that is not llguidance's fault."""
-        return f"llguidance can't follow the constraint: {self._matcher.get_error()}" * self._matcher.is_error()
+        return (
+            f"llguidance can't follow the constraint: {self._matcher.get_error()}" if self._matcher.is_error() else ""
+        )
 
     def push(self, token_id: int) -> None:
         """Add a sampled id that is not a stop id."""
