@@ -402,3 +402,26 @@ def test_a_template_that_nobody_has_seen_is_certified() -> None:
     # Its prompt ends with letters, `bot>>`, and a reply may begin with another `>`.
     reasons = {found.reason for found in certificate.continuations}
     assert reasons == {"the text stays, but it encodes to other ids where the turn meets its prompt"}
+
+
+NOTHING_BETWEEN = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ m.content }}<|im_end|>
+{%- else -%}<|im_start|>{{ m.content }}{{ CLOSE }}{%- endif -%}{%- endfor -%}"""
+
+
+@pytest.mark.parametrize(("close", "append_only"), [("''", "no"), ("'<|box_end|>'", "yes")])
+def test_a_reply_may_merge_with_any_question_that_nothing_closes(
+    close: str, append_only: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "user/no-tools")
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NOTHING_BETWEEN.replace("CLOSE", close)))
+    user = certify(renderer).continuation("user/no-tools")
+    assert user is not None
+    assert user.append_only == append_only
+    if append_only == "no":
+        # The oracle: the counterexample's question is no beginning of the whole in ids.
+        question, reply = user.counterexample
+        ids = [
+            renderer.tokenizer.encode_plain(text)
+            for text in (question["content"], question["content"] + reply["content"])
+        ]
+        assert ids[1][: len(ids[0])] != ids[0]

@@ -328,8 +328,9 @@ class Judge:
             self.counts["not compared: content with a control token that the parser does not know"] += 1
             return
         at = full.rindex(content)
-        if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0) or "zqfollowup" in full[:at]:
-            return
+        followed = full.rfind(new[0]["content"])
+        if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0) or 0 <= followed <= at:
+            return  # The template leaves the reply out, and others say the same.
         tail = full[at + len(content) :]
         sampled = self.reference.decode(cut)
         after = sampled.rpartition(content)[2] if content in sampled else ""

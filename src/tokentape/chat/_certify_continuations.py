@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from string import ascii_lowercase
 from typing import TypeVar
 
 from tokentape.chat import _grammar as grammar
@@ -56,9 +57,10 @@ class Continuations:
         if not tried:
             return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
         if True not in rewritten:
-            asked = self._accepted((grammar.QUESTION,))
-            for reply in self._replies_that_merge(asked):
-                rewritten.setdefault(grammar.is_clean(reply), (_MERGES, (*asked, reply)))
+            for merging in self._that_merge(self._accepted((grammar.QUESTION,))):
+                rewritten.setdefault(grammar.is_clean(merging[-1]), (_MERGES, merging))
+                if True in rewritten:
+                    break
         if True not in rewritten and self._setup.tools:
             for asked, reply, new in grammar.with_calls_unanswered(name):
                 history = self._accepted(asked)
@@ -154,21 +156,26 @@ class Continuations:
     def _accepted(self, asked: tuple[Message, ...]) -> tuple[Message, ...]:
         return grammar.accepted(asked, self._renderer.format(self._setup))
 
-    def _replies_that_merge(self, asked: tuple[Message, ...]) -> Iterator[Message]:
-        """Yield replies that share a token with the end of the generation prompt, where nothing stands in between.
+    def _that_merge(self, asked: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
+        """Yield conversations with a reply that shares a token with the end of its prompt.
 
-        Their first characters are the rest of entries of the vocabulary that begin like the prompt ends.
+        Its first characters are the rest of entries of the vocabulary that begin like the prompt ends. Where a prompt
+        ends with what the caller says, that may be any text.
         """
         tokenizer = self._renderer.tokenizer
         if self._renderer.format(self._setup).content_open:
             return
-        prompt = self._marked(asked, generate=True)
-        ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
-        ids = tokenizer.encode_marked(prompt).ids
-        for end in ends:
-            for rest in tokenizer.continuations(end):
-                if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
-                    yield {"role": "assistant", "content": rest}
+        questions, text = [asked], asked[-1]["content"]
+        if self._marked(asked, generate=True).endswith(text):
+            questions += [(*asked[:-1], {**asked[-1], "content": f"{text} {end}"}) for end in ascii_lowercase]
+        for question in questions:
+            prompt = self._marked(question, generate=True)
+            ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
+            ids = tokenizer.encode_marked(prompt).ids
+            for end in ends:
+                for rest in tokenizer.continuations(end):
+                    if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
+                        yield *question, {"role": "assistant", "content": rest}
 
     def _rewrites_unanswered(
         self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
