@@ -143,7 +143,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 def page(context: BrowserContext) -> Iterator[Page]:
     """A page on which nothing may fail: no error of its scripts, nothing refused by policy, no request elsewhere."""
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(1000 * PATIENCE)
     problems: list[str] = []
     page.on("pageerror", lambda error: _note(problems, "error", str(error)))
     page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -172,9 +172,9 @@ def reopened(page: Page, address: str, selector: str) -> None:
     page.wait_for_selector(selector)
 
 
-def until(page: Page, expression: str, seconds: float = 20) -> None:
+def until(page: Page, expression: str) -> None:
     """Wait until an expression is true. The page's policy forbids Playwright's own way, which evaluates in the page."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"still not so: {expression}"
         page.wait_for_timeout(50)

@@ -517,7 +517,7 @@ def test_hostile_texts_stay_texts_whatever_is_clicked(page: Page, site: Site, na
         control = page.locator(CONTROLS).nth(n)
         # What a click before took away is not there.
         if control.count() and control.is_visible() and control.is_enabled():
-            control.click(force=True, timeout=5000)
+            control.click(force=True)
             clicked += 1
             assert page.evaluate("[window.hurt, document.querySelectorAll('main img, main script').length]") == [
                 None,

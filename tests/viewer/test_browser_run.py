@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests.records import make_turn
@@ -169,6 +170,32 @@ def test_the_run_goes_on_with_what_is_recorded(
     assert page.locator(".groups tbody bdi").first.text_content() == HOSTILE
     assert page.locator("main img").count() == 0
     run_beside(recorded.delete_session("later"))
+
+
+MEAN_OPACITY = """(([from, to]) => {
+  const map = document.querySelector(".minimap");
+  const copy = new OffscreenCanvas(map.width, map.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(map, 0, 0);
+  const { data } = copy.getImageData(map.width - 3, from * map.height, 1, (to - from) * map.height);
+  return data.reduce((sum, value, i) => sum + (i % 4 === 3 ? value : 0), 0) / (data.length / 4);
+})"""
+
+
+def test_the_map_of_a_long_session_shows_where_more_tokens_differ(
+    page: Page, site: str, recorded: SqliteStore, renderer: Renderer
+) -> None:
+    encode, rng = renderer.tokenizer.encode_plain, np.random.default_rng(7)
+    cut = rng.random(6000) < np.linspace(0.15, 0.95, 6000)
+    ids = [i for one in cut for text in ((" pe", "ars") if one else (" pears",)) for i in encode(text)]
+    logprobs = np.zeros(len(ids), np.float32)
+    turn = make_turn("long", 0, completion_ids=np.array(ids, np.int32), logprobs=logprobs, created_at=1e6)
+    run_beside(recorded.write(SessionInfo("long", 1e6), turn))
+    page.goto(f"{site}/view#/session/long")
+    page.wait_for_selector(".driftcount")
+    first, last = (page.evaluate(f"{MEAN_OPACITY}({part})") for part in ([0, 1 / 3], [2 / 3, 1]))
+    # Each line of the map has differences: where they are drawn as one bar, both are 255.
+    assert 100 < first < 0.8 * last
+    run_beside(recorded.delete_session("long"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

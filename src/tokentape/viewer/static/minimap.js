@@ -8,6 +8,11 @@ function colourOf(canvas, name) {
   return getComputedStyle(canvas).color;
 }
 
+/** Add to the lines of the map how much of each lies between two heights. */
+function cover(lines, from, to) {
+  for (let line = Math.floor(from); line < to; line++) lines[line] += Math.min(to, line + 1) - Math.max(from, line);
+}
+
 /** Draw the map, and call `onGo(token)` when somebody points into it. */
 export class Minimap {
   constructor(canvas, onGo) {
@@ -45,20 +50,35 @@ export class Minimap {
     context.scale(scale, scale);
     const colours = Array.from({ length: KINDS }, (_, code) => colourOf(canvas, `--p${code}`));
     const n = trajectory.length;
+    const { turns } = trajectory.about;
     const y = (i) => (i / Math.max(n, 1)) * height;
-    for (const { start, end, code } of trajectory.pieces()) {
-      context.fillStyle = colours[code] || "#888";
-      context.globalAlpha = code === 1 ? 0.75 : 0.3;
-      context.fillRect(2, y(start), width - 8, Math.max(y(end) - y(start), 0.4));
+    // A line of the map may stand for hundreds of tokens: it shows how many are of each writer, side by side.
+    const writers = Array.from({ length: KINDS }, () => new Float32Array(Math.ceil(height)));
+    for (const { start, end, code } of trajectory.pieces()) cover(writers[code] ?? writers[0], y(start), y(end));
+    for (let line = 0; line < height; line++) {
+      let x = 2;
+      writers.forEach((shares, code) => {
+        context.fillStyle = colours[code];
+        context.globalAlpha = code === 1 ? 0.75 : 0.3;
+        context.fillRect(x, line, shares[line] * (width - 8), 1);
+        x += shares[line] * (width - 8);
+      });
     }
     context.globalAlpha = 1;
     context.fillStyle = colourOf(canvas, "--line");
-    for (const turn of trajectory.about.turns) context.fillRect(0, y(turn.start), width, 0.6);
+    // Lines closer than this would hide what is between them.
+    if (turns.length < height / 8) for (const turn of turns) context.fillRect(0, y(turn.start), width, 0.6);
     if (comparison) {
       context.fillStyle = colourOf(canvas, "--drift");
-      for (const change of comparison.changes) {
-        context.fillRect(width - 5, y(change.start), 5, Math.max(y(change.end) - y(change.start), 2));
-      }
+      const changed = new Float32Array(Math.ceil(height));
+      for (const change of comparison.changes) cover(changed, y(change.start), y(Math.max(change.end, change.start + 1)));
+      const most = Math.max(...changed);
+      changed.forEach((share, line) => {
+        // The most changed lines are the darkest, and each can be seen.
+        context.globalAlpha = share && 0.3 + 0.7 * (share / most);
+        context.fillRect(width - 5, line, 5, changed[line + 1] ? 1 : 2);
+      });
+      context.globalAlpha = 1;
     }
     if (at !== null) {
       context.fillStyle = colourOf(canvas, "--accent");
