@@ -40,6 +40,11 @@ def test_tokens_are_passed_on_as_they_came_and_counted() -> None:
         ([1], [float("nan")], "no usable"),
         ([1], [-3.4e38], "no usable"),
         ([1], [0.5], "logits"),
+        ([1, 2, 3], [-1.0, None, -2.0], "no usable"),
+        ([1, 2, 3], [-1.0, float("nan"), -2.0], "no usable"),
+        ([1, 2, 3], [float("nan"), -1.0, -2.0], "no usable"),
+        ([1, 2, 3], [-1.0, float("inf"), float("-inf")], "no usable"),
+        ([1, 2, 3], [1.7e308, 1.7e308, -1.0], "logits"),
     ],
 )
 def test_tokens_that_can_not_be_are_refused(ids: list[int], logprobs: list[float | None], says: str) -> None:

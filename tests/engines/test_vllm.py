@@ -263,6 +263,11 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "logits": (lambda e: first(e)["logprobs"].update(token_logprobs=[3.5] * 3), "logits"),
     "text for ids": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "hello"), "by its text"),
     "a number with text": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1_1"), "by its text"),
+    "two ids in one": (
+        lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1\ntoken_id:2"),
+        "by its text",
+    ),
+    "a line break": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1\n"), "by its text"),
     "a negative id": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:-1"), "by its text"),
     "out of vocabulary": (lambda e: renamed_id(e, VOCAB_SIZE), "sampled id 100; the vocabulary is 0 to 99"),
     "another prompt": (lambda e: first(e).update(prompt_token_ids=[3, 4, 6]), "prompt_token_ids differ"),

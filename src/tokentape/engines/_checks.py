@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import numpy as np
 
@@ -56,14 +56,23 @@ def refuse_params(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} is out of range; expected {expected}", name)
 
 
+_DEFAULTS = [(one.name, one.default) for one in fields(SamplingParams) if one.default is not MISSING]
+"""Sampling parameters that need not be set."""
+
+
+def unsupported(params: SamplingParams, info: EngineInfo) -> str | None:
+    """Return the name of the first parameter that is set and that this engine would ignore, or None."""
+    for name, default in _DEFAULTS:
+        if name not in info.sampling and getattr(params, name) != default:
+            return name
+    return None
+
+
 def refuse_unsupported(params: SamplingParams, info: EngineInfo) -> None:
     """Raise `UnsupportedParameter` for the first parameter that is set and that this engine would ignore."""
-    default = SamplingParams(max_tokens=params.max_tokens)
-    for field in fields(params):
-        name = field.name
-        if name not in info.sampling and getattr(params, name) != getattr(default, name):
-            supported = ", ".join(sorted(info.sampling))
-            raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
+    if (name := unsupported(params, info)) is not None:
+        supported = ", ".join(sorted(info.sampling))
+        raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
 
 
 def refuse_call(prompt_ids: TokenIds, params: SamplingParams, info: EngineInfo) -> None:

@@ -267,9 +267,12 @@ class _HttpReply:
         # `timeout_at` only ends waits, and there are none while an engine sends all the time.
         if asyncio.get_running_loop().time() >= limit.at:
             raise limit.error(self._path)
+        content = self._response.content
         try:
-            async with asyncio.timeout_at(limit.at):
-                chunk = await self._response.content.readany()
+            chunk = content.read_nowait()
+            if not chunk and not content.at_eof():
+                async with asyncio.timeout_at(limit.at):
+                    chunk = await content.readany()
             if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
                 raise aiohttp.ClientPayloadError
         except TimeoutError:

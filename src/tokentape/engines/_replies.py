@@ -153,7 +153,7 @@ class ReceivedTokens:
         Each id has a log-probability and, if requested, its (id, log-probability) alternatives in `top` and the ids
         that truncation kept in `kept`.
         """
-        usable = tuple([self._usable(logprob) for logprob in logprobs])
+        usable = self._usable(logprobs)
         if len(logprobs) != len(ids):
             raise EngineContractError(f"the engine returned {len(logprobs)} log-probabilities for {len(ids)} ids")
         most = self._params.top_logprobs
@@ -248,14 +248,17 @@ class ReceivedTokens:
                 f"{sent} were sent and {self.tokens} came back"
             )
 
-    def _usable(self, logprob: float | None) -> float:
-        if logprob is None or not math.isfinite(logprob) or logprob <= self._lowest:
+    def _usable(self, logprobs: Sequence[float | None]) -> tuple[float, ...]:
+        found = tuple([logprob for logprob in logprobs if logprob is not None])
+        # The sum is finite only if every one of them is.
+        finite = math.isfinite(sum(found)) or all(map(math.isfinite, found))
+        if len(found) != len(logprobs) or not finite or min(found, default=0.0) <= self._lowest:
             raise EngineContractError(
                 "the engine reported no usable log-probability for a token that it sampled; expected a finite number"
             )
-        if logprob > ROUNDING:
+        if max(found, default=0.0) > ROUNDING:
             raise logits_error()
-        return logprob
+        return found
 
 
 class EngineReply(ABC):

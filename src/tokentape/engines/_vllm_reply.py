@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -37,6 +39,9 @@ _ID_PREFIX = "token_id:"
 """With `return_tokens_as_token_ids`, tokens are named by this and their id instead of by their text."""
 
 _MOST_DIGITS = 20
+
+_NAMES = re.compile(rf"{_ID_PREFIX}[0-9]{{1,{_MOST_DIGITS}}}(\n{_ID_PREFIX}[0-9]{{1,{_MOST_DIGITS}}})*")
+"""The names of ids, joined with line breaks."""
 """Most digits of a token id. int() raises for thousands of digits."""
 
 _VLLM_LOWEST = -9999.0
@@ -211,7 +216,7 @@ class VllmReply(EngineReply):
             if self._params.top_logprobs:
                 tops = [[(_id_of(top), top.logprob) for top in entry.top_logprobs] for entry in report.content]
         else:
-            ids, logprobs = [_token_id(name) for name in report.tokens], report.token_logprobs
+            ids, logprobs = _token_ids(report.tokens), report.token_logprobs
             if self._params.top_logprobs:
                 rows = report.top_logprobs or ()
                 tops = [[(_token_id(name), logprob) for name, logprob in (row or {}).items()] for row in rows]
@@ -259,6 +264,13 @@ class VllmReply(EngineReply):
 
 def _id_of(entry: _Entry | _Top) -> int:
     return _token_id(entry.token) if entry.token_id is None else entry.token_id
+
+
+def _token_ids(names: Sequence[str]) -> list[int]:
+    if _NAMES.fullmatch("\n".join(names)):
+        with suppress(ValueError):
+            return [int(name[len(_ID_PREFIX) :]) for name in names]
+    return list(map(_token_id, names))
 
 
 def _token_id(token: str) -> int:

@@ -6,7 +6,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields
 from itertools import accumulate
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
@@ -16,6 +15,7 @@ from msgspec import Meta, Struct
 from tokentape._session.matching import reasoning_of
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._checks import unsupported
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnStarted
@@ -344,11 +344,9 @@ def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapp
 
     `names` maps fields of `SamplingParams` to their names in the API, where these differ.
     """
-    default = SamplingParams(max_tokens=sampling.max_tokens)
-    for one in fields(SamplingParams):
-        if one.name not in engine.sampling and getattr(sampling, one.name) != getattr(default, one.name):
-            name = names.get(one.name, one.name)
-            raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}", name)
+    if (own := unsupported(sampling, engine)) is not None:
+        name = names.get(own, own)
+        raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}", name)
 
 
 def recorded(turn: Turn, ignored: Sequence[str]) -> dict[str, Any]:
