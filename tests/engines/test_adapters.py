@@ -246,6 +246,18 @@ def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_others(
     assert_sampled_with(model_dir, {}, without, prompt(9))
 
 
+def test_an_unexpected_error_of_peft_does_not_end_the_engine(
+    engine: TransformersEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("unexpected")
+
+    monkeypatch.setattr(Adapters, "load", fail)
+    with pytest.raises(KeyError, match="unexpected"):
+        asyncio.run(engine.load_adapter("policy.lora", folder / "two", "1"))
+    assert sample(engine, prompt(9), WARM).ids
+
+
 def test_without_peft_the_error_says_so(
     model_dir: Path, folder: Path, added: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ class Adapters:
                 shared = {id(one): one for one in (*self._model.parameters(), *self._model.buffers())}
                 self.with_all = PeftModel(copy.deepcopy(self._model, shared), config, adapter_name=key)
             found = self.with_all.load_adapter(str(folder), key, torch_device=str(self._model.device))
-            self.with_all.eval().requires_grad_(False)
+            self.with_all.eval()
             strange = [*found.unexpected_keys, *(one for one in found.missing_keys if f".{key}." in one)]
             if strange:
                 raise EngineError(f"{len(strange)} tensors don't fit the model, {strange[0]} among them")
@@ -71,6 +71,9 @@ class Adapters:
         except Exception as error:  # peft raises many kinds
             self._drop({key})
             raise EngineError(f"the adapter in {folder} can't be used: {error}") from error
+        # peft's active adapter, which no call uses, must not be one that is dropped. Activating it unfreezes it.
+        self.with_all.set_adapter(key)
+        self.with_all.requires_grad_(False)
         before = self.current.get(name)
         self.current[name] = Adapter(key, version)
         if before is not None:

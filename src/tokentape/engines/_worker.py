@@ -107,7 +107,7 @@ class Worker:
         def run() -> None:
             try:
                 done.set_result(work())
-            except EngineError as error:
+            except Exception as error:  # the thread goes on
                 done.set_exception(error)
 
         self._inbox.put(run)
