@@ -85,6 +85,13 @@ def test_drift_is_measured_and_sorted_by(page: Page, site: Site) -> None:
     counts = [int(re.findall(r"\d+", text)[0]) if "≠" in text else 0 for text in changed]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 0
+    drifted = sum(count > 0 for count in counts)
+    page.locator("#drift").select_option(index=1)
+    until(page, f"document.querySelectorAll('td.session a').length === {drifted}")
+    assert page.locator("td.drift .badge").count() == drifted
+    page.locator("#drift").select_option(index=2)
+    until(page, "document.querySelectorAll('td.drift .badge').length === 0")
+    assert names(page)
 
 
 def test_the_drift_of_a_session_that_grows_is_never_that_of_before(page: Page, site: Site) -> None:
