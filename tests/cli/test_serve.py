@@ -66,7 +66,11 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
         assert process.wait(PATIENCE) == 0
     assert reply["model"] == "shop"
     assert recorded(data, "s") == reply["choices"][0]["token_ids"]
-    assert recorded(data, "with") == other["choices"][0]["token_ids"] != reply["choices"][0]["token_ids"]
+    assert recorded(data, "with") == other["choices"][0]["token_ids"]
+    with SqliteStore.open(data, read_only=True) as store:
+        (plain,), (adapted,) = store.load_session("s").turns, store.load_session("with").turns
+    assert (plain.adapter, adapted.adapter) == (None, "a")
+    assert abs(plain.logprobs - adapted.logprobs).max() > 1e-3
     served = json.loads((data / "model.json").read_text())
     assert served == {
         "folder": str(model_dir.resolve()),

@@ -23,7 +23,7 @@ COMMAND = (
 )
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 TOLERANCE = 2e-5
-"""vLLM adds an adapter's product to that of the weights; the forward pass merges both. 1.1e-5 was seen."""
+"""1.1e-5 was seen, at a token where transformers' own pass in float32 is 6.6e-6 from float64: rounding."""
 
 pytestmark = [
     pytest.mark.engines,
