@@ -105,7 +105,10 @@ def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp
             ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--logprobs-mode", "processed"],
             "sets what the embedded engine reports",
         ),
-        (["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--adapter", "a=x"], "pin the name that the server"),
+        (
+            ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--adapter", "a=x"],
+            "pin the name that the server",
+        ),
         (["--adapter", "a"], "'a' is not NAME=VALUE, a=runs/a for example"),
     ],
 )
