@@ -7,7 +7,7 @@ import base64
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,16 @@ from tests.engines.vllm_schemas import each_schema, schema
 from tests.waiting import PATIENCE
 
 from tokentape._supports import kept_ids
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, Payload, SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines._base import (
+    DISTRIBUTION,
+    EngineInfo,
+    Payload,
+    PromptMedia,
+    SampleDelta,
+    SamplingParams,
+    WeightSpan,
+)
+from tokentape.engines._pool import EnginePool
 from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, UnsupportedParameter
 
@@ -508,3 +517,67 @@ def test_payloads_can_not_begin_behind_the_prompt(server: FakeVllm) -> None:
     server.answer = with_experts(lambda _: np.zeros((1, 2, 2), np.uint8))
     with pytest.raises(InvalidRequest, match="payloads_from"):
         open_and_sample(server, replace(PARAMS, payloads_from=len(PROMPT) + 1))
+
+
+IMAGES = (PromptMedia(1, 3, b"one"), PromptMedia(5, 2, b"two"))
+WITH_IMAGES = np.array([3, 50, 50, 50, 4, 50, 50, 5], np.int32)
+
+
+def expanding(lengths: Sequence[int]) -> Callable[[dict[str, Any]], Response]:
+    """Answers of a server that repeats the placeholder (50) of each image so often, as vLLM's processors do."""
+
+    def answer(body: dict[str, Any]) -> Response:
+        left = iter(lengths)
+        ids = [one for token_id in body["token_ids"] for one in [token_id] * (next(left) if token_id == 50 else 1)]
+        return plain_answer({**body, "token_ids": ids})
+
+    return answer
+
+
+def sampled_with_images(server: FakeVllm, lengths: Sequence[int]) -> list[SampleDelta]:
+    async def main() -> list[SampleDelta]:
+        pool = await EnginePool.open({"one": lambda: VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)})
+        assert pool.info.media == {"image"}
+        server.bodies.clear()
+        server.answer = expanding(lengths)
+        try:
+            call = pool.sample(WITH_IMAGES, PARAMS, stream=True, request_id="r", media=IMAGES)
+            return [delta async for delta in call]
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+@each_schema
+def test_images_are_sent_with_one_placeholder_each(server: FakeVllm, schemas: str) -> None:
+    deltas = sampled_with_images(server, [3, 2])
+    assert [one for delta in deltas for one in delta.token_ids] == SAMPLED
+    (body,) = server.bodies
+    assert body["token_ids"] == [3, 50, 4, 50, 5]
+    sent = [base64.b64decode(part["url"].partition(",")[2]) for part in body["content_parts"]]
+    assert sent == [b"one", b"two"]
+    assert {part["type"] for part in body["content_parts"]} == {"image_url"}
+    jsonschema.validate(body, schema("GenerateRequest", schemas))
+    assert body.keys() <= schema("GenerateRequest", schemas)["properties"].keys()
+
+
+@pytest.mark.parametrize("lengths", [[3, 1], [1, 1], [2, 3]])
+def test_an_image_of_another_length_in_the_server_fails_the_call(server: FakeVllm, lengths: list[int]) -> None:
+    with pytest.raises(EngineContractError, match="prompt"):
+        sampled_with_images(server, lengths)
+
+
+def test_images_need_the_generate_route(server: FakeVllm) -> None:
+    server.scale_out = False
+
+    async def main() -> None:
+        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        assert engine.info.media == set()
+        try:
+            with pytest.raises(InvalidRequest, match="enable-scale-out"):
+                engine.sample(WITH_IMAGES, PARAMS, stream=True, request_id="r", media=IMAGES)
+        finally:
+            await engine.close()
+
+    asyncio.run(main())

@@ -66,7 +66,7 @@ def run_agent(name: str, gateway_url: str, store: SqliteStore, task: int, *, str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1800,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return Run(json.loads(run.stdout.splitlines()[-1]), store.load_session(made["session_id"]).turns)

@@ -119,10 +119,10 @@ class GuardedEngine:
         return self._infos[self._found.status == "ok"]
 
     def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, **media: Any
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample as the engine does. Also raises `EngineUnavailable` if the server serves another model."""
-        return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id))
+        """Sample as the engine does, with `media` if it takes them. Raises `EngineUnavailable` for another model."""
+        return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id, **media))
 
     async def begin(self, *call: Any, **options: Any) -> ChatCall:
         """Begin a chat with the engine, which must be a `ChatServer`. Raises as `sample` does."""

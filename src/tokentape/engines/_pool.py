@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from tokentape.engines._base import UNVERIFIED, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
 from tokentape.engines._guarded import marked
@@ -110,9 +110,9 @@ class EnginePool:
         return {replica.name: replica.serving is not None for replica in self._replicas}
 
     async def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, **media: Any
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample on the replica of `params.session_id`, or on the one with the fewest calls; see `Engine`."""
+        """Sample on the replica of `params.session_id`, or on the one with the fewest calls; see `MediaEngine`."""
         self._start_rechecking()
         failure: EngineError | None = None
         for replica in self._ranked(params.session_id):
@@ -124,7 +124,8 @@ class EnginePool:
             begun = False
             serving.calls += 1
             try:
-                async with aclosing(engine.sample(prompt_ids, own, stream=stream, request_id=request_id)) as deltas:
+                call = engine.sample(prompt_ids, own, stream=stream, request_id=request_id, **media)
+                async with aclosing(call) as deltas:
                     async for delta in deltas:
                         begun = True
                         yield replace(delta, engine=str(engine.info))

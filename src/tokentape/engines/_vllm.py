@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Collection
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, EngineInfo, PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines._http import HttpClient, attempt, header_value
 from tokentape.engines._identity import Card, chosen, served_cards
 from tokentape.engines._prompt_json import prompt_json
@@ -49,6 +50,7 @@ _OPTIONAL = {
 _LOWEST_TEMPERATURE = 0.01
 
 # First version with `structured_outputs`. Older versions ignore it.
+_CONTENT_PARTS = (0, 32)
 _STRUCTURED_OUTPUTS = (0, 11)
 
 
@@ -108,16 +110,24 @@ class VllmEngine(RemoteEngine):
         return cls(http, info, server, verify_prompt=verify_prompt)
 
     def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        stream: bool,
+        request_id: str,
+        media: Sequence[PromptMedia] = (),
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. The server gets `request_id` with a random suffix."""
+        """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
                 f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use 0 for greedy sampling",
                 "temperature",
             )
-        return self._begin_call(prompt_ids, params, stream=stream, request_id=request_id)[1]
+        if media and not self.info.media:
+            raise InvalidRequest("vLLM takes images from 0.32 on, with --enable-scale-out", "prompt_ids")
+        return self._begin_call(prompt_ids, params, stream=stream, request_id=request_id, media=media)[1]
 
     def _begin_call(
         self,
@@ -127,6 +137,7 @@ class VllmEngine(RemoteEngine):
         stream: bool,
         request_id: str,
         rows_from: int | None = None,
+        media: Sequence[PromptMedia] = (),
     ) -> tuple[VllmReply, AsyncGenerator[SampleDelta, None]]:
         """Return the reply of one call and its deltas. The call is sent, and the reply read, as the deltas are read.
 
@@ -135,12 +146,15 @@ class VllmEngine(RemoteEngine):
         unique = unique_id(request_id)
         headers = call_headers(unique, params)
         # Returned prompts are compared as bytes, so send them as the server writes them.
-        prompt = prompt_json(prompt_ids, self.info.vocab_size, compact=self._verify_prompt)
+        returns_prompt = self._verify_prompt or bool(media)
+        prompt = prompt_json(prompt_ids, self.info.vocab_size, compact=returns_prompt)
         if rows_from is None:
             # By default, the server would return rows for the whole prompt with each reply.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
-        body = self._request_body(prompt, params, rows_from, stream=stream, request_id=unique)
+        # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
+        sent = prompt_json(_one_each(prompt_ids, media), self.info.vocab_size) if media else prompt
+        body = self._request_body(sent, params, rows_from, stream=stream, request_id=unique, media=media)
         path = _PATHS[self._server.route]
         reply = VllmReply(
             path,
@@ -149,13 +163,20 @@ class VllmEngine(RemoteEngine):
             params,
             self.info.vocab_size,
             names_ids=self._verify_prompt or self._server.route == "generate",
-            returns_prompt=self._verify_prompt,
+            returns_prompt=returns_prompt,
         )
         abort_id = unique if self._server.aborts else None
         return reply, self._receive(reply, path, body, headers, stream=stream, abort_id=abort_id)
 
     def _request_body(
-        self, prompt: bytes, params: SamplingParams, rows_from: int, *, stream: bool, request_id: str
+        self,
+        prompt: bytes,
+        params: SamplingParams,
+        rows_from: int,
+        *,
+        stream: bool,
+        request_id: str,
+        media: Sequence[PromptMedia] = (),
     ) -> bytes:
         """Return the body of one call. It sets every field that has a default in the server."""
         sampling: dict[str, object] = {
@@ -173,8 +194,12 @@ class VllmEngine(RemoteEngine):
         body: dict[str, object] = {
             "model": params.adapter or self.info.model,
             "stream": stream,
-            "return_token_ids": self._verify_prompt,
+            "return_token_ids": self._verify_prompt or bool(media),
         }
+        if media:
+            # The server reads the format from the data.
+            urls = [f"data:image/png;base64,{b64encode(one.data).decode()}" for one in media]
+            body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
         if self._server.route == "generate":
             sampling["routed_experts_prompt_start"] = rows_from
             sampling["logprobs"] = alternatives_to_ask(params)
@@ -282,7 +307,17 @@ def _described(info: EngineInfo, server: _VllmServer, mode: str, offers: Collect
         sampling |= {"supports"}
     sampling -= {_OPTIONAL[name] for name in server.without}
     capabilities = (server.route, *sorted(offers))
-    return replace(info, logprobs_mode=mode, sampling=sampling, capabilities=capabilities)
+    images = server.route == "generate" and not info.version.endswith("+rust")
+    media = frozenset({"image"} if images and version_numbers(info.version) >= _CONTENT_PARTS else ())
+    return replace(info, logprobs_mode=mode, sampling=sampling, capabilities=capabilities, media=media)
+
+
+def _one_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> TokenIds:
+    """Return the prompt with one placeholder for each image."""
+    kept = np.ones(len(prompt_ids), np.bool_)
+    for one in media:
+        kept[one.start + 1 : one.start + one.length] = False
+    return prompt_ids[kept]
 
 
 class _VllmVersion(msgspec.Struct):
