@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import fake_vllm
-import jsonschema
 import numpy as np
 import pytest
 from fake_server import sampled_before_the_error
@@ -34,6 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
 from tests.engines.vllm_schemas import each_schema, schema
+from tests.json_schemas import validate
 from tests.searching import examples
 from tests.waiting import PATIENCE
 
@@ -97,7 +97,7 @@ def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
     request = schema("CompletionRequest", schemas)
     open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
     (body,) = server.bodies
-    jsonschema.validate(body, request)
+    validate(body, request)
     # The schema allows unknown fields, as the server does: it would ignore a misspelt one.
     assert set(body) <= set(request["properties"])
     assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])

@@ -9,13 +9,13 @@ from contextlib import aclosing
 from typing import Any
 
 import fake_vllm
-import jsonschema
 import numpy as np
 import pytest
 from fake_vllm import VOCAB_SIZE, FakeVllm, plain_answer, sse, streaming
 from starlette.responses import JSONResponse, Response
 from test_vllm_generate import EVERYTHING, PARAMS
 from tests.engines.vllm_schemas import SCHEMAS, schema
+from tests.json_schemas import validate
 from tests.waiting import PATIENCE
 
 from tokentape.engines._base import ChatCall, SampleDelta, SamplingParams
@@ -107,14 +107,14 @@ def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(server: Fa
     request = schema("ChatCompletionRequest", "full")
     ask(server, params)
     (body,) = server.bodies
-    jsonschema.validate(body, request)
+    validate(body, request)
     assert set(body) <= set(request["properties"])
 
 
 @needs_schemas
 def test_the_stand_in_answers_as_the_schema_of_replies_says() -> None:
     for event in chat_events({"top_logprobs": 1, "max_completion_tokens": 5}):
-        jsonschema.validate(event, schema("ChatCompletionStreamResponse", "full"))
+        validate(event, schema("ChatCompletionStreamResponse", "full"))
 
 
 def test_messages_are_sent_with_arguments_as_text_and_reasoning_by_its_newer_name(server: FakeVllm) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import fake_vllm
-import jsonschema
 import numpy as np
 import pytest
 from fake_vllm import (
@@ -34,6 +33,7 @@ from fake_vllm import (
 )
 from starlette.responses import JSONResponse, Response
 from tests.engines.vllm_schemas import each_schema, schema
+from tests.json_schemas import validate
 from tests.waiting import PATIENCE
 
 from tokentape._supports import kept_ids
@@ -152,7 +152,7 @@ def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
     request = schema("GenerateRequest", schemas)
     open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
     (body,) = server.bodies
-    jsonschema.validate(body, request)
+    validate(body, request)
     # The schema allows unknown fields, as the server does: it would ignore a misspelt one.
     assert set(body) <= set(request["properties"])
     assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])
@@ -171,8 +171,8 @@ def test_the_stand_in_answers_as_the_schemas_of_replies_say(schemas: str) -> Non
     }
     events = sampled_events(body)
     for event in events:
-        jsonschema.validate(event, schema("GenerateTokensStreamResponse", schemas))
-    jsonschema.validate(whole(events), schema("GenerateTokensResponse", schemas))
+        validate(event, schema("GenerateTokensStreamResponse", schemas))
+    validate(whole(events), schema("GenerateTokensResponse", schemas))
 
 
 def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeVllm) -> None:

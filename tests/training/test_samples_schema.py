@@ -13,6 +13,7 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
+from tests.json_schemas import validate
 from tokentape._session.arrow import trajectory_schema
 from tokentape.testing.golden import GOLDEN, GoldenSession
 from tokentape.testing.samples import golden_samples
@@ -44,7 +45,7 @@ def test_the_schema_is_one() -> None:
 def test_every_line_that_is_written_keeps_to_it(tmp_path: Path) -> None:
     for session in SESSIONS:
         for one in lines(session, tmp_path):
-            jsonschema.validate(one, SCHEMA)
+            validate(one, SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +63,10 @@ def test_every_line_that_is_written_keeps_to_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_keep_to_it_is_refused(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> None:
-    jsonschema.validate(line, SCHEMA)
+    validate(line, SCHEMA)
     change(line)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(line, SCHEMA)
+        validate(line, SCHEMA)
 
 
 def test_it_names_every_field_of_a_sample() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 
 _PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+_SHORT = 64
+"""Most characters of a text whose escaped form is cached: roles, keys and names come again in each message."""
 
 _PROVENANCE_OF_ROLE = {
     "system": Provenance.SYSTEM,
@@ -53,14 +57,22 @@ class Escaper:
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
         self._longest = max(map(len, contents), default=0)
+        self._cached = lru_cache(4096)(self._escape)
 
     def escape(self, text: str) -> str:
         """Return `text` without control tokens, and without parts of one at its ends that other text could complete.
 
         Raises `InvalidRequest` for a lone surrogate.
         """
-        text = self._escape_controls(text)
-        for n in range(1, min(self._longest, len(text)) + 1):
+        return self._cached(text) if len(text) <= _SHORT else self._escape(text)
+
+    def _escape(self, text: str, *, ends: bool = True) -> str:
+        if _SURROGATE.search(text):
+            raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", "messages")
+        pattern = self._tokenizer.control_pattern
+        while pattern.search(text):
+            text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
+        for n in range(1, min(self._longest, len(text)) + 1) if ends else ():
             if text[-n:] in self._heads:
                 at = len(text) - n
                 text = text[:at] + self._placeholder_of[text[at]] + text[at + 1 :]
@@ -87,12 +99,7 @@ class Escaper:
         return value
 
     def _escape_controls(self, text: str) -> str:
-        if _SURROGATE.search(text):
-            raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", "messages")
-        pattern = self._tokenizer.control_pattern
-        while pattern.search(text):
-            text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
-        return text
+        return self._cached(text, ends=False) if len(text) <= _SHORT else self._escape(text, ends=False)
 
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""

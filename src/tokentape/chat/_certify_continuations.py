@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from string import ascii_lowercase
 from typing import TypeVar
@@ -27,6 +28,9 @@ class Continuations:
         self._renderer = renderer
         self._setup = setup
         self._known: dict[tuple[object, ...], tuple[object, object]] = {}
+        tokenizer = renderer.tokenizer
+        self._ids = functools.cache(lambda text: tokenizer.encode_marked(text).ids)
+        self._ids_after_control = functools.cache(lambda text: tokenizer.encode_after_control(text).ids)
 
     def find(self, name: str) -> Continuation:
         """Try the continuation of this name; see `grammar.continuation_name`."""
@@ -196,7 +200,6 @@ class Continuations:
         """Return how rendering the longer conversation changes the ids before; None if it does not."""
         if suffix is None:
             return "what a new message says is written before the turn"
-        tokenizer = self._renderer.tokenizer
         prompt = self._marked(history, generate=True)
         spoken = self._marked((*history, reply), generate=False)
         if not spoken.startswith(prompt):
@@ -207,9 +210,8 @@ class Continuations:
         turn = full[len(prompt) : len(full) - len(after.text)]
         if not full.endswith(after.text) or not spoken[len(prompt) :].startswith(turn):
             return "the turn is written differently once the conversation goes on"
-        context = tokenizer.encode_marked(prompt).ids
-        pieces = context + tokenizer.encode_after_control(turn).ids + tokenizer.encode_after_control(after.text).ids
-        return _MERGES if pieces != tokenizer.encode_marked(full).ids else None
+        pieces = self._ids(prompt) + self._ids_after_control(turn) + self._ids_after_control(after.text)
+        return _MERGES if pieces != self._ids(full) else None
 
     def _after_turn(self, reply: Message, suffix: str) -> TurnSuffix:
         tokenizer = self._renderer.tokenizer
