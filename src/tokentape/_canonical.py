@@ -44,8 +44,11 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
-_IN_ORDER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain)
+# A cycle ends in RecursionError, so that the encoder need not look for one.
+_CANONICAL = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain
+)
+_IN_ORDER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain)
 
 
 def _encoded(encoder: json.JSONEncoder, value: Any) -> str:

@@ -109,3 +109,8 @@ def test_every_report_has_json() -> None:
     options = {name: command_group().get_command(None, name).params for name in reports.split()}
     without = [name for name, params in options.items() if not any("--json" in one.opts for one in params)]
     assert without == []
+
+
+def test_exports_load_no_http_client() -> None:
+    code = "import sys, tokentape.cli.export; print({'aiohttp', 'httpx2', 'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

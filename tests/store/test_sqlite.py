@@ -248,3 +248,19 @@ def test_a_full_disk_is_not_ready(store: SqliteStore, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(StoreError, match="disk is full"):
         store.check()
+
+
+def test_texts_of_any_length_come_back_and_short_ones_need_no_large_window(store: SqliteStore, tmp_path: Path) -> None:
+    texts = ["x", "y" * 100, *("z" * (size + 4096) for size in (-60, -40, -30, 0, 5000))]
+    turns: list[Turn] = []
+    for text in texts:
+        message = {"role": "user", "content": text}
+        turns.append(make_turn("s", len(turns), turns[-1] if turns else None, messages=(message,)))
+    write(store, session("s"), SETUP, *turns)
+    assert [turn.messages[0]["content"] for turn in store.load_session("s").turns] == texts
+    with sqlite3.connect(tmp_path / "tokentape.db") as connection:
+        stored = connection.execute("SELECT messages FROM turns ORDER BY seq").fetchall()
+    # The high half of zlib's first byte is the size of the window: 4 for 4 KiB, 7 for 32 KiB.
+    windows = [data[0] >> 4 for (data,) in stored]
+    assert windows[0] == windows[1] == 4
+    assert windows[-1] == 7

@@ -56,7 +56,7 @@ class Escaper:
         self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
-        self._longest = max(map(len, contents), default=0)
+        self._part_lengths = sorted(set(map(len, self._heads | self._tails)))
         self._cached = lru_cache(4096)(self._escape)
 
     def escape(self, text: str) -> str:
@@ -67,12 +67,14 @@ class Escaper:
         return self._cached(text) if len(text) <= _SHORT else self._escape(text)
 
     def _escape(self, text: str, *, ends: bool = True) -> str:
-        if _SURROGATE.search(text):
+        if not text.isascii() and _SURROGATE.search(text):
             raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", "messages")
         pattern = self._tokenizer.control_pattern
         while pattern.search(text):
             text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
-        for n in range(1, min(self._longest, len(text)) + 1) if ends else ():
+        for n in self._part_lengths if ends else ():
+            if n > len(text):
+                break
             if text[-n:] in self._heads:
                 at = len(text) - n
                 text = text[:at] + self._placeholder_of[text[at]] + text[at + 1 :]
@@ -155,14 +157,14 @@ def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
 
     A token that covers characters of a caller and of the template gets the caller's provenance.
     """
-    out = np.full(len(spans), Provenance.TEMPLATE, dtype=np.uint8)
+    out = np.full(len(spans), _TEMPLATE, dtype=np.uint8)
     starts = spans[:, 0]
     # A caller's code differs from TEMPLATE; a token that mixes both starts or ends in the caller's text.
     ends = np.maximum(spans[:, 1] - 1, starts)
     inside = starts < len(codes)
     first = codes[starts[inside]]
     last = codes[np.minimum(ends[inside], len(codes) - 1)]
-    out[inside] = np.where(first != Provenance.TEMPLATE, first, last)
+    out[inside] = np.where(first != _TEMPLATE, first, last)
     return out
 
 
@@ -170,6 +172,9 @@ def _edge_characters(code: Provenance) -> tuple[str, str, str]:
     start = _EDGES.start + 3 * int(code)
     return chr(start), chr(start + 1), chr(start + 2)
 
+
+_TEMPLATE = int(Provenance.TEMPLATE)
+"""NumPy takes many times as long to compare with an enum's member, and Python 3.11 to look one up."""
 
 _CODES = sorted(set(_PROVENANCE_OF_ROLE.values()))
 _EDGE = re.compile(f"[{chr(_EDGES.start)}-{chr(_EDGES.stop - 1)}]")

@@ -77,6 +77,7 @@ class Renderer(TemplateText):
         self.images = images
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
         self._setups: dict[str, Setup] = {}
+        self._endings: dict[str, TokenIds] = {}
 
     @classmethod
     def load(
@@ -305,11 +306,21 @@ class Renderer(TemplateText):
         """Return the format for a turn after this prompt. Some prompts after a tool's result open no reasoning (R1)."""
         if prompt_ids is None or form.reasoning is None:
             return form
+        usual = self._generation_ids(form.generation_prompt)
+        if len(usual) and np.array_equal(prompt_ids[-len(usual) :], usual):
+            return form
         text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
         if text.endswith(form.generation_prompt.rstrip()):
             return form
         opened = text.endswith(form.reasoning.open.strip())
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
+
+    def _generation_ids(self, prompt: str) -> TokenIds:
+        """Return the ids of a generation prompt, as they mostly are at the end of a prompt."""
+        found = self._endings.get(prompt)
+        if found is None:
+            found = keep(self._endings, prompt, self.tokenizer.encode_after_control(prompt).array)
+        return found
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
         """Return the completion's ids; if it was truncated, followed by ids that close its reasoning or content."""

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -206,6 +207,7 @@ class AllowedHosts:
         return (host is None or _host(f"//{host}") in self._hosts) and (origin is None or _host(origin) in self._hosts)
 
 
+@lru_cache(maxsize=256)
 def _host(url: str) -> str | None:
     try:
         return urlsplit(url).hostname

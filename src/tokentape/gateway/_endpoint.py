@@ -255,10 +255,11 @@ class Endpoint:
             partial(turns.conversation, line.session_id, owner=caller.owner),
             turns.enforce_tools,
         )
-        decoded = await self._decode(body, parsed, span, context)
+        decoded, known = await self._decode(body, parsed, span, context)
         hint = request.headers.get("x-session-id")
         turn = replace(
             decoded.turn,
+            **known,
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
@@ -296,8 +297,11 @@ class Endpoint:
 
     async def _decode(
         self, body: RequestBody, parsed: Any, span: MessagesSpan | None, context: RequestContext
-    ) -> DecodedRequest:
-        """Decode a body. Messages known from an earlier body are decoded only when they are accessed."""
+    ) -> tuple[DecodedRequest, dict[str, Any]]:
+        """Decode a body. Return it with the fields to replace in its turn.
+
+        Messages known from an earlier body are decoded only when they are accessed.
+        """
         prefix, read = body.prefix, self.dialect.read_messages
         if prefix is not None and read is not None:
             if span is not None:
@@ -306,13 +310,12 @@ class Endpoint:
                     messages = LazyMessages(
                         lambda: read(body.data, context), decoded.turn.messages, prefix.key, prefix.setup
                     )
-                    return replace(decoded, turn=replace(decoded.turn, messages=messages, span=span))
+                    return decoded, {"messages": messages, "span": span}
                 except InvalidRequest:
                     # Decode everything, so that the error names the right message index.
                     pass
             parsed, span = parse_json(body.data), None
-        decoded = await self.dialect.decode(parsed, context)
-        return replace(decoded, turn=replace(decoded.turn, span=span))
+        return await self.dialect.decode(parsed, context), {"span": span}
 
 
 def address(request: Request, caller: Caller, named: str | None = None) -> str | None:

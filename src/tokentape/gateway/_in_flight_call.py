@@ -30,8 +30,8 @@ class InFlightCall:
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
-        self._changed = asyncio.Event()
-        """Set and replaced with every change."""
+        self._waiting: list[asyncio.Future[None]] = []
+        """Waits for the next change."""
         self._readers = 0
         self._read = False
         self._read_to_end = False
@@ -46,11 +46,13 @@ class InFlightCall:
 
     def publish(self, event: TurnEvent) -> None:
         self._events.append(event)
-        self._wake()
+        # A reply that is not streamed is sent as a whole when the call has ended, which wakes the clients too.
+        if self._stream or isinstance(event, TurnStarted):
+            self._wake()
 
     async def wait_for_reader(self) -> None:
         while not self._readers:
-            await self._changed.wait()
+            await self._change()
 
     def begin_commit(self) -> None:
         """Forbid aborts from now on: only recording is left, and a retry will find the reply."""
@@ -89,7 +91,7 @@ class InFlightCall:
                     self._read = self._read or (self._stream and isinstance(self._events[at], TurnDelta))
                     at += 1
                     continue
-                await self._changed.wait()
+                await self._change()
             self._read_to_end = True
         finally:
             self._readers -= 1
@@ -114,6 +116,13 @@ class InFlightCall:
             # Retrieve the exception, or else asyncio logs a failure that no client was waiting for.
             self._task.exception()
 
+    def _change(self) -> asyncio.Future[None]:
+        change = asyncio.get_running_loop().create_future()
+        self._waiting.append(change)
+        return change
+
     def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        waiting, self._waiting = self._waiting, []
+        for change in waiting:
+            if not change.done():
+                change.set_result(None)

@@ -98,6 +98,8 @@ class Gate:
 
     async def opened(self) -> None:
         """Wait until the gate is open. Raises `EngineUnavailable` if it stays closed."""
+        if not self.closed:
+            return
         try:
             async with asyncio.timeout(self._patience):
                 while self.closed:

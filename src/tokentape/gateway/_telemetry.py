@@ -14,7 +14,7 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import cache, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -83,18 +83,24 @@ class Telemetry:
         self._verdict = cache(self.metrics.verdicts.labels)
         self._seconds = {name: self.metrics.stages.labels(name) for name in get_args(Stage)}
 
-    @contextmanager
-    def stage(self, name: Stage) -> Iterator[None]:
-        span = nullcontext() if self.spans is None else self.spans.stage(name)
-        with span, self._seconds[name].time():
-            yield
+    def stage(self, name: Stage) -> AbstractContextManager[object]:
+        """Time a stage, and open its span."""
+        return self._timed(name, None if self.spans is None else self.spans.stage(name))
 
-    @contextmanager
-    def engine_stage(self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]) -> Iterator[None]:
+    def engine_stage(
+        self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]
+    ) -> AbstractContextManager[object]:
         """Time the stage `engine`, and open its span."""
-        span = nullcontext() if self.spans is None else self.spans.inference(engine, prompt, choices)
-        with span, self._seconds["engine"].time():
-            yield
+        return self._timed("engine", None if self.spans is None else self.spans.inference(engine, prompt, choices))
+
+    def _timed(self, name: Stage, span: AbstractContextManager[object] | None) -> AbstractContextManager[object]:
+        timer = self._seconds[name].time()
+        if span is None:
+            return timer
+        both = ExitStack()
+        both.enter_context(span)
+        both.enter_context(timer)
+        return both
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -88,17 +88,17 @@ class FilesInUse:
     """
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
-        self._found = {name: found for name in names if (found := _inode(directory / name)) is not None}
-        self._directory = directory
+        paths = {name: str(directory / name) for name in names}
+        self._found = [(name, path, found) for name, path in paths.items() if (found := _inode(path)) is not None]
 
     def changed(self) -> list[str]:
         """Return the names of the files that are missing or replaced."""
-        return [name for name, found in self._found.items() if _inode(self._directory / name) != found]
+        return [name for name, path, found in self._found if _inode(path) != found]
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+def _inode(path: str) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        found = os.stat(path)
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino

@@ -47,6 +47,9 @@ _LEVEL = 4
 """Compression level for JSON. zlib's default, 6, takes 10 % more time for 1,400 characters and 2.7 times as much for
 400,000, and its output is 0.5 % and 5 % smaller."""
 
+_SHORT = 4096
+"""Most bytes that are compressed within a window of 4 KiB, which holds all of them."""
+
 
 def encode(record: Record) -> tuple[Table, Values]:
     """Return the table and the row for `record`. Later changes to `record` don't change the row.
@@ -77,7 +80,7 @@ def encode(record: Record) -> tuple[Table, Values]:
             kind = {"dtype": record.rows.dtype.newbyteorder("<").str, "shape": canonical_json(record.rows.shape)}
             more = {**kind, "packed": packed, "data": data, "crc32": zlib.crc32(data)}
     return table, {
-        **{name: _WRITE.get(name, _plain)(getattr(record, name)) for name in _COLUMNS[table] if name not in more},
+        **{name: write(getattr(record, name)) for name, write in COLUMNS[table] if name not in more},
         **more,
     }
 
@@ -98,8 +101,10 @@ def decode(table: Table, row: Row[Any]) -> Any:
 def _record(kind: Any, row: Row[Any], **more: Any) -> Any:
     """Return a record with the fields of the row's columns, and `more` for fields without a column."""
     names, values_of, readers = _reading(kind, tuple(more))
-    values = [read(value) if read else value for value, read in zip(values_of(row), readers, strict=True)]
-    return kind(**dict(zip(names, values, strict=True)), **more)
+    values = dict(zip(names, values_of(row), strict=True))
+    for name, read in readers:
+        values[name] = read(values[name])
+    return kind(**values, **more)
 
 
 def _setup(row: Row[Any]) -> Setup:
@@ -154,7 +159,6 @@ _KINDS: tuple[tuple[type[Any], Table, str, Callable[[Row[Any]], Any]], ...] = (
 )
 _TABLES = {kind: table for kind, table, _, _ in _KINDS}
 _DECODERS = {table: (name, read) for _, table, name, read in _KINDS}
-_COLUMNS = {table: [column.name for column in table.columns if column.name != "position"] for table in _DECODERS}
 
 
 @lru_cache(maxsize=256)
@@ -188,8 +192,16 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
+def _compressed(data: bytes, level: int) -> bytes:
+    """Return `data` compressed. For a few bytes, zlib's defaults take longer to allocate 256 KiB than to compress."""
+    if len(data) > _SHORT:
+        return zlib.compress(data, level)
+    short = zlib.compressobj(level, zlib.DEFLATED, 12, 5)
+    return short.compress(data) + short.flush()
+
+
 def _deflate(value: object) -> bytes:
-    return zlib.compress(json_in_order(value).encode("ascii"), _LEVEL)
+    return _compressed(json_in_order(value).encode("ascii"), _LEVEL)
 
 
 def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
@@ -201,7 +213,14 @@ def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
 
 
 def _inflate(data: bytes) -> Any:
-    return json.loads(zlib.decompress(data).decode("ascii"))
+    text = zlib.decompress(data).decode("ascii")
+    value, end = _JSON.raw_decode(text)
+    if end != len(text):
+        raise ValueError("more than one JSON value")
+    return value
+
+
+_JSON = json.JSONDecoder()
 
 
 def _plain(value: Any) -> Any:
@@ -253,7 +272,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "added_ids": _array("added_ids"),
     "added_provenance": (
-        lambda codes: zlib.compress(array_bytes("added_provenance", codes)),
+        lambda codes: _compressed(array_bytes("added_provenance", codes), zlib.Z_DEFAULT_COMPRESSION),
         lambda data: array_from_bytes("added_provenance", zlib.decompress(data)),
     ),
     "completion_ids": _array("completion_ids"),
@@ -269,15 +288,20 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 _WRITE = {name: write for name, (write, _) in _CODECS.items()}
 _READ = {name: read for name, (_, read) in _CODECS.items()}
+COLUMNS = {
+    table: [(one.name, _WRITE.get(one.name, _plain)) for one in table.columns if one.name != "position"]
+    for table in _DECODERS
+}
+"""By table, the names of the columns that a writer fills, with their encoders."""
 
 
 @cache
 def _reading(
     kind: type[Any], more: tuple[str, ...]
-) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[Callable[[Any], Any] | None]]:
-    """Return the names of the columns of a kind of record, a function that takes them from a row, and their decoders.
+) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
+    """Return the names of the columns of a kind of record, a function that takes them from a row, and the decoders.
 
     `more` are names of fields without a column.
     """
     names = tuple(one.name for one in fields(kind) if one.name not in more)
-    return names, attrgetter(*names), [_READ.get(name) for name in names]
+    return names, attrgetter(*names), [(name, _READ[name]) for name in names if name in _READ]

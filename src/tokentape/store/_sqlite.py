@@ -25,6 +25,7 @@ from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._commit import CommitQueue, StoreFailure, explaining
 from tokentape.store._lock import LOCK_NAME, DirectoryLock, FilesInUse, InterprocessLock, make_directory
+from tokentape.store._writes import execute_directly
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
         poolclass=NullPool,
         hide_parameters=True,
     )
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    event.listen(engine, "begin", lambda connection: execute_directly(connection, "BEGIN IMMEDIATE"))
     return engine
 
 

@@ -260,7 +260,7 @@ class _Check:
             if seq != before + 1:
                 self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
             try:
-                row = row_of_turn or _rows_of_turns(connection, session_id, [seq])[0]
+                row = row_of_turn or _rows_of_turns(connection, session_id, seq, seq)[0]
                 turn: Turn = decode(schema.turns, row)
                 head.add(turn)
                 self.turns += 1
@@ -282,7 +282,7 @@ class _Check:
             head.parts.get("payloads", []).sort()
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
-        [row] = _rows_of_turns(connection, record.session_id, [record.turn])
+        [row] = _rows_of_turns(connection, record.session_id, record.turn, record.turn)
         turn: Turn = decode(schema.turns, row)
         sizes = turn.added_ids.size, turn.completion_ids.size
         for problem in per_token_faults(record, *sizes, is_root=turn.parent is None):
@@ -329,13 +329,13 @@ def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) ->
 def _turns_of_session(columns: tuple[Any, ...]) -> Select[Any]:
     table = schema.turns
     return select(*columns).where(
-        table.c.session_id == bindparam("session_id"), table.c.seq.in_(bindparam("seqs", expanding=True))
+        table.c.session_id == bindparam("session_id"), table.c.seq.between(bindparam("first"), bindparam("last"))
     )
 
 
-def _rows_of_turns(connection: Connection, session_id: str, seqs: Sequence[int]) -> Sequence[Row[Any]]:
+def _rows_of_turns(connection: Connection, session_id: str, first: int, last: int) -> Sequence[Row[Any]]:
     statement = _turns_of_session(schema.readable(connection, schema.turns))
-    return connection.execute(statement, {"session_id": session_id, "seqs": seqs}).all()
+    return connection.execute(statement, {"session_id": session_id, "first": first, "last": last}).all()
 
 
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
@@ -343,7 +343,7 @@ def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> 
     for start in range(0, len(seqs), _ROWS_AT_ONCE):
         chunk, found = seqs[start : start + _ROWS_AT_ONCE], dict[int, Row[Any]]()
         with suppress(Exception):  # a damaged row can raise anything
-            found = {row.seq: row for row in _rows_of_turns(connection, session_id, chunk)}
+            found = {row.seq: row for row in _rows_of_turns(connection, session_id, chunk[0], chunk[-1])}
         yield from ((seq, found.pop(seq, None)) for seq in chunk)
 
 

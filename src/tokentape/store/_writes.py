@@ -18,8 +18,8 @@ from tokentape.errors import Conflict, InvariantViolation, NotFound
 from tokentape.store import _schema as schema
 from tokentape.store._checks import chained, per_token_faults, turn_faults
 from tokentape.store._reads import batched
-from tokentape.store._rows import Record, Values, encode
-from tokentape.types import Media, RecordedReply, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
+from tokentape.store._rows import COLUMNS, Record, Values, encode
+from tokentape.types import Media, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
 
 def insert_records(connection: Connection, records: Iterable[Record]) -> int:
@@ -39,23 +39,21 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
                 _insert_unless_known(connection, table, values)
             case Turn():
                 _check_turn(connection, record)
-                _INSERT_TURN.run(connection, values)
+                _INSERT[table].run(connection, values)
                 _refer_to_media(connection, record)
             case SessionInfo():
                 refuse_dropped(connection, record.session_id)
-                connection.execute(insert(table), values)
+                _INSERT[table].run(connection, values)
             case TurnColumn():
                 _check_of_turn(connection, record)
                 connection.execute(_OLD_COLUMN, values)
-                connection.execute(insert(table), values)
+                _INSERT[table].run(connection, values)
             case TurnPayload():
                 _check_of_turn(connection, record)
                 _check_same_kind(connection, values)
-                connection.execute(insert(table), values)
-            case RecordedReply():
-                _INSERT_ANSWER.run(connection, values)
+                _INSERT[table].run(connection, values)
             case _:
-                connection.execute(insert(table), values)
+                _INSERT[table].run(connection, values)
         size += sum(len(value) for value in values.values() if isinstance(value, str | bytes))
     return size
 
@@ -182,15 +180,20 @@ class CompiledStatement:
             row = result.first() if result.returns_rows else None
             return None if row is None else tuple(row)
         parameters = tuple([values[name] for name in order])
-        driver = connection.connection.driver_connection
-        assert isinstance(driver, sqlite3.Connection)
-        try:
-            first: tuple[Any, ...] | None = driver.execute(text, parameters).fetchone()
-        except sqlite3.Error as error:
-            raise DBAPIError.instance(
-                text, None, error, sqlite3.Error, hide_parameters=True, dialect=dialect
-            ) from error
+        first: tuple[Any, ...] | None = execute_directly(connection, text, parameters).fetchone()
         return first
+
+
+def execute_directly(connection: Connection, text: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+    """Execute SQL with SQLite's driver, without SQLAlchemy's layers. Raises like `Connection.execute`."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    try:
+        return driver.execute(text, parameters)
+    except sqlite3.Error as error:
+        raise DBAPIError.instance(
+            text, None, error, sqlite3.Error, hide_parameters=True, dialect=connection.dialect
+        ) from error
 
 
 _IN_SESSION = schema.turns.c.session_id == bindparam("session_id")
@@ -199,8 +202,10 @@ _PARENT = select(schema.turns.c.digest).where(_IN_SESSION, schema.turns.c.seq ==
 _BEFORE_TURN = CompiledStatement(
     select(exists().where(schema.sessions.c.session_id == bindparam("session_id")), _NEWEST, _PARENT)
 )
-_INSERT_TURN = CompiledStatement(insert(schema.turns))
-_INSERT_ANSWER = CompiledStatement(insert(schema.answers))
+_INSERT = {
+    table: CompiledStatement(insert(table).values({name: bindparam(name) for name, _ in COLUMNS[table]}))
+    for table in COLUMNS
+}
 
 
 def _check_turn(connection: Connection, turn: Turn) -> None:

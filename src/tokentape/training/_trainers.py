@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tokentape._session.comparable import HELP, has_supports, not_comparable
-from tokentape.audit._served import CheckResult
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
 from tokentape.types import TokenDistribution
+
+if TYPE_CHECKING:
+    from tokentape.audit._served import CheckResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,8 @@ def served(trainer: str, logprobs_mode: str) -> CheckResult:
 
     `ok`: at any temperature. `warn`: at temperature 1 only, although the trainer takes others. `fail`: never.
     """
+    from tokentape.audit._served import CheckResult  # loads an HTTP client, which exports don't need
+
     about = TRAINERS[trainer]
     found = f"{about.name} {about.version} computes {about.formula}; recorded are {logprobs_mode}"
     one = about.setting is None and not about.per_token
