@@ -388,8 +388,10 @@ class Tokenizer:
         return piece.encode()
 
     def _eos_ids(self, generation_config: Mapping[str, Any]) -> frozenset[int]:
-        ids = generation_config.get("eos_token_id", [])
-        found = {ids} if isinstance(ids, int) else set(ids)
+        ids = generation_config.get("eos_token_id")
+        found: set[Any] = set(ids) if isinstance(ids, list) else {ids} - {None}
+        if not all(type(one) is int for one in found):
+            raise TokenizerUnusable(f"generation_config.json: eos_token_id is {ids}: expected an id or a list of ids")
         control = self._by_content.get(self.special_tokens.get("eos_token", ""))
         if control is not None:
             found.add(control.id)

@@ -140,7 +140,7 @@ def judge_mutant(
     if served and any(one.what.endswith("refused") for one in verdict.effects):
         return verdict  # a server does not start with it
     if served:
-        verdict.effects = shown(verdict.effects, base.view, view)
+        verdict.effects = shown(verdict.effects, base.view, view, served)
     with serving(served, ServedView(view, served)) if served else nullcontext() as url:
         report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run, flipped=flipped)
     if report is not None:
@@ -234,7 +234,10 @@ def _checked(base: Base, folder: Path, verdict: Verdict) -> None:
 
 
 def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verdict: Verdict) -> list[str]:
-    """Undo the part that a finding names, and see whether the sides then agree on the input that it shows."""
+    """Undo the part that a finding names, and see whether the sides then agree on the input that it shows.
+
+    The part may be exchanged on either side: of two changes, one alone may make A what B is, but not B what A is.
+    """
     if finding.severity != "skew":
         return []
     about_it = f"{finding.kind} for {_area(verdict.areas)}"
@@ -260,11 +263,12 @@ def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verd
     everything = set[str]().union(*map(_blamed, report.findings))
     tried = [blamed] if len(verdict.areas) == 1 else [blamed, everything]
     for areas in tried:
-        undone = exchange(view.model, base.model, areas)
-        if undone.docs != view.model.docs:
-            without = View(undone, base.written(undone))
-            if _same(base.view, without, finding.example, loaded=loaded):
-                return []
+        for one, other in ((view, base.view), (base.view, view)):
+            made = exchange(one.model, other.model, areas)
+            if made.docs != one.model.docs:
+                exchanged = View(made, base.written(made))
+                if _same(other, exchanged, finding.example, loaded=loaded):
+                    return []
     return [f"{NOT_UNDONE}: {about_it}"]
 
 

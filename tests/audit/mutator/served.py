@@ -34,8 +34,7 @@ class ServedView(Backend):
                 message["content"] = "".join(part["text"] for part in parts)
         try:
             text = self._view.render(messages, conversation.tools, conversation.generate)
-            if self._kind == "llamacpp" and self._adds_bos:
-                text = text.removeprefix(self._view.auto.bos_token or "")
+            text = _sent(self._view, self._kind, text)
             return Rendering(self.encode([text])[0], text)
         except Refused as error:
             raise TemplateRefused(str(error)) from None
@@ -45,18 +44,19 @@ class ServedView(Backend):
         made = self.render(conversation)
         return self.encode([made.text or ""], special=True)[0] if self._kind == "llamacpp" else made.ids
 
-    @property
-    def _adds_bos(self) -> bool:
-        """Whether the tokenizer puts BOS before a text: llama.cpp then takes off the one that a template writes."""
-        return self._view.encode(["a"], special=True) != self._view.encode(["a"])
+
+def _sent(view: View, kind: str, text: str) -> str:
+    """What a server of a kind shows of a rendering: llama.cpp takes off a BOS that its tokenizer puts before a text."""
+    adds_bos = view.encode(["a"], special=True) != view.encode(["a"])
+    return text.removeprefix(view.auto.bos_token or "") if kind == "llamacpp" and adds_bos else text
 
 
-def shown(effects: Sequence[Effect], a: View, b: View) -> list[Effect]:
+def shown(effects: Sequence[Effect], a: View, b: View, kind: str) -> list[Effect]:
     """Return the effects that requests to a server of `b` show: it has endpoints for texts, ids and conversations."""
     kept = [one for one in effects if one.what in ("ids", "special ids", "unstable", "text of ids")]
     kept = [one for one in kept if "skipped: True" not in one.shown and "by transformers" not in one.shown]
     asked = [f"{name}, True, {{}}" for name, messages, _ in conversations() if _is_asked(messages)]
-    unlike = [name for name in asked if _rendered(a, name) != _rendered(b, name)]
+    unlike = [name for name in asked if _rendered(a, name, kind) != _rendered(b, name, kind)]
     return [*kept, Effect("rendering", f"{len(unlike)} of {len(asked)}, {unlike[0]}")] if unlike else kept
 
 
@@ -65,6 +65,6 @@ def _is_asked(messages: Sequence[Any]) -> bool:
     return messages[-1]["role"] != "assistant" and all(isinstance(one["content"], str) for one in messages)
 
 
-def _rendered(view: View, name: str) -> list[list[int]] | None:
+def _rendered(view: View, name: str, kind: str) -> list[list[int]] | None:
     text = view.renderings[name]
-    return None if text == "\0refused" else view.encode([text])
+    return None if text == "\0refused" else view.encode([_sent(view, kind, text)])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.audit.mutator import judge
 from tests.audit.mutator.changes import Change, apply
-from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER
+from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, load
 from tests.audit.mutator.harmless import REWRITINGS
 from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
 from tests.audit.mutator.served import KINDS
@@ -140,3 +141,12 @@ def test_two_changes_are_undone_together(base: Base) -> None:
     verdict = judge_mutant(base, apply(base.model, changes), changes, check=False)
     assert {kind for kind, _, _ in verdict.findings} == {"normalizer", "added token"}
     assert verdict.complaints == []
+
+
+@pytest.mark.slow
+def test_a_bos_that_llama_cpp_takes_off_is_no_difference(tmp_path: Path) -> None:
+    """Seed 180305 of Mistral Nemo: its tokenizer puts BOS before a text, whatever the template writes."""
+    base = Base(load("small-mistral_nemo"), tmp_path)
+    change = Change(TOKENIZER_CONFIG, "set", ("bos_token",), "<pad>")
+    verdict = judge_mutant(base, apply(base.model, [change]), [change], check=False, served="llamacpp")
+    assert (verdict.effects, verdict.complaints) == ([], [])

@@ -60,7 +60,10 @@ def causes(report: AuditReport) -> dict[str, str]:
         (lambda texts: [ids[:100] for ids in plain(texts)], {"truncation": "B cuts texts to their first 100 ids"}),
         (lambda texts: [ids[-90:] for ids in plain(texts)], {"truncation": "B cuts texts to their last 90 ids"}),
         (in_pieces(60), {"truncation": "B encodes texts in pieces of 60 characters"}),
-        (lambda texts: plain([t.replace("\r\n", "\n") for t in texts]), {"normalizer": r"B reads \r\n as \n"}),
+        (
+            lambda texts: plain([t.replace("\r\n", "\n") for t in texts]),
+            {"normalizer": r"B reads text with \r\n as \n"},
+        ),
     ],
     ids=["first", "last", "pieces", "lines"],
 )
@@ -77,7 +80,7 @@ def test_a_space_before_texts_is_named_though_no_tokenizer_json_is_known() -> No
 def test_nfc_that_a_side_lost_is_named_though_no_tokenizer_json_is_known() -> None:
     raw = base(TINY).side(spec={**base(TINY).spec, "normalizer": None})
     found = causes(audit(Unknown(plain, "native"), Unknown(raw.encode, "native")))
-    assert found == {"normalizer": "A normalizes the text to NFC, and the other side does not"}
+    assert found == {"normalizer": "A reads text in Unicode form NFC"}
 
 
 def test_what_nothing_undoes_is_unknown_with_the_first_ids_that_differ() -> None:

@@ -124,6 +124,11 @@ def _blocks(report: DriftReport) -> Iterator[Block]:
         "How often decoding and encoding sampled ids gives other ids. Brackets are 95 % intervals over sessions, since "
         "turns of one session are not independent."
     )
+    if report.completions.low is not None:
+        yield Paragraph(
+            "If a few long sessions hold most of the turns and drift more than the others, the intervals are too "
+            "narrow: in simulations they then contained the true share in 87 to 90 % of the runs, not in 95 %."
+        )
     facts = {
         "rows": f"{report.rows:,}",
         "completions that drifted": _rate(report.completions),

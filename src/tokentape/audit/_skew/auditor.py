@@ -202,6 +202,8 @@ class _Run:
             return
         self.progress("decoding")
         texts = battery.by_text(battery.texts())
+        if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
+            texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
         asked = list(texts)
         both = zip(asked, self.a.encode(asked), self.b.encode(asked), strict=True)
         sequences = {tuple(one): texts[text] for text, one, other in both if one == other and one}
@@ -259,7 +261,7 @@ class _Run:
         yield "streams, sampling, and the limits of an engine on lengths"
         yield f"texts longer than {self.longest:,} characters"
         for letter, side in (("A", self.a), ("B", self.b)):
-            if side.facts.spec is None:
+            if side.facts.spec is None and not (self.a.facts.tables and self.b.facts.tables):
                 yield f"the tokenizer's parts in {letter}, {side.facts.kind}: it was compared by inputs alone"
             elif side.facts.loading and (self.a.facts.loading is None or self.b.facts.loading is None):
                 yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
@@ -272,7 +274,7 @@ class _Run:
         if lacking:
             files = " and ".join(CONFIG_FILES)
             yield f"stop ids and rows of the embedding: {' and '.join(lacking)} has no {files}, or does not show them"
-        if self.a.facts.spec is None and self.b.facts.spec is None:
+        if not any(side.facts.spec or side.facts.tables for side in (self.a, self.b)):
             yield "the vocabulary: neither side says what its tokens are"
         if not self.tried.get("masks"):
             yield "loss masks: no template marks the tokens that carry loss"

@@ -14,11 +14,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import nodes
+
+from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import Backend, SkewChat, with_text_arguments
+from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.known_parts import is_byte_level
 from tokentape.audit._skew.parts import Merge, Spec, applied_merges, lacking_merges, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
+from tokentape.chat._template import ChatTemplate, parse_template
 from tokentape.types import Message, Tool
 
 _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
@@ -61,6 +66,9 @@ def by_text(groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
 _LONGEST = 200
 _MOST_MERGES = 200
 _MOST_RIVALS = 200
+_MOST_CHANGED = 20
+_LONG = 400
+_REPLACING = ("replace", "removeprefix", "removesuffix")
 _AT_ONCE = 24
 _BESIDE = ("{}", " {}", "a{}b", "{} {}", "{}\u0338", "{}1")
 _RARE = {"L": "\ua66e", "M": "\ua66e", "N": "\ua9d1", "Z": "\u1680", "P": "\u2e19", "S": "\u2e19"}
@@ -71,11 +79,15 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
     """Return texts by group: the spelling of each token, and texts made for the parts named in `differing`."""
     specs = [side.facts.spec for side in (a, b) if side.facts.spec is not None]
     spellings = vocabulary_texts(*specs)
+    pieces = [side.facts.tables.get("pieces", {}) for side in (a, b)]
+    spellings |= dict.fromkeys(_text(piece, byte_level=False) for piece in {**pieces[0], **pieces[1]})
     if len(specs) == 1:  # the merges of the other side are not known
         spellings |= dict.fromkeys(map(_merged, spellings))
     found = {"vocabulary": tuple(spellings)}
     if len(specs) == 1:
         found["competing merges"] = tuple(dict.fromkeys(map(_merged, _competing_texts(specs[0]))))
+    if all(pieces):
+        found["changed pieces"] = tuple(dict.fromkeys(_overlapping(unlike(*pieces), {**pieces[0], **pieces[1]})))
     parts = set(differing)
     if parts & {"merges", "settings"}:
         found["merges"] = tuple(dict.fromkeys(_merge_texts(*specs)))
@@ -158,6 +170,19 @@ def _competing_texts(spec: Spec) -> Iterator[str]:
                         yield text
 
 
+def _overlapping(changed: Iterable[str], pieces: Iterable[str]) -> Iterator[str]:
+    """Yield texts in which changed pieces compete with others: words in which the ends of two pieces overlap."""
+    for piece in islice(changed, _MOST_CHANGED):
+        pairs = (pair for one in pieces for pair in ((one, piece), (piece, one)))
+        joined = (
+            before + after[n:]
+            for before, after in pairs
+            for n in range(1, min(len(before), len(after)))
+            if before.endswith(after[:n])
+        )
+        yield from (_text(one, byte_level=False) for one in islice(joined, _MOST_RIVALS))
+
+
 def _strings(part: str, spec: Spec) -> Iterator[str]:
     """Yield the short strings in a part, such as patterns and replacements."""
     waiting: list[Any] = [part_of(spec, part)] if part not in ("merges", "vocabulary") else []
@@ -209,6 +234,10 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
         yield SkewChat((system, user, {"role": "assistant", "content": text}, user), name=f"assistant says {name}")
     yield SkewChat(({"role": "developer", "content": "A developerword."}, user), name="developer")
     yield SkewChat((user, {"role": "assistant", "content": None}, user), name="content is None")
+    yield SkewChat(({**user, "name": "nameword"},), name="a user with a name")
+    yield SkewChat((user, user), name="equal messages in a row")
+    yield _called(user, {**call, "tool_calls": call["tool_calls"] * 2}, "ok", "equal calls in a row")
+    yield SkewChat((_user(" ".join(f"longword{n}" for n in range(_LONG))),), name="a long question")
     flags: dict[str, Any] = {"place": "x", "exact": False, "options": {"deep": None, "flag": True}, "ratio": 1e-7}
     typed: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, flags)]}
     yield _called(user, dict(call, content=None), "ok", "call with content None")
@@ -221,6 +250,28 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
         tools = () if grammar.NO_TOOLS in name else (grammar.TOOL,)
         for number, (history, turn, new) in enumerate(grammar.conversations(name)):
             yield SkewChat((*history, turn, *new), tools, name=f"{name} {number}")
+
+
+def template_conversations(sources: Iterable[str]) -> Iterator[SkewChat]:
+    """Yield conversations with the strings that templates look for or replace in contents, as text of each role."""
+    user = _user("What is a questionword?")
+    found = [text for source in sources for text in (*ChatTemplate(source).compared_strings, *_replaced(source))]
+    for text in dict.fromkeys(found):
+        for said in (text, f"a {text} b"):
+            yield SkewChat((_user(said),), name=f"user says {text}")
+            yield SkewChat(({"role": "system", "content": said}, user), name=f"system says {text}")
+            yield SkewChat((user, {"role": "assistant", "content": said}, user), name=f"assistant says {text}")
+            yield _called(user, grammar.TURNS["call"], said, f"result says {text}")
+
+
+def _replaced(source: str) -> Iterator[str]:
+    tree = parse_template(without_marks(source))
+    calls: list[nodes.Call | nodes.Filter] = [*tree.find_all(nodes.Call), *tree.find_all(nodes.Filter)]
+    for call in calls:
+        name = call.name if isinstance(call, nodes.Filter) else getattr(call.node, "attr", "")
+        texts = [one.value for one in call.args[:1] if isinstance(one, nodes.Const)]
+        if name in _REPLACING and texts and str(texts[0]).strip():
+            yield str(texts[0])
 
 
 def _user(text: str) -> Message:

@@ -9,11 +9,10 @@ is unknown, it must also leave the ids of texts unchanged on which the sides agr
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import tokenizers
 
@@ -24,16 +23,20 @@ from tokentape.audit._skew.findings import Cause, Encoder, Kind
 from tokentape.audit._skew.known_parts import SENTENCEPIECE, is_byte_level, normalizers, pre_tokenizers
 from tokentape.audit._skew.parts import (
     PARTS,
+    TABLES,
     Spec,
     added_words,
     differing_parts,
+    differing_tables,
     part_words,
+    table_words,
     unlike_tokens,
     with_only,
     with_part,
     with_tokens,
 )
 from tokentape.audit._skew.probing import smallest
+from tokentape.audit._skew.rewrites import OF_TEXT
 from tokentape.audit._tokendiff import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
@@ -56,8 +59,11 @@ class TextCauses:
         self._a, self._b = a, b
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
         self._trials: Trials | None = None
+        self._known: list[Cause] = []
+        """Causes that were found by trial."""
         both = a.facts.spec is not None and b.facts.spec is not None
         self.differing = differing_parts(a.facts, b.facts)
+        self.tables = differing_tables(a.facts, b.facts)
         self._differing = [name for name in self.differing if name not in ("post_processor", "decoder")]
         self._added = unlike_tokens(a.facts, b.facts) if both else {}
 
@@ -68,13 +74,13 @@ class TextCauses:
             around = _special_cause(text, a_ids, b_ids, self._a, self._b)
             if special or around is not None:
                 return around or Cause("unknown", _first_ids_apart(a_ids, b_ids), SAME_FILES, "unknown")
-        both = a.spec is not None and b.spec is not None
+        both = self.tables or (a.spec is not None and b.spec is not None)
         found = self._by_exchange(text, b_ids) if both else self._by_trial(text, a_ids, b_ids)
         return found or self._by_input(text, a_ids, b_ids)
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
         a, b = self._a.facts, self._b.facts
-        names = [*self._differing, *(f"{_ADDED}:{said}" for said in self._added)]
+        names = self.tables or [*self._differing, *(f"{_ADDED}:{said}" for said in self._added)]
 
         def explains(group: Sequence[str]) -> bool:
             encoder = self._exchange(tuple(group))
@@ -88,7 +94,7 @@ class TextCauses:
             group = tuple(smallest(names, explains))
         if group is None:
             return None
-        kind = PARTS.get(group[0].partition(":")[0], "added token")
+        kind = (TABLES if self.tables else PARTS).get(group[0].partition(":")[0], "added token")
         what = " and ".join(map(self.words, group))
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
@@ -110,7 +116,9 @@ class TextCauses:
 
     def _exchange(self, names: tuple[str, ...]) -> Encoder | None:
         """Return an encoder: A's tokenizer with the parts `names` of B's. Return None if they don't fit together."""
-        if names not in self._exchanged:
+        if self.tables and names not in self._exchanged:
+            self._exchanged[names] = self._a.with_tables(names, self._b)
+        elif names not in self._exchanged:
             made, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
                 kind, _, said = name.partition(":")
@@ -125,12 +133,15 @@ class TextCauses:
         """Describe how the backends differ in a part."""
         kind, _, said = name.partition(":")
         a, b = self._a.facts, self._b.facts
+        if self.tables:
+            return table_words(name, a, b)
         return added_words(self._added[said], a, b) if kind == _ADDED else part_words(name, a, b)
 
     @cached_property
     def _tried(self) -> list[tuple[str, list[int], list[int]]]:
         """Some texts of the battery with the ids of A and B."""
         texts = [text for group in battery.texts().values() for text in group[:4]]
+        texts += [*self._a.facts.added, *self._b.facts.added]
         return list(zip(texts, self._a.encode(texts), self._b.encode(texts), strict=True))
 
     @cached_property
@@ -143,6 +154,9 @@ class TextCauses:
         known, wanted, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
         if known.facts.spec is None:
             return None
+        for found in self._known:
+            if found.gives == gives and found.encoder and _gives(found.encoder, [text], [wanted]):
+                return found
         self._trials = self._trials or Trials(known.facts.spec)
         one, other = ("B", "A") if gives == "b" else ("A", "B")
         around = _around_tokens(text, known.facts)
@@ -151,7 +165,9 @@ class TextCauses:
                 continue  # the text around the token differs too, so the token is not the cause
             if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
                 fix = _fix(kind, self._a.facts, self._b.facts)
-                return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
+                said = f"{one} behaves as {other} would with {what}"
+                self._known.append(Cause(kind, said, fix, f"{kind}:{what}", encoder, gives))
+                return self._known[-1]
         return None
 
     def _keeps_agreed(self, encoder: Encoder) -> bool:
@@ -168,7 +184,11 @@ class TextCauses:
             side, longer = (b if gives == "b" else a), text * 3
             most = max(len(ids[1] if gives == "b" else ids[0]) for _, *ids in self._tried)
             for kind, what, fix, encoder in _cut(text, wanted, a_ids, b_ids, plain, most):
-                if _gives(encoder, [text], [wanted]) and _gives(encoder, [longer], side.encode([longer])):
+                if (
+                    _gives(encoder, [text], [wanted])
+                    and _gives(encoder, [longer], side.encode([longer]))
+                    and self._keeps_agreed(encoder)
+                ):
                     return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
         one, other = _pieces(a, a_ids), _pieces(b, b_ids)
         if one and one == other:
@@ -260,22 +280,10 @@ def _rewritten(text: str, plain: Backend) -> Iterator[tuple[Kind, str, str, Enco
             yield kind, what, SAME_FILES, partial(encode, change)
 
 
-_FORMS: tuple[Literal["NFC", "NFKC", "NFD", "NFKD"], ...] = ("NFC", "NFKC", "NFD", "NFKD")
 _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
-    *(
-        (
-            "normalizer",
-            f"normalizes the text to {form}, and the other side does not",
-            partial(unicodedata.normalize, form),
-        )
-        for form in _FORMS
-    ),
     ("pre-tokenizer", "puts a space before the text (add_prefix_space, add_dummy_prefix)", lambda text: f" {text}"),
     ("pre-tokenizer", "takes a space away before the text", lambda text: text.removeprefix(" ")),
-    ("normalizer", "takes away white space around the text", str.strip),
-    ("normalizer", r"reads \r\n as \n", lambda text: text.replace("\r\n", "\n")),
-    ("normalizer", "reads several spaces as one", lambda text: " ".join(filter(None, text.split(" ")))),
-    ("normalizer", "makes text lower case", str.lower),
+    *(("normalizer", f"reads text {what}", change) for what, change in OF_TEXT),
 )
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
-from tokentape.audit._skew.battery import conversations
+from tokentape.audit._skew.battery import conversations, template_conversations
 from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.findings import Cause, Skew, SkewResult
 from tokentape.audit._skew.probing import explain, result, smallest_conversation
@@ -75,7 +75,8 @@ def chat_findings(
     compared = _ChatComparer(a, b, causes)
     differing: list[_Outcomes] = []
     masked: dict[str, Skew] = {}
-    built_in = ((one, 0) for one in conversations(_end_token(a, b)))
+    sources = [side.facts.template for side in (a, b) if side.facts.template is not None]
+    built_in = ((one, 0) for one in (*conversations(_end_token(a, b)), *template_conversations(sources)))
     for conversation, users in (*built_in, *((one, 1) for one in own)):
         made = compared.rendered(conversation)
         if made is None or (isinstance(made.a, SkewResult) and isinstance(made.b, SkewResult)):
@@ -86,6 +87,7 @@ def chat_findings(
             found.own_differing += users
             differing.append(made)
             continue
+        compared.agrees(conversation)
         found.masks += int(made.a.mask is not None or made.b.mask is not None)
         for cause in _mask_causes(a, b, made.a, made.b):
             results = result(a, _trained(made.a), made.a.text), result(b, _trained(made.b), made.b.text)
@@ -165,6 +167,10 @@ class _ChatComparer:
         self._text_causes = causes
         date = a.facts.date or b.facts.date or datetime.now(UTC).date().isoformat()
         self._templates = TemplateCauses(a.facts, b.facts, date, self._texts_of)
+
+    def agrees(self, conversation: SkewChat) -> None:
+        """Remember a conversation that both backends render alike: a cause must not change it."""
+        self._templates.agreed.append(conversation)
 
     def rendered(self, conversation: SkewChat) -> _Outcomes | None:
         """Render a conversation with both backends. Return None if one of them does not support such a request."""

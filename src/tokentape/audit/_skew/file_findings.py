@@ -14,7 +14,7 @@ from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.causes import SAME_FILES, TextCauses
 from tokentape.audit._skew.findings import Severity, Skew, SkewResult
-from tokentape.audit._skew.parts import PARTS, Spec, added_words, part_of, unlike_tokens
+from tokentape.audit._skew.parts import PARTS, TABLES, Spec, added_words, part_of, table_words, unlike_tokens
 from tokentape.audit._skew.probing import result
 from tokentape.chat._template import parse_template
 
@@ -46,6 +46,7 @@ def file_findings(
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no input that was tried shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
+    new += _apart(a.facts, b.facts, causes.tables, known)
     if templates and not any(one.probe == "render" and one.severity == "skew" for one in found):
         new += _templates(a.facts, b.facts)
     return new
@@ -105,13 +106,20 @@ def _shown(found: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
     return found
 
 
+def _apart(a: BackendFacts, b: BackendFacts, tables: Collection[str], known: str) -> Iterator[Skew]:
+    """Yield findings on tables of model files that are not in the `known` causes."""
+    for name in tables:
+        if (cause := table_words(name, a, b)) not in known:
+            yield Skew(TABLES[name], "facts", f"{cause}; no input that was tried shows it", _TRAINED, 1)
+
+
 def _ids(spec: Spec) -> dict[str, int]:
     vocab = part_of(spec, "vocabulary")
     return dict(vocab) if isinstance(vocab, Mapping) else {entry[0]: number for number, entry in enumerate(vocab)}
 
 
 def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
-    same_loader = a.kind == b.kind and all(CONFIG in side.files for side in (a, b))
+    same_loader = a.kind == b.kind and all(CONFIG in side.files or "GGUF" in side.kind for side in (a, b))
     if not same_loader and (not a.special_tokens or not b.special_tokens):
         return
     for name, pair in unlike(a.special_tokens, b.special_tokens).items():

@@ -108,6 +108,28 @@ def with_only(name: str, part: Any) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(empty))
 
 
+TABLES: Mapping[str, Kind] = {
+    "normalizer": "normalizer",
+    "settings": "model settings",
+    "pieces": "vocabulary",
+    "control tokens": "added token",
+}
+"""The tables of other model files that `BackendFacts.tables` may have, each with the kind of finding that it causes."""
+
+
+def differing_tables(a: BackendFacts, b: BackendFacts) -> list[str]:
+    """Return the names of the tables that both backends have, and that differ."""
+    return [name for name in TABLES if name in a.tables and name in b.tables and a.tables[name] != b.tables[name]]
+
+
+def table_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
+    """Describe how two backends differ in a table."""
+    changed = unlike(a.tables[name], b.tables[name])
+    entry, pair = next(iter(changed.items()))
+    one, other = ("absent" if value is None else value for value in pair)
+    return f"{name} of the model file: {len(changed)} differ, as {entry!r}: {one} in A and {other} in B"
+
+
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
     """Return the names of the parts that differ, added tokens aside; none if a side has no tokenizer.json."""
     if a.spec is None or b.spec is None:
@@ -120,8 +142,7 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
         if name == "vocabulary":
             one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
         if name == "settings":
-            keys = {*one, *other}
-            one, other = ({k: part.get(k, _DEFAULTS.get(k)) for k in keys} for part in (one, other))
+            one, other = ({**_DEFAULTS, **part} for part in (one, other))
         if one != other and not _equivalent(name, one, other, a.spec, b.spec):
             found.append(name)
     return found
@@ -229,15 +250,24 @@ def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any
     """Return a copy of `spec` with the added `tokens` as `other` defines them, or removed if `other` lacks them."""
     kept = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
     taken = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
-    return {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
+    found = {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
+    vocab, theirs = spec["model"]["vocab"], other["model"]["vocab"]
+    if isinstance(vocab, Mapping) and isinstance(theirs, Mapping):
+        # `tokenizers` ignores the id of an added token that is in the vocabulary, or that does not come next.
+        own = {token: theirs[token] for token in tokens if token in theirs}
+        found["model"] = {**spec["model"], "vocab": {t: i for t, i in vocab.items() if t not in tokens} | own}
+    return found
 
 
 def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     """Describe how two backends differ in a part."""
     one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
     if name in ("merges", "vocabulary"):
+        if name == "vocabulary":
+            one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
         return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
     if name == "settings":
+        one, other = ({**_DEFAULTS, **part} for part in (one, other))
         changed = ", ".join(f"{key}={pair[0]} against {pair[1]}" for key, pair in unlike(one, other).items())
         return f"the model settings differ: {changed}"
     return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"

@@ -74,6 +74,8 @@ def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> Ske
     return SkewResult(tuple(ids), known if len(known) == len(ids) else (), text)
 
 
+_PIECES = 200
+
 _Part = TypeVar("_Part")
 _OF_MESSAGES = {"role": False, "content": True}
 _OF_TOOLS = {"type": False, "name": False, "function": True}
@@ -112,7 +114,18 @@ def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
     lines = tuple(text.splitlines(keepends=True))
     if len(lines) > 1:
         text = "".join(smallest(lines, lambda kept: differs("".join(kept))))
-    return str(smallest(text, lambda kept: differs(str(kept))))
+    return _smallest_string(text, differs)
+
+
+def _smallest_string(text: str, differs: Callable[[str], bool]) -> str:
+    """Shrink a string as long as it differs. What stays long is cut into `_PIECES` pieces, not into characters."""
+    while True:
+        size = len(text) // _PIECES or 1
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        shorter = "".join(smallest(pieces, lambda kept: differs("".join(kept))))
+        if size == 1 or len(shorter) == len(text):
+            return shorter
+        text = shorter
 
 
 def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], bool]) -> SkewChat:
@@ -146,7 +159,7 @@ def _smaller(value: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool
     if differs(empty):
         return empty
     if isinstance(value, str):
-        return smallest(value, differs)
+        return _smallest_string(value, differs)
     members = list(smallest(list(value), differs))
     for at in range(len(members)):
         members = _smaller_member(members, at, differs, kept)

@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
 from tokentape.audit._skew.findings import Cause, Kind
+from tokentape.audit._skew.rewrites import Change, changes_of
 from tokentape.audit._tokendiff import first_difference
 from tokentape.chat._template import ChatTemplate, plain_message
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -30,6 +32,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _THINKING = re.compile(r"<think>.*?</think>\s*|<think>\s*|\s*</think>", re.DOTALL)
 _SHOWN = 40
 _MOST_PIECES = 40
+_MOST_AGREED = 40
 _LONGEST_CONTROL = 40
 _SEVERAL = "several pieces"
 
@@ -42,6 +45,7 @@ _NO_STRING = "Write values with `tojson` in the template, not with `string` or `
 _SPACED = "Write JSON with the same separators on both sides."
 _FULL_TOOLS = "Send tools with every field that the server adds, in its order, or render with the trainer's template."
 _ONE_BOS = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
+_AS_SENT = "Make this change before training renders messages too, or switch it off in the server."
 _AS_TEXT = "Send content as text, or set the server's content format for this template."
 _PROMPTED = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
 
@@ -94,6 +98,9 @@ class TemplateCauses:
     ) -> None:
         self._a, self._b, self._date, self._write = a, b, date, write
         self._exchanges: dict[tuple[str, str], list[tuple[str, Writer]]] = {}
+        self._writers: dict[str, Writer | None] = {}
+        self.agreed: list[SkewChat] = []
+        """Conversations that both sides render alike. A cause must not change their text."""
 
     def cause_of(self, conversation: SkewChat, one: str | None, other: str | None) -> Cause:
         """Return why backend A renders `one` and backend B `other`. A text is None if its backend refuses."""
@@ -103,7 +110,7 @@ class TemplateCauses:
             who, whom = ("A", "B") if one is None else ("B", "A")
             refused = Cause("template", f"{who} refuses what {whom} renders", _SAME_TEMPLATE, f"refused:{who}")
             return replace(exchanged or refused, severity="caution")  # the error shows, and no wrong ids are trained
-        seen = self._by_texts(conversation, one, other)
+        seen = self._by_change(conversation, one, other) or self._by_texts(conversation, one, other)
         if seen is not None and exchanged is not None and exchanged.key != _SEVERAL:
             fix = _SAME_TEMPLATE if exchanged.kind == "template" else exchanged.fix
             return replace(seen, what=f"{seen.what}; {exchanged.what}", fix=fix)
@@ -116,6 +123,32 @@ class TemplateCauses:
             return Cause("library", what, _SAME_LIBRARY, "library")
         differs = "the rendering differs" if ours is None or theirs is None else "the templates differ"
         return Cause("template", f"{differs}: {what}", _SAME_TEMPLATE, "template")
+
+    def _by_change(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
+        """Return the cause if a side renders as the only known template does with a changed conversation."""
+        sources = [_template(side, conversation) for side in (self._a, self._b)]
+        if (sources[0] is None) == (sources[1] is None):
+            return None
+        at = 0 if sources[0] is not None else 1
+        source, letter, wanted = sources[at] or "", "BA"[at], (other, one)[at]
+        if source not in self._writers:
+            self._writers[source] = self._writer(source, (self._a, self._b)[at].template_variables)
+        write = self._writers[source]
+        if write is None:
+            return None
+        for what, change in changes_of(conversation):
+            changed = change(conversation)
+            if changed == conversation or write(changed) != wanted:
+                continue
+            pairs = ((agreed, change(agreed)) for agreed in self.agreed)
+            touched = islice((pair for pair in pairs if pair[0] != pair[1]), _MOST_AGREED)
+            if all(write(agreed) == write(new) for agreed, new in touched):
+
+                def explains(chat: SkewChat, ours: str, theirs: str, change: Change = change) -> bool:
+                    return write(change(chat)) == (theirs, ours)[at]
+
+                return Cause("template", f"{letter} renders {what}", _AS_SENT, f"{letter}:{what}", explains=explains)
+        return None
 
     def _by_texts(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
         """Return the cause if the two texts alone show it."""

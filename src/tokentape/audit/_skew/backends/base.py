@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -61,6 +61,8 @@ class BackendFacts:
     files: Mapping[str, str] = field(default_factory=dict)
     """Hex SHA-256 of the files, by name."""
     spec: Mapping[str, Any] | None = None
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Tables of a model file that is no tokenizer.json, by name. The keys of `pieces` are the spellings of tokens."""
     added: Mapping[str, BackendToken] = field(default_factory=dict)
     vocab_size: int | None = None
     """One more than the highest id."""
@@ -110,6 +112,10 @@ class Backend:
         render such a conversation.
         """
         raise TemplateRefused(f"{self.facts.name} has no chat template")
+
+    def with_tables(self, names: Collection[str], other: Backend) -> Callable[[Sequence[str]], list[list[int]]] | None:
+        """Return an encoder: this backend with some of the tables of `other`. Return None if it can't make one."""
+        return None
 
     def token(self, token_id: int) -> str | None:
         """Return the spelling of an id; None if there is no such id, or it is unknown."""

@@ -34,7 +34,7 @@ _NO_BOS = ("glm4", "chatglm-bpe")
 _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
 """The special token ids that llama.cpp uses if the file names none, by `tokenizer.ggml.model`."""
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
 
 def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
@@ -109,11 +109,10 @@ def _sentencepiece_spec(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
     first = [{"type": "Prepend", "prepend": "▁"}] if metadata.get("ggml.add_space_prefix", True) else []
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    if _BYTE in (metadata.get("ggml.token_type") or ()):  # it writes the spelling of a byte token that has another type
+        decoders.append({"type": "ByteFallback"})
+    decoders.append({"type": "Fuse"})
     if first:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
@@ -192,6 +191,7 @@ def _special_id(metadata: Mapping[str, Any], which: str) -> int | None:
 
 def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     # The default BOS of gpt2 counts only if it is added, and none names it.
-    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    names = {f"{which}_token": which for which in ("bos", "eos", "eot", "eom")}
+    names |= {"pad_token": "padding", "unk_token": "unknown"}
     found = {name: _special_id(metadata, which) for name, which in names.items()}
     return {name: metadata["ggml.tokens"][number] for name, number in found.items() if number is not None}

@@ -1,4 +1,4 @@
-"""The backends of models' own libraries: SentencePiece, tiktoken and mistral-common."""
+"""The backends of models' own libraries: tiktoken and mistral-common."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tokentape.audit._skew.backends.base import (
     SkewChat,
     with_text_arguments,
 )
+from tokentape.audit._skew.backends.sentencepiece_model import model_tables
 from tokentape.audit._skew.backends.spec import BackendOptions, TemplateBackend, find_template, hash_file, require
 from tokentape.audit._skew.known_parts import SPLITS, byte_level
 from tokentape.chat._byte_level import byte_piece
@@ -27,41 +28,6 @@ from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable,
 
 _O200K_RANKS = 190_000
 """Files with more ranks than this are split as o200k_base unless another split is named."""
-
-
-class SentencePieceBackend(Backend):
-    """Runs `sentencepiece` on a model file. It encodes control tokens in text as text, and has no chat template."""
-
-    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
-        file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
-        try:
-            model: Any = require("sentencepiece").SentencePieceProcessor(model_file=str(file))
-        except (OSError, RuntimeError) as error:
-            raise TokenizerUnusable(f"sentencepiece can't load {file}: {error}") from None
-        self._model, self.reopened_as = model, f"spm:{file}"
-        controls = [number for number in range(model.vocab_size()) if model.is_control(number)]
-        ends = {f"{which}_token": getattr(model, f"{which}_id")() for which in ("bos", "eos", "pad", "unk")}
-        self.facts = BackendFacts(
-            name=name,
-            kind="SentencePiece model",
-            abilities=frozenset({"decode"}),
-            versions={"sentencepiece": version("sentencepiece")},
-            files={file.name: hash_file(file)},
-            added={model.id_to_piece(number): BackendToken(number, model.id_to_piece(number)) for number in controls},
-            vocab_size=model.vocab_size(),
-            special_tokens={key: model.id_to_piece(number) for key, number in ends.items() if number >= 0},
-            notes=("SentencePiece reads control tokens in text as text",),
-        )
-
-    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        found: list[list[int]] = self._model.encode(list(texts), out_type=int, add_bos=special, add_eos=False)
-        return found
-
-    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        return [self._model.decode(list(ids)) for ids in sequences]
-
-    def token(self, token_id: int) -> str | None:
-        return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._model.vocab_size() else None
 
 
 class MistralBackend(Backend):
@@ -93,6 +59,7 @@ class MistralBackend(Backend):
             files={file.name: hash_file(file)},
             added=added,
             vocab_size=self._tokenizer.n_words,
+            tables=_tekken_tables(file) if file.suffix == ".json" else model_tables(file.read_bytes()),
             notes=("mistral-common reads control tokens in text as text",),
         )
 
@@ -123,6 +90,13 @@ class MistralBackend(Backend):
 
     def token(self, token_id: int) -> str | None:
         return str(self._tokenizer.id_to_piece(token_id)) if 0 <= token_id < self._tokenizer.n_words else None
+
+
+def _tekken_tables(file: Path) -> dict[str, dict[str, Any]]:
+    doc = read_json(file)
+    pieces = {str(one.get("token_str") or one["token_bytes"]): one["rank"] for one in doc["vocab"]}
+    controls = {one["token_str"]: one["rank"] for one in doc.get("special_tokens") or ()}
+    return {"pieces": pieces, "control tokens": controls, "settings": dict(doc["config"])}
 
 
 class TiktokenBackend(TemplateBackend):
@@ -230,13 +204,17 @@ def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[BackendToken])
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Map tokens to ranks, read from a file with lines of a token in base64 and its rank.
 
-    Raises `TokenizerUnusable` if the file has other lines.
+    Raises `TokenizerUnusable` if the file has other lines, or the same rank twice, on which tiktoken panics.
     """
-    ranks = {}
+    ranks: dict[bytes, int] = {}
     try:
         for line in filter(None, path.read_bytes().splitlines()):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
         raise TokenizerUnusable(f"{path} is no file of tiktoken ranks: expected lines of base64 and a number") from None
+    tokens: dict[int, bytes] = {}
+    for found, number in ranks.items():
+        if (other := tokens.setdefault(number, found)) != found:
+            raise TokenizerUnusable(f"{path} gives the rank {number} to {other!r} and to {found!r}")
     return ranks

@@ -1,0 +1,138 @@
+"""Servers that outsiders planted: they change conversations before they render, keep old answers, hide tokens."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.audit.skew.cases import TINY, base, healthy
+from tests.audit.skew.fake_server import serving
+from tokentape.audit._skew.auditor import audit
+from tokentape.audit._skew.backends.base import Backend, Rendering, SkewChat
+from tokentape.audit._skew.findings import Skew
+
+
+class Planted(Backend):
+    """A healthy side with one thing wrong."""
+
+    def __init__(self, own: Backend) -> None:
+        self._own, self.facts = own, own.facts
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        return self._own.encode(texts, special=special)
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return self._own.decode(sequences)
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        return self._own.render(conversation)
+
+
+def skews(server: Backend, own: Backend | None = None) -> list[Skew]:
+    with serving("vllm", server) as url:
+        found = audit(own or healthy(TINY), f"vllm:{url}")
+    assert not any("not explained" in note for note in found.notes), found.notes
+    return [one for one in found.findings if one.severity == "skew"]
+
+
+def contents(change: Callable[[str], str]) -> Callable[[SkewChat], SkewChat]:
+    def changed(one: Any) -> Any:
+        return {**one, "content": change(one["content"])} if isinstance(one.get("content"), str) else one
+
+    return lambda chat: replace(chat, messages=tuple(map(changed, chat.messages)))
+
+
+def joined(chat: SkewChat) -> SkewChat:
+    made: list[Any] = []
+    for message in chat.messages:
+        if made and message["role"] == "user" == made[-1]["role"]:
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        else:
+            made.append(message)
+    return replace(chat, messages=tuple(made))
+
+
+def once(chat: SkewChat) -> SkewChat:
+    unlike = [one for at, one in enumerate(chat.messages) if not at or one != chat.messages[at - 1]]
+    return replace(chat, messages=tuple(unlike))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (contents(lambda text: unicodedata.normalize("NFKC", text)), "B renders the content of messages in Unicode"),
+        (contents(str.rstrip), "B renders the content of messages without white space at its end"),
+        (joined, "B renders messages of one role as one message, joined by '\\n\\n'"),
+        (once, "B renders one message for equal messages in a row"),
+        (lambda chat: replace(chat, messages=chat.messages[-6:]), "B renders the last 6 messages only"),
+    ],
+    ids=["NFKC", "white space", "joined", "equal", "last"],
+)
+def test_a_server_that_changes_conversations_is_named(change: Callable[[SkewChat], SkewChat], said: str) -> None:
+    """They were clean (equal messages), or "the rendering differs" with hundreds of inputs left unexplained."""
+
+    class Changes(Planted):
+        def render(self, conversation: SkewChat) -> Rendering:
+            return self._own.render(change(conversation))
+
+    found = [one for one in skews(Changes(healthy(TINY))) if one.probe == "render"]
+    assert [one.cause for one in found if one.cause.startswith(said)] == [found[0].cause]
+    assert len(found) == 1
+
+
+def test_a_server_that_writes_names_of_tools_in_lower_case_is_found() -> None:
+    class Lower(Planted):
+        def render(self, conversation: SkewChat) -> Rendering:
+            tools = tuple(
+                {**tool, "function": {**tool["function"], "name": tool["function"]["name"].lower()}}
+                for tool in conversation.tools
+            )
+            return self._own.render(replace(conversation, tools=tools))
+
+    assert skews(Lower(healthy(TINY)))
+
+
+def test_a_server_that_hides_control_tokens_when_decoding_is_found() -> None:
+    class Hides(Planted):
+        def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+            hidden = {token.id for token in self.facts.added.values() if token.special}
+            return self._own.decode([[i for i in ids if i not in hidden] for ids in sequences])
+
+    assert [one.kind for one in skews(Hides(healthy(TINY)))] == ["decoder"]
+
+
+def test_a_server_that_gives_old_answers_is_not_said_to_cut_texts() -> None:
+    """A cut was named for each of four texts, though all other texts refute it."""
+
+    class Keeps(Planted):
+        def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+            kept = vars(self).setdefault("kept", {})
+            return [
+                kept.setdefault((len(text), text[:8], text[-4:], special), self._own.encode([text], special=special)[0])
+                for text in texts
+            ]
+
+    with serving("vllm", Keeps(healthy(TINY))) as url:
+        found = audit(healthy(TINY), f"vllm:{url}")
+    assert found.skewed
+    assert "truncation" not in {one.kind for one in found.findings}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("text(message.content)", "text(message.content).replace('/no_think', '')"),
+        ("'<|im_start|>user\\n'", "'<|im_start|>user' + (' ' + message.name if message.name else '') + '\\n'"),
+    ],
+    ids=["a string", "a name"],
+)
+def test_what_only_the_template_at_hand_looks_for_is_tried(old: str, new: str) -> None:
+    """A server's template is unknown: without texts made from ours, a branch that it lacks was never taken."""
+    own = base(TINY)
+    assert own.template is not None
+    assert old in own.template
+    assert skews(healthy(TINY), own.side("A", template=own.template.replace(old, new)))

@@ -1,0 +1,193 @@
+"""Faults that outsiders planted in files with tables of their own: SentencePiece models, tiktoken ranks, GGUF."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.skew.cases import TINY, base
+from tokentape.audit._skew.auditor import audit
+from tokentape.audit._skew.backends import open_backend
+from tokentape.audit._skew.findings import Skew
+from tokentape.errors import TokenizerUnusable
+
+TEXT = "the cat sat on the mat and the rat ran at the bat that sat there then\n" * 20 + "a hat is that\n" * 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "text.txt").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "own"),
+        model_type="bpe",
+        vocab_size=310,
+        byte_fallback=True,
+        user_defined_symbols=["[INST]"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder / "own.model"
+
+
+def proto(model: Path) -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    found = sentencepiece_model_pb2.ModelProto()
+    found.ParseFromString(model.read_bytes())
+    return found
+
+
+def skews(model: Path, change: Callable[[Any], object]) -> list[Skew]:
+    changed = proto(model)
+    change(changed)
+    other = model.with_name("other.model")
+    other.write_bytes(changed.SerializeToString())
+    return [one for one in audit(str(model), str(other)).findings if one.severity == "skew"]
+
+
+def learned(changed: Any) -> list[Any]:
+    return [piece for piece in changed.pieces if piece.type == 1 and len(piece.piece) > 2]
+
+
+def exchange_scores(changed: Any) -> None:
+    first, *_, last = learned(changed)
+    first.score, last.score = last.score, first.score
+
+
+def rename(changed: Any) -> None:
+    learned(changed)[-1].piece += "q"
+
+
+def set_type(changed: Any, piece: str, number: int) -> None:
+    next(one for one in changed.pieces if one.piece == piece).type = number
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (rename, "vocabulary", "2 differ"),
+        (lambda changed: set_type(changed, "[INST]", 1), "vocabulary", "'[INST]'"),
+        (lambda changed: setattr(changed.normalizer_spec, "add_dummy_prefix", False), "normalizer", "add_dummy_prefix"),
+        (lambda changed: setattr(changed.normalizer_spec, "remove_extra_whitespaces", True), "normalizer", "remove_"),
+        (lambda changed: setattr(changed.trainer_spec, "treat_whitespace_as_suffix", True), "model settings", "suffix"),
+    ],
+    ids=["piece", "type", "prefix", "spaces", "suffix"],
+)
+def test_a_changed_sentencepiece_model_is_named_with_a_text(
+    model: Path, change: Callable[[Any], object], kind: str, said: str
+) -> None:
+    """Without the tables, two of these were clean, and the others unknown."""
+    found = [one for one in skews(model, change) if one.kind != "decoder"]
+    assert [one.kind for one in found] == [kind]
+    assert said in found[0].cause
+    assert isinstance(found[0].example, str)
+    assert found[0].a.ids != found[0].b.ids
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (exchange_scores, "pieces of the model file: 2 differ"),
+        (lambda changed: setattr(changed.trainer_spec, "eos_piece", "[INST]"), "eos_piece"),
+    ],
+    ids=["scores", "end"],
+)
+def test_changes_that_no_text_shows_are_found(model: Path, change: Callable[[Any], object], said: str) -> None:
+    assert [said in one.cause for one in skews(model, change)] == [True]
+
+
+def test_a_sentencepiece_model_and_its_copy_are_clean(model: Path) -> None:
+    def default(changed: Any) -> None:
+        changed.normalizer_spec.escape_whitespaces = True  # what is not written already has this value
+
+    assert skews(model, default) == []
+    assert not any("tokenizer's parts" in one for one in audit(str(model), str(model)).uncovered)
+
+
+def test_a_damaged_sentencepiece_model_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.model").write_bytes(model.read_bytes()[:-3])
+    with pytest.raises(TokenizerUnusable):
+        open_backend(str(tmp_path / "cut.model"))
+
+
+def test_byte_tokens_of_another_type_are_decoded_as_llama_cpp_does(model: Path, tmp_path: Path) -> None:
+    """llama.cpp writes the spelling of a token that has not the type BYTE: `<0x0A>` and no line break."""
+    gguf = pytest.importorskip("gguf")
+
+    def written(name: str, byte: int) -> str:
+        pieces = proto(model).pieces
+        writer = gguf.GGUFWriter(str(tmp_path / name), "llama")
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([piece.piece for piece in pieces])
+        writer.add_token_scores([piece.score for piece in pieces])
+        writer.add_token_types([byte if piece.type == 6 else piece.type for piece in pieces])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return str(tmp_path / name)
+
+    healthy = written("healthy.gguf", 6)
+    assert not audit(healthy, written("copy.gguf", 6)).skewed
+    assert [one.kind for one in audit(healthy, written("normal.gguf", 1)).findings] == ["decoder"]
+
+
+def test_tiktoken_ranks_that_are_given_twice_are_refused(tmp_path: Path) -> None:
+    """Tiktoken panics on them, which is no `Exception`."""
+    lines = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+    lines.append(base64.b64encode(b"ab") + b" 255")
+    (tmp_path / "twice.tiktoken").write_bytes(b"\n".join(lines))
+    with pytest.raises(TokenizerUnusable, match="gives the rank 255 to"):
+        open_backend(str(tmp_path / "twice.tiktoken"))
+
+
+def test_an_added_token_of_another_spelling_is_named_on_both_sides() -> None:
+    """It was said that A encodes texts in pieces of 7 characters."""
+    own = replace(base(TINY), template=None)
+    ids = {token["content"]: token["id"] for token in own.spec["added_tokens"]}
+    model = own.spec["model"]
+    spec = {**own.spec, "model": {**model, "vocab": {**model["vocab"], **ids}}}
+    name = {"<|im_start|>": "<|im_Start|>"}
+    other = {
+        **spec,
+        "added_tokens": [{**t, "content": name.get(t["content"], t["content"])} for t in spec["added_tokens"]],
+        "model": {**model, "vocab": {name.get(t, t): i for t, i in spec["model"]["vocab"].items()}},
+    }
+    found = audit(own.side("A", spec=spec), own.side("B", spec=other)).findings
+    assert {one.kind for one in found if one.severity == "skew"} == {"added token"}
+    assert {str(one.example) for one in found if one.severity == "skew"} == {"<|im_start|>", "<|im_Start|>"}
+
+
+def test_settings_that_are_not_written_are_not_named() -> None:
+    own = replace(base(TINY), template=None)
+    bare = {key: own.spec["model"][key] for key in ("type", "vocab", "merges")}
+    other = {**own.spec, "model": {**bare, "fuse_unk": True}}
+    causes = [one.cause for one in audit(own.side("A"), own.side("B", spec=other)).findings]
+    said = [cause for cause in causes if cause.startswith("the model settings")]
+    assert said
+    assert not any("byte_fallback" in cause or "suffix" in cause for cause in said)
+
+
+def test_a_difference_of_vocabularies_names_no_added_token() -> None:
+    own = replace(base(TINY), template=None)
+    vocab = dict(own.spec["model"]["vocab"])
+    vocab["Ġthe"], vocab["Ġof"] = vocab["Ġof"], vocab["Ġthe"]
+    gone = own.spec["added_tokens"][0]["content"]
+    other = {
+        **own.spec,
+        "added_tokens": own.spec["added_tokens"][1:],
+        "model": {**own.spec["model"], "vocab": {token: i for token, i in vocab.items() if token != gone}},
+    }
+    causes = [one.cause for one in audit(own.side("A"), own.side("B", spec=other)).findings if one.kind == "vocabulary"]
+    assert causes
+    assert "2 differ, as 'Ġof'" in causes[0]
