@@ -29,6 +29,8 @@ PAGES = {
             "tokentape.training.verifiers",
             "tokentape.training.tinker",
             "tokentape.training.agent_lightning",
+            "tokentape.training.nemo_rl",
+            "tokentape.training.openenv",
         ),
         ("tokentape.training.exports",),
     ),

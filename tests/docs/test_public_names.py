@@ -25,6 +25,8 @@ FACES = {
         "tokentape.training.verifiers",
         "tokentape.training.tinker",
         "tokentape.training.agent_lightning",
+        "tokentape.training.nemo_rl",
+        "tokentape.training.openenv",
     ),
 }
 """Packages that list their public names in `__all__`."""

@@ -6,8 +6,10 @@ What adapters hand to a trainer is compared with what the engine itself noted do
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -36,6 +38,8 @@ class Call:
     logprobs: list[float]
     finish: FinishReason
     version: str
+    earlier: tuple[str, ...] = ()
+    """Versions of its first tokens, if it was aborted, and resumed with other weights."""
 
 
 @dataclass
@@ -49,8 +53,13 @@ class Ledger:
     calls: list[Call] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """What was asked over HTTP."""
+    aborts: bool = False
+    """Whether calls are aborted when weights change, and resumed by the gateway."""
+    abort_next: bool = False
 
     def sample(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
+        if self.calls and self.calls[-1].finish == "abort":
+            return self._resumed(prompt, max_tokens, session)
         number = len(self.calls)
         text = self.text or f"Reply {number} of {'many ' * (number % 4)}words."
         ids = self.renderer.tokenizer.encode_plain(text + "<|im_end|>")
@@ -60,7 +69,19 @@ class Ledger:
         logprobs = [float(np.float32(-0.3 - np.sin(17.0 * number + 3.1 * at) ** 2)) for at in range(len(ids))]
         call = Call(session, list(prompt), ids, logprobs, finish, str(self.version))
         self.calls.append(call)
+        if self.abort_next:
+            self.abort_next, self.version = False, self.version + 1
+            self.calls[-1] = call = replace(call, ids=ids[:2], logprobs=logprobs[:2], finish="abort")
         return call
+
+    def _resumed(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
+        """The rest of a call that was aborted. It is noted down as one call."""
+        before = self.calls.pop()
+        assert (session, list(prompt)) == (before.session, before.prompt + before.ids)
+        done = len(before.ids)
+        whole = self.sample(before.prompt, max_tokens + done, session)
+        self.calls[-1] = replace(whole, earlier=(before.version,) * done)
+        return replace(whole, prompt=list(prompt), ids=whole.ids[done:], logprobs=whole.logprobs[done:])
 
     def task_of(self, prompt: Sequence[int]) -> str:
         """The task's number in a prompt, for engines that hear of no session."""
@@ -73,7 +94,7 @@ LEDGER: list[Ledger] = []
 """The one that `agent` changes the weights of."""
 
 KINDS = ("exact", "forked", "truncated at the end", "truncated inside", "two versions")
-REWARDS = (1.0, 0.0, 0.35, 0.75, 0.5)
+REWARDS = (1.0, 0.0, 0.375, 0.75, 0.5)
 
 
 async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, Any]] | None = None) -> float | None:
@@ -83,11 +104,15 @@ async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, 
     calls nothing; it returns no reward; it never ends.
     """
     number = int(task["number"])
+    client_of = CLIENTS.get(number) if replies is None else None
 
     async with httpx2.AsyncClient(timeout=PATIENCE, headers={"authorization": f"Bearer {api_key}"}) as client:
 
         async def ask(messages: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
             body = {"model": "any", "messages": messages, "max_tokens": 60, **more}
+            if client_of is not None:
+                content = await client_of(base_url, api_key, body)
+                return [*messages, {"role": "assistant", "content": content}]
             if replies is not None:
                 body |= {"return_token_ids": True, "logprobs": True}
             answer = await client.post(f"{base_url}/chat/completions", json=body)
@@ -110,12 +135,48 @@ async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, 
         if number == 8:
             await asyncio.Event().wait()
         if number == 4:
-            LEDGER[-1].version += 1
+            LEDGER[-1].abort_next = LEDGER[-1].aborts
+            LEDGER[-1].version += not LEDGER[-1].aborts
         second = await ask([*first, said("Go on.")])
         if number == 1:
             await ask([*first, said("Another way.")])
         await ask([*second, said("And?")], **({"max_tokens": 2} if number == 2 else {}))
     return REWARDS[number]
+
+
+async def with_openai(base_url: str, api_key: str, body: dict[str, Any]) -> str:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        return str((await client.chat.completions.create(**body)).choices[0].message.content)
+
+
+async def with_anthropic(base_url: str, api_key: str, body: dict[str, Any]) -> str:
+    from anthropic import AsyncAnthropic
+
+    async with AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+        return "".join(block.text for block in (await client.messages.create(**body)).content)
+
+
+_CHILD = """import json, sys, urllib.request
+asked = urllib.request.Request(sys.argv[1], sys.stdin.buffer.read(), {"content-type": "application/json"})
+sys.stdout.write(json.dumps(json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"]))
+"""
+
+
+async def in_a_child_process(base_url: str, api_key: str, body: dict[str, Any]) -> str:
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-c", _CHILD, f"{base_url}/chat/completions"]
+    child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    written, _ = await child.communicate(json.dumps(body).encode())
+    assert child.returncode == 0
+    return str(json.loads(written))
+
+
+CLIENTS: dict[int, Callable[[str, str, dict[str, Any]], Awaitable[str]]] = {}
+"""By task number what `agent` calls the gateway with, in place of its own client."""
+
+THREE = {1: with_openai, 2: with_anthropic, 3: in_a_child_process}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +199,10 @@ def golden_of(calls: Sequence[Call], rewards: dict[str, float], temperature: flo
             before = [n for n, ids in enumerate(whole) if call.prompt[: len(ids)] == ids]
             parent = max(before, key=lambda n: len(whole[n])) if before else None
             added = call.prompt[0 if parent is None else len(whole[parent]) :]
+            versions = [*call.earlier, *[call.version] * (len(call.ids) - len(call.earlier))]
             sampled = [
-                NotedToken(name, len(turns), n, token_id, call.version, temperature, logprob)
-                for n, (token_id, logprob) in enumerate(zip(call.ids, call.logprobs, strict=True))
+                NotedToken(name, len(turns), n, token_id, version, temperature, logprob)
+                for n, (token_id, version, logprob) in enumerate(zip(call.ids, versions, call.logprobs, strict=True))
             ]
             turns.append(GoldenTurn(parent, tuple(added), tuple(sampled), call.finish))
             whole.append([*call.prompt, *call.ids])

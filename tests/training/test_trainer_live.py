@@ -49,6 +49,9 @@ def ran(trainer: str) -> Any:
         # These begin another row where a turn does not continue the last one.
         ("agent_lightning", "failed", 7),
         ("art", "", 7),
+        # NeMo-RL takes no session with a branch.
+        ("nemo_gym", "Non-contiguous messages found", 4),
+        ("openenv", "6 of 6 rollouts", 6),
     ],
 )
 def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(trainer: str, failed: str, rows: int) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from tests.training import live
+from tests.training.trainer_harnesses import nemo_gym, openenv
 from tests.training.trainer_paths import of_slime, taken
 from tokentape.client import Client
 from tokentape.demo import MODEL
@@ -48,7 +49,10 @@ def verl() -> dict[str, Any]:
                 call = ledger.sample(asked["prompt_ids"], asked["sampling_params"]["max_tokens"], request_id)
                 steps = {"global_steps": int(call.version)}
                 return TokenOutput(
-                    token_ids=call.ids, log_probs=call.logprobs, stop_reason="completed", extra_fields=steps
+                    token_ids=call.ids,
+                    log_probs=call.logprobs,
+                    stop_reason="aborted" if call.finish == "abort" else "completed",
+                    extra_fields=steps,
                 )
 
             return "server", SimpleNamespace(generate=SimpleNamespace(remote=remote))
@@ -94,9 +98,10 @@ def verl() -> dict[str, Any]:
 
     asyncio.run(both())
     fields = [(field, tag) for given in put for field, tag in zip(given["fields"], given["tags"], strict=True)]
+    advantages = verl_advantages([field for field, _ in fields], [key for given in put for key in given["keys"]])
     rows = []
     rewards: dict[str, float] = {}
-    for field, tag in fields:
+    for n, (field, tag) in enumerate(fields):
         before = [0] * len(field["prompts"])
         extra = field["extra_fields"]
         extra = extra.data if hasattr(extra, "data") else extra
@@ -106,11 +111,26 @@ def verl() -> dict[str, Any]:
                 field["input_ids"].tolist(),
                 before + field["loss_mask"].tolist(),
                 before + field["rollout_log_probs"].tolist(),
+                before + advantages[n, : len(field["loss_mask"])].tolist(),
                 reward=rewards[extra["session_id"]],
                 weight_versions={str(tag[f"{name}_global_steps"]) for name in ("min", "max")},
             )
         )
     return {"rows": rows, "rewards": rewards, "failed": statuses[-1]}
+
+
+def verl_advantages(fields: list[Any], keys: list[str]) -> Any:
+    """What its trainer makes of the rewards of a batch from its queue."""
+    import numpy as np
+    from torch.nn.utils.rnn import pad_sequence
+    from verl import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    names = {"response_mask": "loss_mask", "token_level_rewards": "rm_scores"}
+    tensors = {name: pad_sequence([one[given] for one in fields], batch_first=True) for name, given in names.items()}
+    groups = np.array([key.rsplit("_", 2)[0] for key in keys], object)
+    batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": groups})
+    return compute_advantage_for_multi_trajectories(batch, batch_keys=keys, adv_estimator="grpo").batch["advantages"]
 
 
 async def by_session(base_url: str, api_key: str, task: Any) -> float | None:
@@ -243,6 +263,10 @@ def miles() -> dict[str, Any]:
         one.validate()
     data = convert_samples_to_train_data(args, flat, {}, None, None)
     rows, rewards = slime_rows(data, flat)
+    # A rollout that failed counts as one with reward 0; a forked one counts once.
+    mean = sum(live.REWARDS) / 6
+    for sample, reward in zip(flat[:-1], data["rewards"], strict=False):
+        assert abs(reward - (sample.reward - mean)) < 1e-6, (sample.index, reward)
     return {"rows": rows, "rewards": rewards, "failed": flat[-1].status.value}
 
 
@@ -299,12 +323,62 @@ def skyrl() -> dict[str, Any]:
     validate_generator_output(6, output, step_wise=True)
     validate_generator_output(6, merge_stepwise_output(output), step_wise=True)
     rows, rewards = live.skyrl_rows(output, ledger)
+    given = skyrl_advantages(output)
+    trained = [n for n, mask in enumerate(output["loss_masks"]) if any(mask)]
+    for at, n in enumerate(trained):
+        before = [0.0] * len(output["prompt_token_ids"][n])
+        rows[at] = replace(rows[at], advantages=[*before, *given[n]])
     return {"rows": rows, "rewards": rewards, "failed": output["stop_reasons"][-1]}
+
+
+def skyrl_advantages(output: dict[str, Any]) -> list[list[float]]:
+    """What its trainer's `compute_advantages_and_returns` makes of the rewards, by row and token."""
+    import numpy as np
+    import torch
+    from skyrl.backends.skyrl_train.utils import ppo_utils
+    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+
+    columns = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+    scores = [
+        [0.0] * (len(ids) - 1) + [one] for ids, one in zip(output["response_ids"], output["rewards"], strict=True)
+    ]
+    prompts, responses, masks, logprobs = (output[name] for name in columns)
+    _, _, response_mask, rewards, _, _, _ = convert_prompts_responses_to_batch_tensors(
+        2, prompts, responses, scores, masks, logprobs
+    )
+
+    class Data(dict[str, Any]):
+        metadata: ClassVar = {
+            "is_last_step": output["is_last_step"],
+            "uids": [one.instance_id for one in output["trajectory_ids"]],
+            "avg_response_length": 0.0,
+        }
+
+        def to(self, device: str) -> Any:
+            return self
+
+    algorithm = SimpleNamespace(advantage_estimator="grpo", gamma=1.0, lambd=1.0, grpo_norm_by_std=False)
+    cfg = SimpleNamespace(
+        generator=SimpleNamespace(step_wise_trajectories=True), trainer=SimpleNamespace(algorithm=algorithm)
+    )
+    known = {"np": np, "torch": torch, "ppo_utils": ppo_utils, "logger": logging.getLogger("skyrl")}
+    name = "compute_advantages_and_returns"
+    trainer = SimpleNamespace(cfg=cfg, all_metrics={})
+    data = Data(rewards=rewards, response_mask=response_mask, values=None)
+    taken("skyrl.train.trainer", name, **known)[name](trainer, data)
+    ends = [int(mask.sum()) for mask in response_mask]
+    padded = data["advantages"].tolist()
+    # Responses are at the left of their columns or at the right; either way their mask says where.
+    return [
+        [value for value, on in zip(row, mask, strict=True) if on][:end]
+        for row, mask, end in zip(padded, response_mask.tolist(), ends, strict=True)
+    ]
 
 
 def verifiers() -> dict[str, Any]:
     """`Agent.run` of verifiers, and what prime-rl's orchestrator makes of the traces; only the model is replaced."""
     import msgspec
+    import torch
     import verifiers.v1 as vf
 
     from tokentape.training.verifiers import AgentHarness
@@ -354,6 +428,9 @@ def verifiers() -> dict[str, Any]:
     )["trace_to_samples"]
     # The orchestrator of that commit asks every branch for images, where this verifiers has none any more.
     vf.Branch.multi_modal_data = None
+    score_group = taken("prime_rl.orchestrator.algo.grpo", "score_group", torch=torch, **prime_rl_algo())["score_group"]
+    episodes = [SimpleNamespace(traces=[trace]) for trace in traces[:5]]
+    asyncio.run(score_group(SimpleNamespace(length_penalty=None), episodes))
     rows, rewards = [], {}
     for trace in traces[:5]:
         rewards[trace.id] = trace.reward
@@ -363,11 +440,20 @@ def verifiers() -> dict[str, Any]:
                     [*map(int, sample.token_ids)],
                     [*map(float, sample.mask)],
                     [*map(float, sample.logprobs)],
+                    [*map(float, sample.advantages)],
                     reward=trace.reward,
                     truncated=trace.is_truncated,
                 )
             )
     return {"rows": rows, "rewards": rewards, "failed": traces[5].last_error.type}
+
+
+def prime_rl_algo() -> dict[str, Any]:
+    """What its algorithms import."""
+    import verifiers.v1 as vf
+
+    known = {"iter_trainable_traces": lambda episodes: [(one, trace) for one in episodes for trace in one.traces]}
+    return known | taken("prime_rl.orchestrator.algo.routing", "assign_advantages", vf=vf)
 
 
 def tinker() -> dict[str, Any]:
@@ -413,6 +499,7 @@ def tinker() -> dict[str, Any]:
                 [datum.model_input.to_ints()[0], *inputs["target_tokens"]],
                 [0.0, *inputs["mask"]],
                 [0.0, *inputs["logprobs"]],
+                [0.0, *inputs["advantages"]],
                 reward=live.REWARDS[number],
                 truncated=group.trajectories_G[number].stop_reason == "max_tokens",
             )
@@ -428,10 +515,12 @@ async def by_number(base_url: str, api_key: str, task: Any) -> float | None:
 
 def agent_lightning() -> dict[str, Any]:
     """Its server with the proxy, its manager of rollouts and its adapter to verl; only vLLM is replaced."""
+    import numpy as np
     import torch
     from agentlightning.server.app import create_app
     from agentlightning.verl.agl_rollout_manager import AglRolloutManager
     from agentlightning.verl.rollout_adapter import RolloutAdapter
+    from agentlightning.verl.rollout_level_advantage import compute_rollout_level_advantage
 
     from tokentape.training.agent_lightning import AgentRollout
 
@@ -477,13 +566,18 @@ def agent_lightning() -> dict[str, Any]:
         trace_aggregator_level="trajectory",
     )
     batch, _ = adapter.get_train_data_batch(made[:5])
+    # Its rewards are bfloat16, and so would the advantages be.
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"].float()
+    # They are of one row of its data, generated several times; here each has a number of its own.
+    batch.non_tensor_batch["uid"] = np.array(["g"] * len(batch), object)
+    batch, _ = compute_rollout_level_advantage(batch, adv_estimator="grpo", gamma=1.0, lam=1.0, num_repeat=5)
     names = [one.rollout_id for one in made]
     rows = []
     for n, name in enumerate(batch.non_tensor_batch["rollout_id_list"].tolist()):
         tensors = {key: values[n].float() for key, values in batch.batch.items()}
         zeros = torch.zeros(400)
         real = tensors["attention_mask"].bool()
-        columns = {"weights": "response_mask", "logprobs": "rollout_log_probs"}
+        columns = {"weights": "response_mask", "logprobs": "rollout_log_probs", "advantages": "advantages"}
         arrays = {field: torch.cat([zeros, tensors[key]])[real].tolist() for field, key in columns.items()}
         rows.append(Row(tensors["input_ids"][real].int().tolist(), **arrays, reward=live.REWARDS[names.index(name)]))
         assert float(tensors["token_level_scores"].sum()) == torch.tensor(rows[-1].reward).bfloat16()
@@ -540,13 +634,18 @@ def art() -> dict[str, Any]:
 
 
 TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {
-    one.__name__: one for one in (verl, slime, miles, skyrl, verifiers, tinker, agent_lightning, art)
+    one.__name__: one for one in (verl, slime, miles, skyrl, verifiers, tinker, agent_lightning, art, nemo_gym, openenv)
 }
+
+
+RESUMED = {"verl", "skyrl", "verifiers", "agent_lightning", "art", "openenv"}
+"""Whose engine says that a call was aborted, and goes on with a prompt that ends with what it had sampled."""
 
 
 def main() -> None:
     logging.disable()
-    live.LEDGER.append(live.Ledger())
+    live.LEDGER.append(live.Ledger(aborts=sys.argv[1] in RESUMED))
+    live.CLIENTS.update(live.THREE)
     try:
         made = TRAINERS[sys.argv[1]]()
     except ImportError as error:

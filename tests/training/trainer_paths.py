@@ -29,7 +29,7 @@ def taken(module: str, *names: str, **known: Any) -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(package)
     source = Path(spec.submodule_search_locations[0], *path).with_suffix(".py").read_text()
-    kinds = ast.FunctionDef | ast.ClassDef
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found = [one for one in ast.walk(ast.parse(source)) if isinstance(one, kinds) and one.name in names]
     for one in found:
         one.decorator_list = []

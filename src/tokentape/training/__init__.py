@@ -1,6 +1,7 @@
 """Samples and batches of recorded sessions for trainers.
 
-`exports` has a function per trainer; `trl`, `verl`, `slime`, `skyrl`, `verifiers` and `tinker` run agents live.
+`exports` has a function per trainer. `trl`, `verl`, `slime`, `skyrl`, `verifiers`, `tinker`, `agent_lightning`,
+`nemo_rl` and `openenv` run agents live.
 """
 
 from __future__ import annotations

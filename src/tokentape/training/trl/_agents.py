@@ -66,9 +66,10 @@ def run_agent(
     select: Sequence[Select] = (),
     max_length: MaxLength | None = None,
     group: str | None = None,
+    pin: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Run an agent in a new session. What it raises is in the rollout; the last arguments are those of `assemble`."""
-    session = client.session(metadata=metadata)
+    """Run an agent in a new session. What it raises is in the rollout; see `assemble` and `Client.session`."""
+    session = client.session(metadata=metadata, pin=pin)
     error: Exception | None = None
     try:
         found = agent(session, row)

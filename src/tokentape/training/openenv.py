@@ -1,0 +1,166 @@
+"""OpenEnv: its environments as agents of any adapter, and agents inside TRL's `HarnessRolloutWorker`.
+
+Written for OpenEnv 0.10.0 and TRL 1.16.0. An environment as `async def agent(base_url, api_key, task)`:
+
+    agent = HarnessAgent(factory, MCPHarnessAdapter())
+
+An agent in TRL's worker, which spawns a process: the agent has to be a function of a module, or its name.
+
+    HarnessRolloutWorker(harness_session_factory=GatewaySessions("http://127.0.0.1:8800", "my_module.agent"), ...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import httpx2
+
+from tokentape.client import Client
+from tokentape.errors import TokentapeError
+from tokentape.training._live import Agent, Rollout, Task, imported
+from tokentape.training.exports import agent_lightning_triplets
+from tokentape.training.trl._agents import row_of, run_agent
+
+__all__ = ["GatewaySessions", "HarnessAgent"]
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessAgent:
+    """An agent that runs a white-box harness of OpenEnv's in a session of an environment."""
+
+    factory: Any
+    """A `ResourceSessionFactory`. `create` is called with the task."""
+    adapter: Any
+    """A `HarnessAdapter` with `run_white_box`, for example `MCPHarnessAdapter`."""
+    limits: Any = None
+    """`HarnessRunLimits`. Its `sampling` are fields of each chat completion."""
+
+    async def __call__(self, base_url: str, api_key: str, task: Task) -> float | None:
+        """Run the harness and return the environment's reward, or None without one."""
+        return await asyncio.to_thread(self._run, base_url, api_key, task)
+
+    def _run(self, base_url: str, api_key: str, task: Task) -> float | None:
+        session = self.factory.create(task)
+        try:
+            headers = {"authorization": f"Bearer {api_key}"}
+            with httpx2.Client(headers=headers, timeout=600.0) as http:
+                step = partial(_step, http, f"{base_url}/chat/completions")
+                made = self.adapter.run_white_box(step, session, self.limits)
+            reward = session.verify(made.messages).env_reward
+        finally:
+            session.close()
+        return None if reward is None else float(reward)
+
+
+def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], sampling: Mapping[str, Any]) -> Any:
+    """Sample a turn: OpenEnv's `ModelStep`. The message goes back as the gateway gave it, reasoning included."""
+    from openenv.core.harness import ModelStepResult
+    from openenv.core.llm_client import LLMResponse, ToolCall
+
+    asked = [{"name": one.name, "description": one.description, "parameters": one.input_schema} for one in tools]
+    body = {"model": "policy", "messages": messages, **sampling}
+    body |= {"tools": [{"type": "function", "function": one} for one in asked]} if asked else {}
+    answer = http.post(url, json=body)
+    if answer.is_error:
+        raise TokentapeError(f"the gateway refused a call, status {answer.status_code}: {answer.text}")
+    reply = answer.json()["choices"][0]["message"]
+    calls = [
+        ToolCall(one["id"], one["function"]["name"], _arguments(one["function"]["arguments"]))
+        for one in reply.get("tool_calls") or ()
+    ]
+    response = LLMResponse(reply.get("content") or "", calls)
+    response.to_message_dict = lambda: reply
+    return ModelStepResult(response)
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments; none where the model wrote something else, as TRL has it."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySessions:
+    """A `harness_session_factory` of TRL's `HarnessRolloutWorker`: sessions of a gateway, with an agent in each.
+
+    The worker pins its sampling parameters. `task` is the row of the dataset if `trl.carry_rows` has been called with
+    it, otherwise it has `prompt` only. A rollout whose agent raises is not scored; where it raises `TimeoutError`, TRL
+    trains what was sampled until then.
+    """
+
+    gateway: str
+    """Its URL. TRL's worker process calls it."""
+    agent: Agent | str
+    """Or `package.module.name` of one. What it returns is the session's reward."""
+    api_key: str | None = None
+    pin: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *, sampling: Mapping[str, Any]) -> GatewaySessions:
+        """Return the factory for a worker with these sampling parameters."""
+        return replace(self, pin={**self.pin, **sampling})
+
+    def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> _AgentSession:
+        """Make a session. The seed is the worker's group."""
+        return _AgentSession(self, row_of(task), {"group": str(seed), "attempt": episode_id})
+
+
+class _AgentSession:
+    """A `TrainableSession`."""
+
+    def __init__(self, given: GatewaySessions, row: Task, metadata: Mapping[str, Any]) -> None:
+        self._agent: Agent = imported(given.agent, "agent")
+        self._client = Client(given.gateway, api_key=given.api_key, timeout=600.0)
+        self._row, self._metadata, self._pin = row, metadata, given.pin
+        self._rollout: Rollout | None = None
+
+    def wait_for_completion(self, timeout_s: float | None = None) -> int:
+        """Run the agent. Raises what it raises."""
+        self._rollout = run_agent(
+            self._client,
+            lambda session, row: self._agent(session.base_url, session.api_key, row),
+            self._row,
+            self._metadata,
+            pin=self._pin,
+        )
+        if self._rollout.error is not None:
+            raise self._rollout.error
+        return 0
+
+    def fetch_training_trace(self) -> Any:
+        """Return each trained turn once, with its whole context as prompt."""
+        from openenv.core.harness import TrainingTrace
+
+        made = [one for sample in self._samples() for one in agent_lightning_triplets(sample)]
+        entries = [
+            {
+                "prompt_token_ids": one["prompt"]["token_ids"],
+                "completion_token_ids": one["response"]["token_ids"],
+                "per_token_logps": one["response"]["logprobs"],
+                "loss_mask": [0] * len(one["prompt"]["token_ids"]) + [1] * len(one["response"]["token_ids"]),
+                "metadata": {**one["metadata"], "node_id": str(one["metadata"]["turn"])},
+            }
+            for one in made
+        ]
+        return TrainingTrace.from_entries(entries)
+
+    def verify(self, transcript: Any, final_state: Any = None) -> Any:
+        """Return the session's reward."""
+        from openenv.core.harness import VerifyResult
+
+        rewards = [one.reward for one in self._samples()]
+        return VerifyResult(env_reward=rewards[0] if rewards else None, done=True)
+
+    def close(self) -> None:
+        """End the client; a call that it has under way fails."""
+        self._client.close()
+
+    def _samples(self) -> Any:
+        return () if self._rollout is None else self._rollout.samples
