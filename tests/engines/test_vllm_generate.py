@@ -558,7 +558,7 @@ def test_images_are_sent_with_one_placeholder_each(server: FakeVllm, schemas: st
     sent = [base64.b64decode(part["url"].partition(",")[2]) for part in body["content_parts"]]
     assert sent == [b"one", b"two"]
     assert {part["type"] for part in body["content_parts"]} == {"image_url"}
-    jsonschema.validate(body, schema("GenerateRequest", schemas))
+    validate(body, schema("GenerateRequest", schemas))
     assert body.keys() <= schema("GenerateRequest", schemas)["properties"].keys()
 
 
