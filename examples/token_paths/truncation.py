@@ -151,7 +151,7 @@ def run(settings: Settings, policies: Path, file: Path) -> None:
 
 
 def table(folder: Path) -> str:
-    """Return a table, for each top-p with all runs complete: means over seeds, and paired differences with 95 % t intervals."""
+    """Return a table for each top-p with all runs: means over seeds, and paired differences with 95 % t intervals."""
 
     def interval(values: Any) -> str:
         values = np.asarray(values)
