@@ -34,6 +34,8 @@ from tokentape.training import kept_ids, renormalized_logprobs
 
 SEEDS = 5
 TOP_P = (0.9, 0.6)
+T_QUANTILE = 2.776
+"""Of 97.5 %, with as many degrees of freedom as seeds less one."""
 CLIP = 0.2
 STEPS, GROUPS, GROUP_SIZE, HELDOUT = 10, 5, 8, 128
 LEARNING_RATE = 5e-4
@@ -149,21 +151,20 @@ def run(settings: Settings, policies: Path, file: Path) -> None:
 
 
 def table(folder: Path) -> str:
-    """Return a table of the complete runs: means over seeds, and paired differences with 95 % t intervals."""
-    from scipy import stats
+    """Return a table for each top-p with all runs: means over seeds, and paired differences with 95 % t intervals."""
 
     def interval(values: Any) -> str:
         values = np.asarray(values)
-        half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+        half = T_QUANTILE * values.std(ddof=1) / len(values) ** 0.5
         return f"{values.mean():.3f} ± {half:.3f}"
 
     rows = ["| top-p | measure | with supports | without | difference |", "|---|---|---|---|---|"]
     for top_p in TOP_P:
         found: dict[str, dict[str, list[float]]] = {"supports": {}, "whole": {}}
-        for seed in range(SEEDS):
-            files = {arm: folder / f"{Settings(arm, top_p, seed).name}.jsonl" for arm in found}
-            if not all(file.exists() for file in files.values()):
-                continue
+        runs = [{arm: folder / f"{Settings(arm, top_p, seed).name}.jsonl" for arm in found} for seed in range(SEEDS)]
+        if not all(file.exists() for files in runs for file in files.values()):
+            continue
+        for files in runs:
             for arm, file in files.items():
                 lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
                 steps = [line for line in lines if line["kind"] == "step"]
@@ -192,7 +193,7 @@ def main() -> None:
     """Parse the command line and run what is not complete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/truncation"))
-    parser.add_argument("--table", action="store_true", help="only print the table of complete runs")
+    parser.add_argument("--table", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -72,12 +72,23 @@ def forward_with(added: dict[str, Any], folder: Path = MODEL) -> Forward:
     return forward
 
 
-def differences(forward: Forward, turns: Sequence[Turn]) -> np.ndarray:
-    """The difference between each recorded log-probability of a session's turns and the model's, at temperature 1."""
+def _expected(forward: Forward, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
+    """The model's log-probabilities of the sampled ids of a session's turns, and of the likeliest ids there."""
     context = np.concatenate([ids for turn in turns for ids in (turn.added_ids, turn.completion_ids)])
     sampled = np.repeat([False, True] * len(turns), [len(i) for t in turns for i in (t.added_ids, t.completion_ids)])
-    expected = forward(context)[np.flatnonzero(sampled) - 1, context[sampled]]
-    return np.asarray(expected - np.concatenate([turn.logprobs for turn in turns]))
+    rows = forward(context)[np.flatnonzero(sampled) - 1]
+    return rows[np.arange(len(rows)), context[sampled]], rows.max(-1)
+
+
+def differences(forward: Forward, turns: Sequence[Turn]) -> np.ndarray:
+    """The difference between each recorded log-probability of a session's turns and the model's, at temperature 1."""
+    return np.asarray(_expected(forward, turns)[0] - np.concatenate([turn.logprobs for turn in turns]))
+
+
+def behind(forward: Forward, turns: Sequence[Turn]) -> float:
+    """How far the least likely sampled id is behind the likeliest one at its place; 0 if all were sampled greedily."""
+    own, best = _expected(forward, turns)
+    return float((best - own).max())
 
 
 def largest_difference(forward: Forward, turns: Sequence[Turn]) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from adapters import Forward, forward_with, largest_difference, record, write_adapter
+from adapters import Forward, behind, forward_with, largest_difference, record, write_adapter
 from real import MODEL, served
 
 from tokentape.chat._renderer import Renderer
@@ -87,8 +87,11 @@ def test_speculation_samples_from_the_model(
         params = SamplingParams(max_tokens=12, temperature=temperature)
         folder = tmp_path / f"{temperature}"
         sessions = record(partial(opened, speculating_url), folder, [None] * 20, "{0} {0} {0} {0} a b a b a b", params)
-        # Up to 1.7e-5 was seen, at temperature 0.8; why it is more than without speculation is not known.
+        # 1.7e-5 was seen. transformers' own float32 pass is up to 2.1e-5 from float64 there.
         assert max(largest_difference(forwards[None], turns) for turns in sessions) < 5 * TOLERANCE
+        if not temperature:
+            # No accepted token is one that the model would not have chosen.
+            assert max(behind(forwards[None], turns) for turns in sessions) < 5 * TOLERANCE
     with urllib.request.urlopen(f"{speculating_url}/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
     (accepted,) = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
