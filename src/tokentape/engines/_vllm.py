@@ -308,7 +308,8 @@ def _described(info: EngineInfo, server: _VllmServer, mode: str, offers: Collect
     sampling -= {_OPTIONAL[name] for name in server.without}
     capabilities = (server.route, *sorted(offers))
     images = server.route == "generate" and not info.version.endswith("+rust")
-    media = frozenset({"image"} if images and version_numbers(info.version) >= _CONTENT_PARTS else ())
+    images = images and version_numbers(info.version) >= _CONTENT_PARTS
+    media = frozenset({"image"}) if images else frozenset[str]()
     return replace(info, logprobs_mode=mode, sampling=sampling, capabilities=capabilities, media=media)
 
 
