@@ -20,6 +20,7 @@ _SHOWN = 5
 TEMPLATES = "additional_chat_templates"
 PROCESSOR_TEMPLATE = "chat_template.json"
 """A template file that processors of images and audio read, but tokenizers do not."""
+PROCESSOR_FILES = (PROCESSOR_TEMPLATE, "processor_config.json", "preprocessor_config.json")
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 ROWS = "config.json vocab_size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.findings import Skew
+from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 
 TEXT = "the cat sat on the mat and the rat ran at the bat that sat there then\n" * 20 + "a hat is that\n" * 20
@@ -191,3 +193,12 @@ def test_a_difference_of_vocabularies_names_no_added_token() -> None:
     causes = [one.cause for one in audit(own.side("A"), own.side("B", spec=other)).findings if one.kind == "vocabulary"]
     assert causes
     assert "2 differ, as 'Ġof'" in causes[0]
+
+
+def test_files_of_processors_that_differ_are_listed_as_not_covered(tmp_path: Path) -> None:
+    for name, size in (("a", 14), ("b", 16)):
+        shutil.copytree(MODEL, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        (tmp_path / name / "preprocessor_config.json").write_text(f'{{"patch_size": {size}}}')
+    found = audit(tmp_path / "a", tmp_path / "b")
+    assert not found.skewed
+    assert any(one.startswith("preprocessor_config.json, which differs") for one in found.uncovered)

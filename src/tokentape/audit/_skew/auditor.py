@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_TEMPLATE, settings_apart
+from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_FILES, settings_apart
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.backends.base import Ability, Backend, SkewChat
@@ -267,9 +267,9 @@ class _Run:
                 yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
         if refused := sorted({*self.a.refused} & {*self.b.refused}, key=len):
             yield f"{len(refused)} texts that both sides refuse, the shortest of {len(refused[0])} characters"
-        own = [side.facts.files.get(PROCESSOR_TEMPLATE) for side in (self.a, self.b)]
-        if own[0] != own[1]:
-            yield f"{PROCESSOR_TEMPLATE}, which differs: processors of transformers read it, tokenizers do not"
+        for name in PROCESSOR_FILES:
+            if self.a.facts.files.get(name) != self.b.facts.files.get(name):
+                yield f"{name}, which differs: processors of transformers read it, tokenizers do not"
         lacking = [letter for letter, side in (("A", self.a), ("B", self.b)) if side.facts.configuration is None]
         if lacking:
             files = " and ".join(CONFIG_FILES)

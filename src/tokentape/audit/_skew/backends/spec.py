@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 
 from tokentape.audit._model_files import (
-    PROCESSOR_TEMPLATE,
+    PROCESSOR_FILES,
     loading_settings,
     max_length,
     model_configuration,
@@ -38,7 +38,7 @@ _READ = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
-    PROCESSOR_TEMPLATE,
+    *PROCESSOR_FILES,
     "config.json",
     "generation_config.json",
     "special_tokens_map.json",
