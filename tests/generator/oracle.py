@@ -141,7 +141,9 @@ class Reference:
 
     def spells_control(self, value: Any) -> bool:
         """Whether callers' texts spell a control token."""
-        return self._any_control.search(json.dumps(value, ensure_ascii=False)) is not None
+        written = json.dumps(value, ensure_ascii=False)
+        # A token with a quotation mark in it is spelled otherwise in JSON (Gemma 4).
+        return self._any_control.search(written) is not None or json.dumps(self.neutral(value)) != json.dumps(value)
 
     def neutral(self, value: Any) -> Any:
         """A copy of messages in which nothing spells a control token: the first character of each is a letter."""
