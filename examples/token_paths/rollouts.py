@@ -89,7 +89,12 @@ def _message(reply: Reply) -> Message:
 
 @torch.no_grad()
 def sample(
-    model: Any, contexts: Sequence[Any], stop_ids: Any, numbers: Any, temperature: float, choose: Choose
+    model: Any,
+    contexts: Sequence[Any],
+    stop_ids: Any,
+    numbers: Any,
+    temperature: float,
+    choose: Choose = from_whole_distribution,
 ) -> list[tuple[Any, Any]]:
     """Return ids and logprobs of a completion of each context.
 
