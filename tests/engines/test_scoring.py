@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,6 +194,7 @@ def test_ids_that_begin_alike_are_computed_once(model: Any, ids: np.ndarray, mon
     computed: list[int] = []
     forward = model.forward
 
+    @functools.wraps(forward)
     def counted(input_ids: torch.Tensor, **more: Any) -> Any:
         computed.append(input_ids.shape[1])
         return forward(input_ids, **more)

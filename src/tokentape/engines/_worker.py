@@ -106,9 +106,11 @@ class Worker:
 
         def run() -> None:
             try:
-                done.set_result(work())
+                work()
             except Exception as error:  # the thread goes on
                 done.set_exception(error)
+            else:
+                done.set_result(None)
 
         self._inbox.put(run)
         return done
