@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import asyncio
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
