@@ -425,3 +425,19 @@ def test_a_reply_may_merge_with_any_question_that_nothing_closes(
             for text in (question["content"], question["content"] + reply["content"])
         ]
         assert ids[1][: len(ids[0])] != ids[0]
+
+
+NUMBERED_END = """{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}
+<|im_start|>{{ '<|box_end|>' if ns.n < AT else '>>' }}{{ m.content }}<|im_end|>
+{%- else -%}{%- set ns.n = ns.n + 1 -%}<|im_start|>{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>{{ '<|box_end|>' if ns.n < AT else '>>' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(("at", "append_only"), [(1, "no"), (2, "no"), (99, "yes")])
+def test_a_reply_may_merge_with_a_later_prompt_only(at: int, append_only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED_END.replace("AT", str(at))))
+    user = certify(renderer).continuation("user/no-tools")
+    assert user is not None
+    assert user.append_only == append_only
+    assert len(user.counterexample) == (0 if append_only == "yes" else 2 * at)

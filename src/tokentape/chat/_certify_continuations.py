@@ -169,7 +169,7 @@ class Continuations:
         tokenizer = self._renderer.tokenizer
         if self._renderer.format(self._setup).content_open:
             return
-        questions, text = [asked], asked[-1]["content"]
+        questions, text = [asked, *self._with_other_ends(asked)], asked[-1]["content"]
         if self._marked(asked, generate=True).endswith(text):
             questions += [(*asked[:-1], {**asked[-1], "content": f"{text} {end}"}) for end in ascii_lowercase]
         for question in questions:
@@ -180,6 +180,20 @@ class Continuations:
                 for rest in tokenizer.continuations(end):
                     if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
                         yield *question, {"role": "assistant", "content": rest}
+
+    def _with_other_ends(self, asked: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
+        """Yield the question after exchanges, as long as each makes its prompt end in another way: with a number."""
+        seen = {self._marked(asked, generate=True)[-8:]}
+        for _ in range(8):
+            asked = self._accepted(grammar.after_exchange(asked))
+            try:
+                end = self._marked(asked, generate=True)[-8:]
+            except TemplateRefused:
+                return
+            if end in seen:
+                return
+            seen.add(end)
+            yield asked
 
     def _rewrites_unanswered(
         self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
