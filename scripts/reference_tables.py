@@ -204,9 +204,9 @@ def verdicts() -> Iterator[str]:
     """Yield the lines of the page of verdicts."""
     yield from _head("Verdicts")
     yield "The verdict of a branch is a word, for a fork with its cause, and then reservations: `exact`,"
-    yield "`forked: sibling`, `exact, model unverified`. A trainer that takes `exact` alone takes no branch with a"
-    yield "reservation. `tokentape export --verdict` and `KeepVerdicts` select by them: write a reservation beside the"
-    yield "word to take it too, `--verdict 'exact,model unverified'`. `tokentape show STORE` lists the verdicts of all"
+    yield "`forked: sibling`, `exact, model unverified`. `tokentape export --verdict` and `KeepVerdicts` select by them."
+    yield "`exact` alone selects no branch that has a reservation. To include one, list it: `--verdict 'exact,model"
+    yield "unverified'` selects `exact` branches with or without it. `tokentape show STORE` lists the verdicts of all"
     yield "sessions, `tokentape show STORE SESSION` shows for each fork where it comes from and which message differs."
     yield ""
     yield from _table(("word", "meaning", "train it?"), [(f"`{one}`", *VERDICTS[one]) for one in verdict.VERDICTS])
