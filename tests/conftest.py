@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import os
+import shutil
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import httpx2
 import pytest
 import typer.testing
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from hypothesis import HealthCheck, settings
 from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -76,6 +78,11 @@ class SharedEngine:
 # Sources are compiled once, not by each of the processes that tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Files of tests are in memory if it can hold them: on a disk, a record takes a third more CPU time, and seconds if
+# the disk is busy.
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # Every client reads the certificates of all authorities anew, for servers of this machine that have none.
 httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
@@ -150,6 +157,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0].rpartition("/")[0]
 
     return LoadFolderScheduling(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """Pytest's own, for tests that ask for it. Its plugin, which is off, captures logs in each stage of each test."""
+    with catching_logs(LogCaptureHandler()) as handler:
+        request.node.stash[caplog_handler_key] = handler
+        fixture = pytest.LogCaptureFixture(request.node, _ispytest=True)
+        yield fixture
+        fixture._finalize()
 
 
 # What is imported and collected stays: looking for garbage in it would be in vain, now and whenever there is some.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from openai._constants import DEFAULT_CONNECTION_LIMITS
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -16,7 +17,8 @@ from starlette.routing import Route
 
 from tests.waiting import PATIENCE
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.gateway._serve import running, serve
+from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS
+from tokentape.gateway._serve import _Server, running, serve
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -44,6 +46,11 @@ def test_running_answers_while_it_lasts_and_not_after() -> None:
         assert httpx2.get(url).text == "hello"
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(url)
+
+
+def test_idle_connections_are_kept_longer_than_by_clients_and_balancers() -> None:
+    ours = _Server(APP, HEADER_SECONDS, BODY_SECONDS, None).config.timeout_keep_alive
+    assert ours > max(httpx2._config.DEFAULT_LIMITS.keepalive_expiry, DEFAULT_CONNECTION_LIMITS.keepalive_expiry, 60)
 
 
 def test_running_servers_do_not_share_a_port() -> None:

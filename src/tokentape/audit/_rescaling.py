@@ -64,7 +64,7 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
         return np.full(len(own), np.nan), np.full(len(own), np.inf)
     power = 1 / rule.temperature
     scaled = top * power
-    known = np.logaddexp.reduce(scaled, axis=1)
+    known = _log_of_sum(scaled)
     low = high = known
     missing = vocab_size - top.shape[1]
     if missing > 0:
@@ -108,7 +108,7 @@ def _truncated(
         kept &= before < rule.top_p * total
     kept[:, 0] = True
     last = np.take_along_axis(scaled, kept.sum(1, keepdims=True) - 1, 1)[:, 0]
-    value = own - np.logaddexp.reduce(np.where(kept, scaled, -np.inf), axis=1)
+    value = own - _log_of_sum(np.where(kept, scaled, -np.inf))
     value[own < last - _EDGE] = -np.inf
     return value, np.where(edge | (kept[:, -1] & more), np.inf, 0.0)
 
@@ -136,3 +136,11 @@ def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> R
     cuts: Sequence[tuple[str, float]] = (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0))
     min_p, top_k, top_p = (sampling.get(name, default) for name, default in cuts)
     return Rule(of.temperature, float(min_p), int(top_k), float(top_p))
+
+
+def _log_of_sum(logs: Values) -> Values:
+    """Return the logarithm of the sum of each row, given its logarithms, faster than `logaddexp.reduce`."""
+    most = logs.max(1, keepdims=True)
+    most[np.isinf(most)] = 0.0
+    with np.errstate(divide="ignore"):
+        return np.log(np.exp(logs - most).sum(1)) + most[:, 0]

@@ -18,6 +18,9 @@ from tokentape.gateway._limits import Drain
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10
+_KEEP_ALIVE_SECONDS = 75
+"""Seconds after which an idle connection is closed. Clients and load balancers have to close it first (httpx after 5 s,
+nginx after 60), or a request that they send in that moment is lost."""
 
 
 def serve(
@@ -100,6 +103,7 @@ class _Server(uvicorn.Server):
             server_header=False,
             log_config=None,
             log_level="warning",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
         super().__init__(config)

@@ -397,7 +397,7 @@ def check(connection: Connection) -> None:
 
 
 def schema_version(connection: Connection) -> int | None:
-    tables = inspect(connection).get_table_names()
+    tables = connection.dialect.get_table_names(connection)
     if not tables:
         return None
     if meta.name not in tables:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
+from tokentape.audit._skew import battery
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.backends.base import Backend, BackendFacts
@@ -22,6 +24,20 @@ def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> No
     assert not report.skewed, [(one.kind, one.cause) for one in report.findings]
     assert report.tried["render"] > 70
     assert report.tried["decode"] > 70
+
+
+def test_a_server_is_asked_for_each_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, asked = base(TINY).side(), Counter[str]()
+    encode = side.encode
+
+    def counted(texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        asked.update(() if special else texts)
+        return encode(texts, special=special)
+
+    monkeypatch.setattr(side, "encode", counted)
+    with serving("vllm", side) as url:
+        assert not audit(healthy(TINY), f"vllm:{url}").skewed
+    assert {asked[text] for text in battery.by_text(battery.texts()) if len(text) > 1} == {2}
 
 
 @pytest.mark.sampled(1)

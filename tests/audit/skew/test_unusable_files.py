@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Command
+from tokentape.audit._lock import make_lock, write_lock
 from tokentape.chat import _tokenizer_files as tokenizer_files
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
@@ -30,9 +32,11 @@ def _folder(tmp_path: Path, prefix: str) -> Path:
     return folder
 
 
-def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokentape", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def _run(*arguments: str | Path) -> tuple[int, str]:
+    """Return the exit code of a command in a process of its own, and its stderr."""
+    with Command(arguments) as process:
+        said = process.stderr.read()
+        return process.wait(), said
 
 
 @pytest.mark.parametrize("prefix", [PANICS, ENDS])
@@ -46,19 +50,18 @@ def test_the_library_does_panic_or_end_the_process(tmp_path: Path, prefix: str) 
 @pytest.mark.parametrize("prefix", [PANICS, ENDS])
 @pytest.mark.parametrize("side", ["", pytest.param("auto:", marks=pytest.mark.slow)])
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path: Path, side: str, prefix: str) -> None:
-    done = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
-    assert done.returncode == 1, done.stderr
-    assert f"continuing_subword_prefix is {prefix!r}" in done.stderr
-    assert "Set continuing_subword_prefix to" in done.stderr
-    assert not {"Traceback", "panicked"} & {word for line in done.stderr.splitlines() for word in line.split()}
+    code, said = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
+    assert code == 1, said
+    assert f"continuing_subword_prefix is {prefix!r}" in said
+    assert "Set continuing_subword_prefix to" in said
+    assert not {"Traceback", "panicked"} & {word for line in said.splitlines() for word in line.split()}
 
 
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_check(tmp_path: Path) -> None:
-    lock = tmp_path / "tokentape.lock"
-    assert _run("lock", MODEL, "-o", lock).returncode == 0
-    done = _run("check", lock, _folder(tmp_path, ENDS))
-    assert done.returncode == 1, done.stderr
-    assert "continuing_subword_prefix" in done.stderr
+    write_lock(make_lock(MODEL), tmp_path / "tokentape.lock")
+    code, said = _run("check", tmp_path / "tokentape.lock", _folder(tmp_path, ENDS))
+    assert code == 1, said
+    assert "continuing_subword_prefix" in said
 
 
 def test_any_panic_of_the_library_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

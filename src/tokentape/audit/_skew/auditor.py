@@ -31,6 +31,7 @@ from tokentape.audit._skew.text_probes import (
     compare_in_blocks,
     compare_texts,
     decode_findings,
+    encoded,
     explain_texts,
     special_texts,
     unstable_finding,
@@ -148,6 +149,8 @@ class _Run:
         self.skipped: dict[Probe, str] = {}
         self.notes: list[str] = []
         self.causes = TextCauses(a, b)
+        self.known: tuple[dict[str, list[int]], dict[str, list[int]]] = {}, {}
+        """Ids of the battery's texts of both sides. A server is not asked for them again."""
         self.longest = 0
         self.own = 0, 0
         """Counts of the user's conversations: rendered, and rendered differently."""
@@ -155,7 +158,8 @@ class _Run:
     def stability(self) -> bool:
         """Encode the battery twice with each side. Add a finding and return False if a side gives other ids then."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
-        found = [unstable_finding(side, letter, texts) for letter, side in (("A", self.a), ("B", self.b))]
+        sides = zip("AB", (self.a, self.b), self.known, strict=True)
+        found = [unstable_finding(side, letter, texts, known) for letter, side, known in sides]
         self.findings += filter(None, found)
         if any(found):
             self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
@@ -183,14 +187,14 @@ class _Run:
         texts = battery.by_text(groups)
         self.tried["encode"] = len(texts) + sum(map(len, lines.values()))
         self.longest = max(map(len, texts))
-        differing = compare_texts(self.a, self.b, texts)
+        differing = compare_texts(self.a, self.b, texts, known=self.known)
         for group, some in lines.items():
             differing += compare_in_blocks(self.a, self.b, some, group)
         self._add(*explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
         if not self._able("special", "special", "BOS and EOS"):
             return
         plain = special_texts(self.a, self.b)
-        unlike = {one.text for one in compare_texts(self.a, self.b, plain)}
+        unlike = {one.text for one in compare_texts(self.a, self.b, plain, known=self.known)}
         agreed = {text: group for text, group in plain.items() if text not in unlike}
         self.tried["special"] = len(agreed)
         differing = compare_texts(self.a, self.b, agreed, special=True)
@@ -205,7 +209,8 @@ class _Run:
         if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
             texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
         asked = list(texts)
-        both = zip(asked, self.a.encode(asked), self.b.encode(asked), strict=True)
+        ids = (encoded(side, asked, known) for side, known in zip((self.a, self.b), self.known, strict=True))
+        both = zip(asked, *ids, strict=True)
         sequences = {tuple(one): texts[text] for text, one, other in both if one == other and one}
         if not self._asks_a_server():
             alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))

@@ -35,12 +35,16 @@ class Differing:
     b_ids: list[int]
 
 
-def unstable_finding(backend: Backend, letter: str, texts: Collection[str]) -> Skew | None:
-    """Return a finding if a backend gives a text different ids a second time, or has dropout in its tokenizer.json."""
+def unstable_finding(backend: Backend, letter: str, texts: Collection[str], known: dict[str, list[int]]) -> Skew | None:
+    """Return a finding if a backend gives a text different ids a second time, or has dropout in its tokenizer.json.
+
+    The ids are stored in `known`.
+    """
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     tries = 20 if dropout else 1
     asked = list(texts)
     first = backend.encode(asked)
+    known.update(zip(asked, first, strict=True))
     shown: tuple[str, SkewResult, SkewResult] | None = None
     for _ in range(tries):
         again = backend.encode(asked)
@@ -60,13 +64,29 @@ def unstable_finding(backend: Backend, letter: str, texts: Collection[str]) -> S
     return Skew(kind, "encode", cause, fix, 1, (), *(shown or (None,)))
 
 
-def compare_texts(a: Backend, b: Backend, texts: Mapping[str, str], *, special: bool = False) -> list[Differing]:
-    """Return the texts that get different ids. `texts` maps each text to its group."""
+def encoded(
+    backend: Backend, texts: Sequence[str], known: Mapping[str, list[int]], *, special: bool = False
+) -> list[list[int]]:
+    """Return the ids of texts. Ask the backend only for texts that are not in `known`."""
+    new = [text for text in texts if text not in known]
+    found = {**known, **dict(zip(new, backend.encode(new, special=special) if new else (), strict=True))}
+    return [found[text] for text in texts]
+
+
+def compare_texts(
+    a: Backend,
+    b: Backend,
+    texts: Mapping[str, str],
+    *,
+    special: bool = False,
+    known: Sequence[Mapping[str, list[int]]] = ({}, {}),
+) -> list[Differing]:
+    """Return the texts that get different ids. `texts` maps each text to its group, `known` are ids of both sides."""
     asked = list(texts)
-    if not asked:
-        return []
-    both = zip(asked, a.encode(asked, special=special), b.encode(asked, special=special), strict=True)
-    return [Differing(text, texts[text], one, other) for text, one, other in both if one != other]
+    ids = (encoded(side, asked, have, special=special) for side, have in zip((a, b), known, strict=True))
+    return [
+        Differing(text, texts[text], one, other) for text, one, other in zip(asked, *ids, strict=True) if one != other
+    ]
 
 
 def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) -> list[Differing]:
