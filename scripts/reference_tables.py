@@ -204,7 +204,7 @@ def verdicts() -> Iterator[str]:
     """Yield the lines of the page of verdicts."""
     yield from _head("Verdicts")
     yield "The verdict of a branch is a word, for a fork with its cause, and then reservations: `exact`,"
-    yield "`forked: sibling`, `exact, model unverified`. `tokentape export --verdict` and `KeepVerdicts` select by them."
+    yield "`forked: sibling`, `exact, model unverified`. `tokentape export --verdict` and `KeepVerdicts` select by it."
     yield "`exact` alone selects no branch that has a reservation. To include one, list it: `--verdict 'exact,model"
     yield "unverified'` selects `exact` branches with or without it. `tokentape show STORE` lists the verdicts of all"
     yield "sessions, `tokentape show STORE SESSION` shows for each fork where it comes from and which message differs."
