@@ -143,4 +143,5 @@ def _log_of_sum(logs: Values) -> Values:
     most = logs.max(1, keepdims=True)
     most[np.isinf(most)] = 0.0
     with np.errstate(divide="ignore"):
-        return np.log(np.exp(logs - most).sum(1)) + most[:, 0]
+        found: Values = np.log(np.exp(logs - most).sum(1)) + most[:, 0]
+    return found
