@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 
 import httpx2
 import pytest
+import starlette.routing
 import typer.testing
 from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from hypothesis import HealthCheck, settings
@@ -89,6 +91,19 @@ httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ss
 
 # The parser of all commands takes longer to make than most of them take to run.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
+
+# Each application compiles the paths of its routes. Each server sets the levels of uvicorn's loggers, and with each all
+# loggers forget which levels are on.
+starlette.routing.compile_path = functools.cache(starlette.routing.compile_path)
+_set_level = logging.Logger.setLevel
+
+
+def _set_other_level(logger: logging.Logger, level: int | str) -> None:
+    if level not in (logger.level, logging.getLevelName(logger.level)):
+        _set_level(logger, level)
+
+
+logging.Logger.setLevel = _set_other_level
 
 # SQLAlchemy compiles each statement anew for each database that is opened: here once for all of SQLite.
 _first_engine = create_engine("sqlite://")

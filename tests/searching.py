@@ -5,6 +5,6 @@ from __future__ import annotations
 from hypothesis import settings
 
 
-def examples(number: int) -> int:
-    """Return `number` in a search, and a tenth of it where the same examples are tried each time."""
-    return number if settings.get_current_profile_name() != "same" else max(number // 10, 5)
+def examples(number: int, least: int = 5) -> int:
+    """Return `number` in a search, and a tenth of it, but `least`, where the same examples are tried each time."""
+    return number if settings.get_current_profile_name() != "same" else max(number // 10, least)

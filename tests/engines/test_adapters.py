@@ -59,10 +59,11 @@ def record_embedded(folder: Path, data: Path, names: Sequence[str | None]) -> li
     return record(opening, data, names, "What is 17 + 2?", SamplingParams(max_tokens=12))
 
 
-def test_fifty_sessions_at_once_are_sampled_with_their_adapters(
-    folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path
+@pytest.mark.parametrize("sessions", [6, pytest.param(50, marks=pytest.mark.slow)])
+def test_sessions_at_once_are_sampled_with_their_adapters(
+    folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path, sessions: int
 ) -> None:
-    names = [NAMES[number % 3] for number in range(50)]
+    names = [NAMES[number % 3] for number in range(sessions)]
     own, others = [], []
     for name, turns in zip(names, record_embedded(folder, tmp_path, names), strict=True):
         assert [turn.adapter for turn in turns] == [name, name]

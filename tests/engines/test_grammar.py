@@ -132,7 +132,7 @@ def spelled(words: Sequence[str]) -> list[bytes]:
     return [json.dumps(word).encode() for word in words]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(350, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(350, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", PROMPTS)
 def test_no_draw_leaves_the_grammar_and_logprobs_are_those_of_a_masked_forward_pass(
     renderer: Renderer, forward: Any, text: str, count: int
@@ -151,7 +151,7 @@ def test_every_mode_s_logprobs_are_those_among_the_ids_that_the_grammar_allows(
     renderer: Renderer, forward: Any, mode: LogprobsMode
 ) -> None:
     case = Case(renderer, temperature=0.7, json_schema=json.dumps(WORD))
-    for reply in case.sampled(10, mode):
+    for reply in case.sampled(4, mode):
         assert_masked(case, forward, reply, spelled(WORDS), {}, 1.0 if mode == "raw_logprobs" else 0.7)
     declared = logprobs_of(f"transformers 5 {mode}", case.params)
     assert declared is not None
@@ -177,7 +177,7 @@ def test_the_mask_of_the_position_before_is_noticed(
         assert_masked(case, forward, reply, spelled(WORDS), {})
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(350, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(350, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", PROMPTS)
 def test_every_reply_that_ends_follows_its_schema(renderer: Renderer, text: str, count: int) -> None:
     case = Case(renderer, text, json_schema=json.dumps(OBJECT))

@@ -17,6 +17,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 from real import MODEL, Opening, load_forward, served
 from starlette.types import ASGIApp
+from tests.searching import examples
 
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
@@ -55,7 +56,7 @@ TOOLS: Any = [
     for name, schema in SCHEMAS.items()
 ]
 USER: Any = {"role": "user", "content": "hi"}
-REPLIES = 6
+REPLIES = examples(6, least=3)
 
 
 def needs(kind: str, have: object, what: str, *marks: Any) -> Any:
@@ -117,8 +118,8 @@ def chat(gateway: str, **more: Any) -> list[Any]:
     """Return replies that ended by themselves: the model, held to a form that it was not trained on, may go on."""
     with OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
         replies = [
-            client.chat.completions.create(model="m", messages=[USER], max_tokens=300, top_p=0.9, **more)
-            for _ in range(REPLIES)
+            client.chat.completions.create(model="m", messages=[USER], max_tokens=300, top_p=0.9, seed=seed, **more)
+            for seed in range(REPLIES)
         ]
     done = [reply for reply in replies if reply.choices[0].finish_reason != "length"]
     assert len(done) > REPLIES // 2

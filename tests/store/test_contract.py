@@ -100,7 +100,7 @@ def test_everything_written_reads_back_bit_for_bit_from_sqlite(
     check_everything_reads_back(data, Places(tmp_path_factory.mktemp("store"), None))
 
 
-@settings(_many, max_examples=examples(8))
+@settings(_many, max_examples=examples(8, least=2))
 @given(data=st.data())
 def test_everything_written_reads_back_bit_for_bit_from_postgres(postgres: Server, data: st.DataObject) -> None:
     places = Places(Path(), postgres)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +22,8 @@ from tokentape.viewer._file_source import FileSource, ViewerSource
 from tokentape.viewer._source import StoreSource
 
 
-@pytest.fixture(autouse=True)
-def _filled(store: SqliteStore) -> None:
-    """Session `forked` of alice with branches 0-1 and 0-2, `long` with four turns, `aborted` with one, `Zoë` empty."""
+def fill(store: SqliteStore) -> None:
+    """Write `forked` of alice with branches 0-1 and 0-2, `long` with four turns, `aborted` with one, `Zoë` empty."""
     first, second = make_chain("forked", 2)
     other = make_turn("forked", 2, first, fork="branched")
     cut = make_turn("aborted", 0, finish_reason="abort", abort_cause="client_left")
@@ -37,15 +37,23 @@ def _filled(store: SqliteStore) -> None:
     asyncio.run(store.write(*records))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqliteStore]:
+    """A filled record that tests only read."""
+    with SqliteStore.open(tmp_path_factory.mktemp("record")) as store:
+        fill(store)
+        yield store
+
+
+@pytest.fixture(scope="module")
 def stored(store: SqliteStore) -> StoreSource:
     return StoreSource(store, "store")
 
 
-@pytest.fixture(params=["parquet", "jsonl"])
-def filed(request: pytest.FixtureRequest, store: SqliteStore, tmp_path: Path) -> FileSource:
+@pytest.fixture(scope="module", params=["parquet", "jsonl"])
+def filed(request: pytest.FixtureRequest, store: SqliteStore, tmp_path_factory: pytest.TempPathFactory) -> FileSource:
     """The same sessions in a file: those that have trajectories."""
-    path = tmp_path / f"all.{request.param}"
+    path = tmp_path_factory.mktemp("file") / f"all.{request.param}"
     views = map(StoreSource(store, "").load, ("forked", "long"))
     found = [one for view in views for one in view.exported()]
     write_parquet(found, path) if request.param == "parquet" else write_jsonl(found, path)
@@ -194,7 +202,13 @@ def test_what_is_no_file_of_trajectories_is_refused(tmp_path: Path, name: str) -
         FileSource(path)
 
 
-def test_a_version_changes_with_everything_that_is_shown(stored: StoreSource, store: SqliteStore) -> None:
+def test_a_version_changes_with_everything_that_is_shown(tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path) as store:
+        fill(store)
+        check_versions(StoreSource(store, "store"), store)
+
+
+def check_versions(stored: StoreSource, store: SqliteStore) -> None:
     seen = [stored.version("long")]
     last = store.load_session("long").turns[-1]
     column = TurnColumn("long", 0, "advantage", np.zeros(4, np.float32), 1.0)
