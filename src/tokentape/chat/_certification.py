@@ -166,8 +166,9 @@ def written_turn(
     The completion is marked text that ends with the stop token. Where the prompt opens reasoning that the template does
     not show for a turn without any, the turn is given some. None where even that is not written after the prompt.
     """
-    form = renderer.format_after(_prompt_ids(renderer, setup, history), renderer.format(setup))
-    prompt = _from_question(renderer.render_text(history, setup, generate=True))
+    tokenizer, rendered = renderer.tokenizer, renderer.render_text(history, setup, generate=True)
+    form = renderer.format_after(tokenizer.encode_marked(rendered).array, renderer.format(setup))
+    prompt = _from_question(rendered)
     thought = {**message, "reasoning_content": "A thoughtword."}
     opened = form.reasoning if form.reasoning is not None and form.reasoning.opened_by_prompt else None
     shape = form.shape if message.get("tool_calls") else None
@@ -195,8 +196,7 @@ def written_turn(
 
 
 def _prompt_ids(renderer: Renderer, setup: Setup, history: Sequence[Message]) -> TokenIds:
-    tokenizer = renderer.tokenizer
-    return tokenizer.array(tokenizer.encode_marked(renderer.render_text(history, setup, generate=True)).ids)
+    return renderer.tokenizer.encode_marked(renderer.render_text(history, setup, generate=True)).array
 
 
 def _from_question(text: str) -> str:

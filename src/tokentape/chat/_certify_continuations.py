@@ -94,6 +94,10 @@ class Continuations:
             raise found
         return found  # type: ignore[return-value]
 
+    def _with(self, message: Message, **fields: str) -> Message:
+        """Return the message with other fields, the same object each time, so that it is not rendered again."""
+        return self._once(("with", id(message), *fields.items()), message, lambda: {**message, **fields})
+
     def _marked(self, messages: tuple[Message, ...], *, generate: bool) -> str:
         key = ("marked", generate, *map(id, messages))
         return self._once(key, messages, lambda: self._renderer.render_text(messages, self._setup, generate=generate))
@@ -128,11 +132,11 @@ class Continuations:
         """
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         reply, depends = replies[0], False
-        speaking = reply if reply["content"] else {**reply, "content": "An answerword."}
-        thinking = {**reply, "reasoning_content": "A thoughtword."}
+        speaking = reply if reply["content"] else self._with(reply, content="An answerword.")
+        thinking = self._with(reply, reasoning_content="A thoughtword.")
         rewritten: tuple[str, tuple[Message, ...]] | None = None
         for words in self._renderer.template.compared_strings:
-            said = {**reply, "content": words}
+            said = self._with(reply, content=words)
             for history in grammar.histories_with(words):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
@@ -150,7 +154,7 @@ class Continuations:
                     return depends, rewritten
             if rewritten is None:
                 # Said by a new message, they may change what stands before it.
-                later = (*new[:-1], {**new[-1], "content": words})
+                later = (*new[:-1], self._with(new[-1], content=words))
                 with contextlib.suppress(TemplateRefused):
                     full = self._marked((*shortest, reply, *later), generate=True)
                     reason = self._rewrites(shortest, reply, full, self._suffix(reply, later, shortest))
