@@ -124,7 +124,7 @@ def lark(form: Mapping[str, Any]) -> str:
         for at, one in enumerate(elements):
             if one["type"] == "const_string" and at and elements[at - 1]["type"] == "any_text":
                 # Text and what ends it are one terminal: the lexer does not look ahead.
-                terminals[-1] += f" {text(one['value'])}"
+                terminals[-1] += f" {_quoted(one['value'])}"
             else:
                 written.append(rule(one))
         return " ".join(written)
@@ -142,7 +142,7 @@ def lark(form: Mapping[str, Any]) -> str:
             case "token":
                 return ids([one["token"]])
             case "const_string":
-                return text(one["value"])
+                return _quoted(one["value"])
             case "regex":
                 return f"/{one['pattern']}/"
             case "json_schema":
@@ -150,7 +150,7 @@ def lark(form: Mapping[str, Any]) -> str:
             case "any_tokens":
                 return f"{ids(one['exclude_tokens'], but=True)}*"
             case "any_text":
-                excluded = " | ".join(map(text, one["excludes"]))
+                excluded = " | ".join(map(_quoted, one["excludes"]))
                 terminals.append(f"TEXT_{len(terminals)}: (/(?s:.*)/ & ~(/(?s:.*)/ ({excluded}) /(?s:.*)/))")
                 return f"TEXT_{len(terminals) - 1}"
             case "token_dispatch":
@@ -164,5 +164,6 @@ def lark(form: Mapping[str, Any]) -> str:
     return "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *terminals])
 
 
-def text(value: str) -> str:
+def _quoted(value: str) -> str:
+    """Return text as a string of Lark's."""
     return json.dumps(value, ensure_ascii=False)

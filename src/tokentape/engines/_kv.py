@@ -56,6 +56,8 @@ class DecodeBatch:
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._forward_options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits else {}
         self._cache_name = cache_name(model)
+        self._expert_layers: tuple[Any, list[Any]] = None, []
+        """A model, and its `expert_layers`: looking for them takes too long for each token."""
         self._cache = _empty_cache()
         self._mask = torch.zeros((0, 0), dtype=torch.int64, device=self._device)
         self._shifts = torch.zeros((0, 1), dtype=torch.int64, device=self._device)
@@ -157,7 +159,9 @@ class DecodeBatch:
     ) -> Tensor:
         model, keys = (self.model, None) if self.adapters is None else self.adapters
         options = self._forward_options | {self._cache_name: cache} | ({} if keys is None else {"adapter_names": keys})
-        with chosen_experts(expert_layers(model) if self.reads_experts else []) as chosen:
+        if self.reads_experts and self._expert_layers[0] is not model:
+            self._expert_layers = model, expert_layers(model)
+        with chosen_experts(self._expert_layers[1] if self.reads_experts else []) as chosen:
             output = model(
                 input_ids=ids,
                 attention_mask=mask,

@@ -49,8 +49,9 @@ _OPTIONAL = {
 
 _LOWEST_TEMPERATURE = 0.01
 
-# First version with `structured_outputs`. Older versions ignore it.
+# First version that takes images beside ids.
 _CONTENT_PARTS = (0, 32)
+# First version with `structured_outputs`. Older versions ignore it.
 _STRUCTURED_OUTPUTS = (0, 11)
 
 

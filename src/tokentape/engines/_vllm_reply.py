@@ -39,10 +39,10 @@ _ID_PREFIX = "token_id:"
 """With `return_tokens_as_token_ids`, tokens are named by this and their id instead of by their text."""
 
 _MOST_DIGITS = 20
+"""Most digits of a token id. int() raises for thousands of digits."""
 
 _NAMES = re.compile(rf"{_ID_PREFIX}[0-9]{{1,{_MOST_DIGITS}}}(\n{_ID_PREFIX}[0-9]{{1,{_MOST_DIGITS}}})*")
 """The names of ids, joined with line breaks."""
-"""Most digits of a token id. int() raises for thousands of digits."""
 
 _VLLM_LOWEST = -9999.0
 """vLLM sends this number for minus infinity. No sampled token can have it."""

@@ -13,7 +13,7 @@ Gym's model server needs a class that gives each rollout its own session, see do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,7 +79,8 @@ class PolicyGateway:
                 f"this one asks for {asked}: ask for the same"
             )
         data = {"input_ids": torch.tensor([prompt_ids]), "input_lengths": torch.tensor([len(prompt_ids)])}
-        _, made = await anext(self.generation.generate_async(BatchedDataDict(data)))
+        async with aclosing(self.generation.generate_async(BatchedDataDict(data))) as results:
+            _, made = await anext(results)
         end = int(made["unpadded_sequence_lengths"][0])
         return SampleDelta(
             tuple(made["output_ids"][0, len(prompt_ids) : end].tolist()),
