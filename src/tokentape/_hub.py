@@ -23,7 +23,11 @@ def find_model(named: Path, *, weights: bool) -> Path:
         return named
     name = str(named)
     if not _NAME.fullmatch(name):
-        raise InvalidRequest(f"there is no model folder {name}", "model")
+        raise InvalidRequest(
+            f"there is no model folder {name}{' (it is a file)' if named.exists() else ''}; expected a folder with "
+            "tokenizer.json and a chat template, or a name on the Hub such as Qwen/Qwen3-8B",
+            "model",
+        )
     cached = _cache() / f"models--{name.replace('/', '--')}"
     snapshots = sorted((cached / "snapshots").glob("*/tokenizer.json"))
     main = cached / "refs" / "main"

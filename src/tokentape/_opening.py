@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -24,22 +25,22 @@ from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
 from tokentape.engines._base import ChatServer, Engine, EngineInfo, LogprobsMode
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
-from tokentape.engines._http import HttpClient
+from tokentape.engines._http import HttpClient, WrongAddress
 from tokentape.engines._identity import refuse_gateway, served_as
 from tokentape.engines._image_processor import find_image_processor
 from tokentape.engines._remote import RemoteEngine
-from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TokentapeError
 from tokentape.gateway._app import create_app
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import OpenTelemetrySpans, Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import Store
 from tokentape.store._served_model import ServedModel
-from tokentape.training._trainers import served_line
+from tokentape.training._trainers import log_served
 
 _log = logging.getLogger("tokentape.serve")
 
-_WAIT_LOG_SECONDS = 10.0
+_WAIT_LOG_SECONDS = 5.0
 _WAIT_TICK_SECONDS = 1.0
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
@@ -64,46 +65,64 @@ def model_folder(config: ServeConfig) -> Path:
 
 
 async def _served_names(config: EngineConfig) -> str:
-    http = HttpClient(config.urls[0], api_key=config.api_key, timeouts=config.timeouts)
     try:
-        served = await served_as(config.kind, http)
+        async with _asking(config, config.urls[0]) as http:
+            served = await served_as(config.kind, http)
     except EngineError as error:
-        return f"{config.urls[0]} could not be asked: {error}"
-    finally:
-        await http.close()
+        return f"the server could not be asked: {error}"
     return f"{config.urls[0]} serves {', '.join(sorted(served.names))}"
 
 
-async def wait_for_engine(config: EngineConfig) -> None:
-    """Return once a server of `config` answers, or after `wait_seconds`: a server that loads refuses connections."""
+async def wait_for_engine(config: EngineConfig, *, once: bool = False) -> None:
+    """Return when a server of `config` answers, or after `wait_seconds`: a server that loads refuses connections.
+
+    The log says at once, and then every few seconds, what is waited for. With `once`, look once and return.
+
+    Raises `EngineError` or `InvalidRequest` if waiting can't help: no host has this name, or it is no engine's address.
+    """
     now = asyncio.get_running_loop().time
     logged_at, end = -math.inf, now() + config.wait_seconds
-    while not await _answers(config) and now() < end:
+    while (missing := await _missing(config)) and now() < end:
         if now() - logged_at >= _WAIT_LOG_SECONDS:
             logged_at = now()
-            _log.info(
-                "waiting for the engine at %s, which does not answer yet (another %.0f s at most; check the address if "
-                "it is up)",
-                ", ".join(config.urls),
-                end - now(),
-            )
+            _log.info("waiting for the engine, %.0f s at most (--engine-wait): %s", end - now(), missing)
+        if once:
+            return
         await asyncio.sleep(min(_WAIT_TICK_SECONDS, max(0.0, end - now())))
 
 
-async def _answers(config: EngineConfig) -> bool:
-    """Return whether a server answers at all; a refusal is an answer, which `open_engine` reports."""
+async def _missing(config: EngineConfig) -> str:
+    """Return why no server of `config` answers yet, empty if one does. Raises as `wait_for_engine`."""
+    silent: list[str] = []
+    wrong: list[TokentapeError] = []
     for url in config.urls:
-        http = HttpClient(url, api_key=config.api_key, timeouts=config.timeouts)
         try:
-            await http.get("/v1/models", stage="connect")
-            return True
-        except EngineUnavailable:
-            continue
-        except (EngineError, InvalidRequest):
-            return True
-        finally:
+            async with _asking(config, url) as http:
+                await refuse_gateway(http, stage="connect")
+            return ""
+        except (EngineError, InvalidRequest) as error:
+            if isinstance(error, EngineUnavailable | EngineTimeout) and not isinstance(error, WrongAddress):
+                silent.append(str(error))
+            else:
+                wrong.append(error)
+    if wrong and not silent:
+        raise wrong[0]
+    return "; ".join(silent)
+
+
+@asynccontextmanager
+async def _asking(config: EngineConfig, url: str) -> AsyncIterator[HttpClient]:
+    """Yield connections to a server. The text of an error begins with its address."""
+    http = None
+    try:
+        http = HttpClient(url, api_key=config.api_key, timeouts=config.timeouts)
+        yield http
+    except TokentapeError as error:
+        error.args = (f"{url.rpartition('@')[2]}: {error}", *error.args[1:])
+        raise
+    finally:
+        if http is not None:
             await http.close()
-    return not config.urls
 
 
 def model_name(config: ServeConfig) -> str:
@@ -177,7 +196,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         enforce_tools=config.enforce_tools,
     )
     made.append(turns)
-    _log.info("%s", served_line(turns.engine.info.logprobs_mode))
+    log_served(_log, turns.engine.info.logprobs_mode, turns.engine.info.name)
     return create_app(
         turns,
         model_id=model_name(config),
@@ -248,8 +267,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
     from tokentape.engines._opening import open_engine
 
     _log.info("asking %s what it serves, and comparing it with the model folder", url)
-    http = HttpClient(url, api_key=config.api_key, timeouts=config.timeouts)
-    try:
+    async with _asking(config, url) as http:
         await refuse_gateway(http)
         engine = await open_engine(
             config.kind,
@@ -260,10 +278,6 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
             timeouts=config.timeouts,
             verify_prompt=config.verify_prompts,
         )
-    except EngineUnavailable as error:
-        raise EngineUnavailable(f"{url}: {error}") from None
-    finally:
-        await http.close()
     return engine if guard is None else await guard(engine)
 
 

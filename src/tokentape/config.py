@@ -85,7 +85,7 @@ class LogConfig:
     """What is logged, and how."""
 
     level: Level = option("info", "Lowest level that is logged.", "--log-level")
-    format: Format = option("auto", "auto: text on a terminal, JSON lines elsewhere.", "--log-format")
+    format: Format = option("text", "json: one JSON object per line, for log collectors.", "--log-format")
 
 
 @dataclass(frozen=True, slots=True)

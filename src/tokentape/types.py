@@ -178,6 +178,7 @@ class Turn:
     logprobs: Logprobs
     """One per completion id."""
     finish_reason: FinishReason
+    """Why sampling ended; `stop` also where clients see `tool_calls`."""
     stop: int | str | None
     """The stop id or stop string that ended the completion, if one did."""
     fork: str | None
@@ -388,7 +389,11 @@ class Trajectory:
     logprobs_of: tuple[TokenDistribution | None, ...] = ()
     """One per turn: the distribution that its `logprobs` belong to; None if not known."""
     finish_reasons: tuple[FinishReason | None, ...] = ()
-    """One per turn: why sampling ended; None for turns of old records, for which it is not known."""
+    """One per turn: why sampling ended; None for turns of old records, for which it is not known.
+
+    A turn with tool calls has `stop`, where clients see `tool_calls`: trainers read here whether a completion was cut,
+    and SkyRL can mask all that has not `stop`.
+    """
     role: str = ""
     """`main`, `subagent` or `side_call`, from the lineage of the path; empty if it was not computed."""
     lineage: tuple[LineageEdge, ...] = ()

@@ -48,8 +48,13 @@ def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir
 
 def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp_path: Path) -> None:
     with fake_vllm.running() as vllm:
-        done = run("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", vllm.url)
-    assert "ok    engine: vllm " in done.stdout
+        arguments = ("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", vllm.url)
+        done = run(*arguments, "--trainer", "verl")
+        assert "ok    engine: vllm " in done.stdout
+        assert "--enable-scale-out" not in done.stdout
+        assert "      Else restart vLLM with `--logprobs-mode processed_logprobs`, or keep all calls at" in done.stdout
+        vllm.scale_out = False
+        assert "      vLLM runs without --enable-scale-out" in run(*arguments).stdout
 
 
 def test_a_trainer_is_told_whether_it_can_use_what_is_recorded(run: Run, model_dir: Path, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tokentape._opening import wait_for_engine
 from tokentape.chat._renderer import Renderer
 from tokentape.config import EngineConfig
 from tokentape.demo import MODEL
+from tokentape.errors import EngineError
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
 
@@ -96,6 +97,7 @@ def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp
     done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0, "--engine-wait", 0)
     assert done.exit_code == 1
     assert done.stderr.count("refuses connections") == 1
+    assert "startup failed" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: http://127.0.0.1:9: the engine refuses connections")
     assert "Traceback" not in done.stderr
 
@@ -124,29 +126,129 @@ def test_options_that_contradict_each_other_are_refused_with_advice(
     assert advice in done.stderr
 
 
-def test_a_server_that_loads_is_waited_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def loads() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        config = EngineConfig(kind="vllm", urls=(f"http://127.0.0.1:{port}",))
-        waiting = asyncio.create_task(wait_for_engine(config))
-        await asyncio.wait([waiting], timeout=0.5)
-        assert not waiting.done()
-        # An answer of any kind ends the wait: `open_engine` says what is wrong with it.
-        server = await asyncio.start_server(refuse, "127.0.0.1", port)
-        async with server:
-            await asyncio.wait_for(waiting, PATIENCE)
+@asynccontextmanager
+async def answering(answer: bytes, port: int = 0) -> AsyncIterator[int]:
+    """A server that answers everything with these bytes, and its port."""
 
-    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+    async def say(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
         await writer.drain()
         writer.close()
+
+    async with await asyncio.start_server(say, "127.0.0.1", port) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+def http(status: str, body: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+CARDS = http("200 OK", '{"data": [{"id": "m"}]}')
+
+
+@pytest.mark.parametrize(("before", "cause"), [(None, "refuses connections"), (http("503 Busy"), "answered 503")])
+def test_a_server_that_loads_is_waited_for_and_the_cause_is_said_at_once(
+    before: bytes | None, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def loads() -> None:
+        async with answering(before or b"") as port:
+            config = EngineConfig(kind="vllm", urls=(f"http://127.0.0.1:{port}",))
+            if before is not None:
+                await wait_for_engine(config, once=True)
+        if before is None:
+            await wait_for_engine(config, once=True)
+        waiting = asyncio.create_task(wait_for_engine(config))
+        await asyncio.wait([waiting], timeout=0.2)
+        assert not waiting.done()
+        async with answering(CARDS, port):
+            await asyncio.wait_for(waiting, PATIENCE)
 
     monkeypatch.setattr("tokentape._opening._WAIT_TICK_SECONDS", 0.01)
     caplog.set_level("INFO", "tokentape.serve")
     asyncio.run(loads())
-    assert len(caplog.messages) == 1
-    assert "waiting for the engine at http://127.0.0.1:" in caplog.text
+    # The second line is of the second wait.
+    first, _ = caplog.messages
+    assert first.startswith("waiting for the engine, 300 s at most (--engine-wait): http://127.0.0.1:")
+    assert cause in first
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (http("404 Not Found"), "it has no such path or model; check its address (http://host:port)"),
+        (http("200 OK", "<html>Welcome</html>"), "is this an inference server? Expected its http://host:port"),
+        (http("301 Moved"), "redirects are not followed"),
+        (http("401 Unauthorized"), "check the api key"),
+    ],
+)
+def test_an_address_of_something_else_is_refused_at_once(answer: bytes, found: str) -> None:
+    async def waits() -> str:
+        async with answering(answer) as port:
+            url = f"http://127.0.0.1:{port}"
+            with pytest.raises(EngineError) as refused:
+                await asyncio.wait_for(wait_for_engine(EngineConfig(kind="vllm", urls=(url,))), PATIENCE)
+            assert str(refused.value).startswith(f"{url}: the engine")
+            return str(refused.value)
+
+    assert found in asyncio.run(waits())
+
+
+def test_https_to_a_server_without_it_is_refused_at_once() -> None:
+    async def waits() -> None:
+        async with answering(http("400 Bad Request")) as port:
+            config = EngineConfig(kind="vllm", urls=(f"https://127.0.0.1:{port}",))
+            with pytest.raises(EngineError, match="the engine does not speak https; give its address with http://"):
+                await asyncio.wait_for(wait_for_engine(config), PATIENCE)
+
+    asyncio.run(waits())
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [(socket.EAI_NONAME, "the name of the engine's host is not known"), (socket.EAI_AGAIN, "no name server answers")],
+)
+def test_a_host_that_nobody_knows_is_refused_and_a_silent_name_server_waited_for(
+    code: int, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(code, "x")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    caplog.set_level("INFO", "tokentape.serve")
+    config = EngineConfig(kind="vllm", urls=("http://gpu-sevrer:8000",))
+    if code == socket.EAI_NONAME:
+        with pytest.raises(EngineError, match=f"http://gpu-sevrer:8000: {found}"):
+            asyncio.run(wait_for_engine(config))
+    else:
+        asyncio.run(wait_for_engine(config, once=True))
+        assert found in caplog.text
+
+
+def test_one_replica_with_a_wrong_address_does_not_end_the_wait_for_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def waits() -> None:
+        async with answering(http("404 Not Found")) as port:
+            urls = (f"http://127.0.0.1:{port}", "http://127.0.0.1:9")
+            await wait_for_engine(EngineConfig(kind="vllm", urls=urls), once=True)
+
+    caplog.set_level("INFO", "tokentape.serve")
+    asyncio.run(waits())
+    assert "http://127.0.0.1:9: the engine refuses connections" in caplog.text
+
+
+def test_the_port_and_the_engine_are_looked_at_before_the_folder_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(_: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("tokentape.cli.serving.open_renderer", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert "is taken" in run("serve", tmp_path, *remote("http://127.0.0.1:9"), "--port", port).stderr
+        done = run("serve", tmp_path, *remote("http://127.0.0.1:x"), "--port", 0)
+    assert done.stderr == "error: http://127.0.0.1:x: the engine's address is not a URL; expected http://host:port\n"
 
 
 def test_a_gateway_is_no_engine(run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
@@ -239,7 +341,7 @@ def test_without_a_model_a_server_that_is_not_there_is_named(run: Run, tmp_path:
     # Port 9 is "discard", which nobody serves.
     done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data")
     assert done.exit_code == 1
-    assert "could not be asked: the engine refuses connections" in done.stderr
+    assert "the server could not be asked: http://127.0.0.1:9: the engine refuses connections" in done.stderr
     assert done.stderr.splitlines()[-1].endswith("is it running?")
 
 
@@ -326,7 +428,8 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
     with running(server.app) as url:
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
-    assert "The server serves another model than the folder's" in done.stderr
+    assert done.stderr.count("The server serves another model than the folder's") == 1
+    assert f"It serves {cached}, m; the folder is {cached}. Give the gateway the folder" in done.stderr
     assert "--unverified-model" not in done.stderr
 
 

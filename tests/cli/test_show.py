@@ -28,6 +28,20 @@ def test_every_run_says_who_wrote_it(run: Run, record: Record) -> None:
     ]
 
 
+def test_a_turn_with_calls_says_which_end_its_client_saw(run: Run, tmp_path: Path) -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    turns = [
+        (one := make_turn("s", 0, reply={"role": "assistant", "content": None, "tool_calls": calls})),
+        make_turn("s", 1, one, reply=one.reply, finish_reason="length"),
+    ]
+    with SqliteStore.open(tmp_path / "data") as store:
+        asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, *turns))
+    lines = run("show", tmp_path / "data", "s").stdout.splitlines()
+    first, second = (line.split(" | ")[2] for line in lines if line.startswith("-- turn"))
+    assert first == "ended by stop (tool_calls for the client)"
+    assert second == "ended by length"
+
+
 def test_characters_that_several_tokens_spell_stay_whole(run: Run, record: Record, renderer: Renderer) -> None:
     text = "你好，世界 👩‍🚀"
     assert len(renderer.tokenizer.encode_plain(text)) > len(text)
@@ -183,7 +197,12 @@ def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(
     directory = record([(Provenance.USER, "hello"), (Provenance.SAMPLED, "Let")])
     monkeypatch.undo()
     hello = "".join("|" + "-" * (len(renderer.tokenizer.token_bytes(one)) - 1) for one in _ids(renderer, "hello"))
-    assert run("show", directory, "s", "--lanes").stdout.splitlines()[4:] == [
+    assert run("show", directory, "s", "--lanes").stdout.splitlines()[2:] == [
+        "loss: | begins a token; = trained, - not (a digit: tokens of one character)",
+        "logprob: from ▁ likely (probability above 0.37) to █ unlikely (below 0.001)",
+        "drift: ^~~ tokenizing the text again gives other tokens here, and which kind",
+        "",
+        "-- turn 0 | 1 added, 3 sampled | ended by stop | weights w0",
         "     user | hello",
         f"     loss | {hello}",
         "  sampled | Let",
@@ -201,7 +220,7 @@ def test_lanes_keep_to_the_width_of_the_terminal(
     lines = run(
         "show", record([(Provenance.USER, text), (Provenance.SAMPLED, "hi")]), "s", "--lanes"
     ).stdout.splitlines()
-    shown = [line for line in lines[4:] if " | " in line]
+    shown = [line for line in lines[7:] if " | " in line]
     assert max(map(cell_len, shown)) <= 40
     # A bar is as wide as its text.
     texts = [line for line in shown if not line.strip().startswith(("loss", "logprob", "drift"))]

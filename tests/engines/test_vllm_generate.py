@@ -363,10 +363,13 @@ def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeV
     assert open_and_sample(server, answer=answer) == [SampleDelta((), (), "abort")]
 
 
-def test_the_route_is_found_out_when_the_server_is_opened(server: FakeVllm) -> None:
+def test_the_route_is_found_out_when_the_server_is_opened(server: FakeVllm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tokentape.engines")
     assert opened(server).capabilities[0] == "generate"
+    assert not caplog.messages
     server.scale_out = False
     assert opened(server).capabilities == ("completions",)
+    assert "without --enable-scale-out, so its /v1/completions is used" in caplog.text
     with pytest.raises(EngineError, match="403"):
         opened(server, by_route("generate"))
     server.scale_out = True

@@ -114,7 +114,7 @@ def compute_digests_anew(directory: Path) -> None:
 
 
 def findings(directory: Path, **options: bool) -> list[str]:
-    return [str(one) for one in verify(directory, against=read_head(directory / "head.json"), **options).findings]
+    return [str(one) for one in verify(directory, against=directory / "head.json", **options).findings]
 
 
 TURN_2 = "WHERE session_id = 'a' AND seq = 2"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,14 +19,15 @@ from tokentape.training._columns import with_column
 from tokentape.training._samples import Sample, assemble
 from tokentape.training._trainers import (
     TRAINERS,
+    log_served,
     served,
-    served_line,
     temperature,
     token_temperatures,
     with_distributions,
 )
 from tokentape.types import TokenDistribution, Trajectory
 
+PIN = "keep all calls at temperature 1 with `tokentape serve --pin temperature=1.0`"
 PARAMS = SamplingParams(max_tokens=3)
 Meaning = tuple[TokenDistribution | None, TokenDistribution | None]
 
@@ -183,8 +185,24 @@ def test_what_is_said_of_a_mode_is_what_the_exports_do(trainer: str, mode: str) 
     assert (said.status == "ok") is not bool(said.advice)
 
 
-def test_one_line_says_whom_a_mode_serves() -> None:
-    assert served_line("processed_logprobs").startswith("the engine reports processed_logprobs, right for TRL, verl")
-    raw = served_line("raw_logprobs")
-    assert raw.startswith("the engine reports raw_logprobs, right for Tinker; right at temperature 1 only for TRL")
-    assert "not for" in served_line("unverified_logprobs")
+@pytest.mark.parametrize(
+    ("mode", "engine", "level", "begins", "ends"),
+    [
+        ("processed", "vllm", "INFO", "right for TRL, verl", "Agent Lightning"),
+        ("raw", "vllm", "WARNING", "right for Tinker; right at temperature 1 only for TRL", PIN),
+        ("raw", "vllm", "WARNING", "", f"restart vLLM with `--logprobs-mode processed_logprobs`, or {PIN}"),
+        ("raw", "llamacpp", "WARNING", "", f"Agent Lightning; {PIN}"),
+        ("penalised", "sglang", "WARNING", "", f"restart SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or {PIN}"),
+        ("unverified", "vllm", "WARNING", "not for", "Agent Lightning"),
+    ],
+)
+def test_one_line_says_whom_a_mode_serves_and_what_to_do(
+    mode: str, engine: str, level: str, begins: str, ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("tokentape.serve")
+    caplog.set_level("INFO", log.name)
+    log_served(log, f"{mode}_logprobs", engine)
+    (line,) = caplog.records
+    assert line.levelname == level
+    assert line.getMessage().startswith(f"the engine reports {mode}_logprobs, {begins}")
+    assert line.getMessage().endswith(ends)

@@ -47,6 +47,7 @@ _SAMPLES = 4
 """The number of sequences of random ids to compare the text with. The mean of their scores is used."""
 
 _OTHER_FOLDER = "The server serves another model than the folder's, or loads the tokenizer wrongly."
+_OWN_FOLDER = "Give the gateway the folder, or the name on the Hub, of the model that the server serves."
 _OLDER_FOLDER = "The model folder belongs to another model or to an older revision."
 _UNTRAINED = (
     "The server serves another model, or its model is untrained or trained on a narrow task only; --engine-model does "
@@ -108,10 +109,12 @@ async def serves_model(
     Raises `EngineUnavailable` and `EngineTimeout`.
     """
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
-    findings = [tokenizer, same_name(await served_as(kind, http), folder, expected)]
+    served = await served_as(kind, http)
+    findings = [tokenizer, same_name(served, folder, expected)]
     # Some servers crash on an id outside of their vocabulary, so ids are sent only if the tokenizer is the same.
     if tokenizer.status == "fail":
-        return findings
+        runs = f"It serves {', '.join(sorted(served.names))}; the folder is {min(folder.names, key=len)}."
+        return [replace(tokenizer, advice=f"{tokenizer.advice} {runs} {_OWN_FOLDER}"), findings[1]]
     findings.append(await likely_text(http, info, renderer))
     return [replace(one, advice=f"{one.advice} {_ANYWAY}") if one.status == "fail" else one for one in findings]
 

@@ -32,6 +32,7 @@ from tokentape.config import ServeConfig, settings
 from tokentape.engines._base import Engine, SamplingParams
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import offered_routes
+from tokentape.engines._vllm import WITHOUT_GENERATE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
 from tokentape.store import SqliteStore
 from tokentape.store._lock import LOCK_NAME, DirectoryLock
@@ -67,7 +68,7 @@ def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str |
         renderer = Renderer.load(model, config.chat_template)
         certificate = load_or_certify(renderer, {})
     except (TokentapeError, OSError) as error:
-        yield CheckResult("model", "fail", str(error), "Name a model folder with tokenizer.json and a chat template.")
+        yield CheckResult("model", "fail", str(error))
         return
     yield CheckResult("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
     yield certified(certificate)
@@ -204,14 +205,16 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
     try:
         findings = [CheckResult("engine", "ok", _described(engine)), await probe(engine, renderer)]
         if trainer is not None:
-            findings.append(served(trainer, engine.info.logprobs_mode))
+            findings.append(served(trainer, engine.info.logprobs_mode, engine.info.name))
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
             try:
                 kind, expected = config.engine.kind, config.engine.model
                 findings += await serves_model(kind, http, engine.info, renderer, folder_model(config), expected)
                 if kind == "vllm":
-                    findings.append(CheckResult("routes", "ok", ", ".join(await offered_routes(http)) or "none"))
+                    routes = ", ".join(await offered_routes(http)) or "none"
+                    advice = "" if "/generate" in routes else WITHOUT_GENERATE
+                    findings.append(CheckResult("routes", "ok", routes, advice))
                 findings.append(await same_template(kind, http, engine.info.model, renderer))
             except EngineError as error:
                 advice = "Look at its log; then run this again."

@@ -17,12 +17,21 @@ from contextlib import ExitStack, closing, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokentape._opening import model_name, open_app, open_renderer, served_model, synchronous, wait_for_engine
+from tokentape._opening import (
+    model_folder,
+    model_name,
+    open_app,
+    open_renderer,
+    served_model,
+    synchronous,
+    wait_for_engine,
+)
 from tokentape.chat._renderer import Renderer
 from tokentape.config import ServeConfig
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._logs import logging_to
+from tokentape.gateway._serve import bind
 from tokentape.gateway._serve import serve as run_server
 from tokentape.gateway._telemetry import COUNTED_TOGETHER
 from tokentape.gateway._workers import Supervisor, bind_all
@@ -39,11 +48,20 @@ _LOOK_SECONDS = 1.0
 def serve_alone(config: ServeConfig) -> None:
     """Serve in this process until a signal."""
     with logging_to(level=config.log.level, form=config.log.format):
-        renderer = open_renderer(config)
+        renderer = _renderer(config)
         with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
             asyncio.run(wait_for_engine(config.engine))
             _serve(config, renderer, store, on_ready=lambda url: _announce(config, url))
+
+
+def _renderer(config: ServeConfig) -> Renderer:
+    """Load the renderer, which takes up to a minute. Before it, look at the port, the folder and the engine."""
+    with _port_taken(config):
+        bind(config.host, config.port, has_keys=bool(config.all_keys())).close()
+    model_folder(config)
+    asyncio.run(wait_for_engine(config.engine, once=True))
+    return open_renderer(config)
 
 
 def serve_with_workers(config: ServeConfig) -> None:
@@ -52,7 +70,7 @@ def serve_with_workers(config: ServeConfig) -> None:
 
     with ExitStack() as held:
         held.enter_context(logging_to(level=config.log.level, form=config.log.format))
-        renderer = open_renderer(config)
+        renderer = _renderer(config)
         inherited = []
         if config.store is None:
             make_directory(config.data)

@@ -38,6 +38,10 @@ _STYLES = {
     Provenance.MEDIA: "bright_magenta",
 }
 _LANE_STYLES = {"loss": "dim", "logprob": "yellow", "drift": "bold red"}
+_LEGEND = """\
+loss: | begins a token; = trained, - not (a digit: tokens of one character)
+logprob: from ▁ likely (probability above 0.37) to █ unlikely (below 0.001)
+drift: ^~~ tokenizing the text again gives other tokens here, and which kind"""
 _GUTTER = max(len(code.name) for code in Provenance)
 _SEPARATOR = " | "
 _STEPS = "▁▂▃▄▅▆▇█"
@@ -68,6 +72,8 @@ def transcript(
     )
     if len(leaves) > 1:
         yield Text(f"branches end with turns {_joined(leaves)}: choose one with --leaf")
+    if lanes is not None:
+        yield from (Text(line, style="dim") for line in _LEGEND.splitlines())
     start = 0
     for seq, completion_start, end in trajectory.completions():
         yield Text()
@@ -99,7 +105,8 @@ def _headline(turn: Turn, trained: bool) -> str:
     if turn.fork is not None:
         parts.append(f"FORK of {'the start' if turn.parent is None else f'turn {turn.parent}'}: {turn.fork}")
     parts.append(f"{len(turn.added_ids)} added, {len(turn.completion_ids)} sampled")
-    parts.append(f"ended by {turn.finish_reason}")
+    called = turn.finish_reason == "stop" and turn.reply.get("tool_calls")
+    parts.append(f"ended by {turn.finish_reason}{' (tool_calls for the client)' if called else ''}")
     parts.append(f"weights {turn.weight_version}")
     if not trained:
         parts.append("no loss: an earlier branch trains it")

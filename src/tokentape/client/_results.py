@@ -33,6 +33,7 @@ class TurnState:
     fork: str | None
     """Why the turn began a new branch; None if it continued one or is the first."""
     finish_reason: str
+    """Why sampling ended; `stop` also where clients see `tool_calls`."""
     added_tokens: int
     """Prompt tokens that the turn added to its parent's context."""
     sampled_tokens: int

@@ -225,9 +225,10 @@ class GuardedEngine:
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
             found = ModelCheck("unverified", f"the server could not be asked ({type(error).__name__})")
-        self._opened = True
+        first, self._opened = not self._opened, True
         self._set_mode(mode)
-        if found != self._found:
+        # `open` raises the refusal of the first check.
+        if found != self._found and not (first and self._refuse and found.status == "refused"):
             why = f": {found.reason}" if found.reason else ""
             level = logging.INFO if found.status == "ok" else logging.WARNING
             _log.log(level, "the model of the %s server is %s%s", self._kind, _WORDS[found.status], why)

@@ -7,7 +7,9 @@ never quotes a body, a header or the engine's address.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import socket
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
@@ -48,6 +50,10 @@ _KEEPALIVE_SECONDS = 3.0
 Stage: TypeAlias = Literal["connect", "first_token", "between_tokens", "total"]
 
 _T = TypeVar("_T")
+
+
+class WrongAddress(EngineUnavailable):
+    """The engine can't be reached at its address, and waiting for it can't help."""
 
 
 class HttpClient:
@@ -160,11 +166,12 @@ class HttpClient:
             ) from None
         except TimeoutError:
             raise limit.error(path) from None
-        except aiohttp.ClientConnectorError:
-            raise EngineUnavailable("the engine refuses connections or its address is wrong; is it running?") from None
+        except aiohttp.ClientConnectorError as error:
+            raise _unconnected(error) from None
         except aiohttp.ClientError as error:
             raise EngineUnavailable(
-                f"the connection to the engine broke before it answered at {path} ({type(error).__name__})"
+                f"the connection to the engine broke before it answered at {path} ({type(error).__name__}); does it "
+                f"speak {urlsplit(self._base).scheme}?"
             ) from None
         reply = _HttpReply(response, path)
         token = response.headers.get(_SESSION_TOKEN, "")
@@ -320,6 +327,20 @@ async def attempt(reply: Awaitable[_T]) -> _T | None:
         raise
     except EngineError:
         return None
+
+
+def _unconnected(error: aiohttp.ClientConnectorError) -> EngineUnavailable:
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        if error.errno == socket.EAI_AGAIN:
+            return EngineUnavailable("no name server answers for the engine's host; is the network up?")
+        return WrongAddress("the name of the engine's host is not known; correct the address")
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return WrongAddress("the certificate of the engine is not trusted here (https); SSL_CERT_FILE can name it")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return WrongAddress("the engine does not speak https; give its address with http://")
+    if error.errno in (errno.ECONNREFUSED, None):
+        return EngineUnavailable("the engine refuses connections; is it running?")
+    return EngineUnavailable(f"the engine can't be reached ({error.strerror}); is its address right?")
 
 
 def header_value(value: str, param: str) -> str:

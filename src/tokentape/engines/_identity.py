@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tokentape.engines._http import HttpClient, attempt
+from tokentape.engines._http import HttpClient, Stage, attempt
 from tokentape.engines._replies import decode
 from tokentape.errors import EngineContractError, InvalidRequest
 
@@ -66,17 +66,27 @@ class _ModelInfo(msgspec.Struct):
     model_type: str | None = None
 
 
-async def served_cards(http: HttpClient) -> list[Card]:
-    """Return the models that `/v1/models` lists. Raises `EngineError` or a subclass, also if it lists none."""
-    cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
+async def served_cards(http: HttpClient, *, stage: Stage = "first_token") -> list[Card]:
+    """Return the models that `/v1/models` lists. Raises `EngineError` or a subclass, also if it lists none.
+
+    The server has the time of `stage`.
+    """
+    body = await http.get("/v1/models", stage=stage)
+    try:
+        cards = decode(body, _Cards, "an engine").data
+    except EngineContractError as error:
+        raise EngineContractError(f"{error}; is this an inference server? Expected its http://host:port") from None
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
     return cards
 
 
-async def refuse_gateway(http: HttpClient) -> None:
-    """Raise `InvalidRequest` if the server is a Tokentape gateway: its record would get the calls of this one too."""
-    if any(card.owned_by == "tokentape" for card in await served_cards(http)):
+async def refuse_gateway(http: HttpClient, *, stage: Stage = "first_token") -> None:
+    """Raise `InvalidRequest` if the server is a Tokentape gateway: its record would get the calls of this one too.
+
+    Else raises as `served_cards`.
+    """
+    if any(card.owned_by == "tokentape" for card in await served_cards(http, stage=stage)):
         raise InvalidRequest(
             "this is the address of a Tokentape gateway, not of an engine; give the engine's own address", "engine_url"
         )
@@ -91,7 +101,7 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
         if name in (None, card.id):
             return card
     served = ", ".join(card.id for card in cards)
-    raise InvalidRequest(f"the engine does not serve that model; it serves {served}", "model")
+    raise InvalidRequest(f"the engine does not serve {name}; it serves {served}: name one of these", "model")
 
 
 async def served_as(kind: str, http: HttpClient) -> ServedAs:

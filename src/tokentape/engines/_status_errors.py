@@ -52,6 +52,8 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
         return EngineTimeout(f"{found}: it timed out; try again")
     if 300 <= status < 400:
         return hopeless(f"{found}: redirects are not followed; give the address that it points to")
+    if status == 404:
+        return hopeless(f"{found}: it has no such path or model; check its address (http://host:port) and the model")
     if 400 <= status < 500:
         return hopeless(f"{found}: check that the engine serves this path and this model")
     return EngineError(f"{found}; see its log")

@@ -36,6 +36,11 @@ Route: TypeAlias = Literal["generate", "completions"]
 
 _PATHS: dict[Route, str] = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}
 
+WITHOUT_GENERATE = (
+    "vLLM runs without --enable-scale-out, so its /v1/completions is used. Ids and logprobs are the same; there are no "
+    "routed experts, supports and images, and a pause can't abort a single call."
+)
+
 # Prefix of the server's ids of generate requests. Aborts of other ids get status 200 and are ignored.
 _SERVER_ID = "generate-tokens-"
 
@@ -274,9 +279,11 @@ class VllmEngine(RemoteEngine):
             except (EngineError, InvalidRequest) as error:
                 if "completions" not in cls._routes:
                     raise
-                # 403 and 404 mean that the server does not have this route. Other errors are logged as warnings.
-                level = logging.DEBUG if type(error) is EngineError and not error.retry else logging.WARNING
-                _log.log(level, "vLLM %s is used at %s: %s", info.version, _PATHS["completions"], error)
+                # 403 and 404 mean that the server does not have this route.
+                if type(error) is EngineError and not error.retry:
+                    _log.info("%s", WITHOUT_GENERATE)
+                else:
+                    _log.warning("vLLM %s is used at %s: %s", info.version, _PATHS["completions"], error)
             else:
                 # If this route refuses a field, the other route may support it.
                 if "completions" not in cls._routes or not any(_OPTIONAL[name] for name in server.without):

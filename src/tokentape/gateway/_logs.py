@@ -1,4 +1,4 @@
-"""The log of a gateway: one line per event on stderr, as JSON or text, without text from models or callers.
+"""The log of a gateway: one line per event on stderr, as text or JSON, without text from models or callers.
 
 For an exception a line has the type and the traceback, but not the exception's text, which may quote a prompt. Of other
 libraries only warnings are logged, cut to their first line: asyncio prints exceptions in the following lines.
@@ -20,22 +20,24 @@ from tokentape.gateway._access import request_id
 
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 
-Format: TypeAlias = Literal["auto", "json", "text"]
-"""`auto`: text on a terminal, JSON elsewhere."""
+Format: TypeAlias = Literal["text", "json"]
 
 _OURS = "tokentape"
 
+_SAID_BY_THE_CALLER = "Application startup failed. Exiting."
+"""uvicorn's line before the error that the caller prints with its cause."""
+
 
 @contextmanager
-def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: Format = "auto") -> Iterator[None]:
+def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: Format = "text") -> Iterator[None]:
     """Log only to `stream` (stderr if None) during the context.
 
     `level` applies to Tokentape's own loggers. Other libraries log from level WARNING.
     """
     stream = stream or sys.stderr
-    as_json = form == "json" or (form == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    handler.addFilter(lambda record: record.msg != _SAID_BY_THE_CALLER)
     root, ours = logging.getLogger(), logging.getLogger(_OURS)
     before = root.handlers, root.level, ours.level, logging.raiseExceptions
     root.handlers = [handler]

@@ -33,7 +33,7 @@ from tokentape.store import _postgres as postgres
 from tokentape.store import _schema as schema
 from tokentape.store._archive import is_archive, restored
 from tokentape.store._checks import chained, per_token_faults, turn_faults
-from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead
+from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead, read_head
 from tokentape.store._location import refuse_output
 from tokentape.store._rows import decode
 from tokentape.store._snapshots import decode_snapshot
@@ -83,7 +83,7 @@ class _HeadWithheld(Exception):
 def verify(
     location: str | Path,
     *,
-    against: Head | None = None,
+    against: Head | str | Path | None = None,
     nothing_added: bool = False,
     head_out: Path | None = None,
     sign: Path | None = None,
@@ -96,20 +96,22 @@ def verify(
     turns refer to exist; that sessions of snapshots exist. These checks alone can't find deleted sessions, deleted
     newest turns, recomputed digests, or valid changes of rewards, columns, events and metadata.
 
-    A comparison with a head, `against`, finds these: anything deleted, changed or moved since the head, or inserted
-    before something in the head. Later additions are counted, and with `nothing_added` they are findings. It can't be
-    known who added them. Sessions that were dropped on request count as deleted. An archive may have the sessions in
-    another order.
+    A comparison with a head, or the file of one, `against`, finds these: anything deleted, changed or moved since the
+    head, or inserted before something in the head. Later additions are counted, and with `nothing_added` they are
+    findings. It can't be known who added them. Sessions that were dropped on request count as deleted. An archive may
+    have the sessions in another order.
 
     `head_out` is the file for a new head of the record, signed if `sign` is given, a PEM file with an Ed25519 private
     key. For a record with findings no head is written.
 
-    An archive is loaded into a temporary database, and the hashes of its files are checked. Raises `StoreError` if
-    there is no database or it has another schema version, and `InvalidRequest` for an unusable key or output. Faults of
-    the record are findings.
+    An archive is loaded into a temporary database, and the hashes of its files are checked. Faults of the record are
+    findings. Raises `StoreError` if there is no database or it has another schema version, and `InvalidRequest` for an
+    unusable head, key or output.
     """
     if head_out is not None:
         refuse_output(head_out, sign)
+    if isinstance(against, str | Path):
+        against = read_head(Path(against))
     comparison = None if against is None else HeadComparison(against)
     with suppress(_HeadWithheld), ExitStack() as opened:
         writer = None if head_out is None else HeadWriter(opened.enter_context(durable_file(head_out)), sign)

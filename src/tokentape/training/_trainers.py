@@ -8,6 +8,7 @@ ids that truncation kept, if these are recorded (`Trainer.supports`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tokentape._session.comparable import HELP, has_supports, not_comparable
+from tokentape._session.comparable import has_supports, not_comparable
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
 from tokentape.types import TokenDistribution
@@ -63,6 +64,14 @@ TRAINERS: Mapping[str, Trainer] = {
     )
 }
 """The trainers by their name for `tokentape doctor --trainer`."""
+
+_REMEDIES = {
+    "vllm": "restart vLLM with `--logprobs-mode processed_logprobs`",
+    "openai:vllm": "connect with `--engine vllm`",
+    "sglang": "restart SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "transformers": "start the gateway with `--logprobs-mode processed`",
+}
+"""By engine, how its logprobs become those at the temperature of sampling."""
 
 _OWN = Trainer("a loop over samples", "", None, supports=True, per_token=True)
 
@@ -142,8 +151,8 @@ def with_distributions(
     )
 
 
-def served(trainer: str, logprobs_mode: str) -> CheckResult:
-    """Check whether a trainer can use logprobs with this `EngineInfo.logprobs_mode`.
+def served(trainer: str, logprobs_mode: str, engine: str = "") -> CheckResult:
+    """Check whether a trainer can use logprobs with this `EngineInfo.logprobs_mode`, of the engine with this name.
 
     `ok`: at any temperature. `warn`: at temperature 1 only, although the trainer takes others. `fail`: never.
     """
@@ -162,17 +171,25 @@ def served(trainer: str, logprobs_mode: str) -> CheckResult:
             return CheckResult("trainer", "ok", f"{found}: the same{rest} without penalties")
         case "raw_logprobs" | "penalised_logprobs":
             found = f"{found}: the same at temperature 1 only"
-            advice = "" if one else f"Else {HELP['raw']}."
+            advice = "" if one else f"Else {_remedy(engine)}."
             return CheckResult("trainer", "ok" if one else "warn", found, advice)
     advice = "Sample with vLLM, SGLang or the embedded engine."
     return CheckResult("trainer", "fail", f"{found}: what they are is not known", advice)
 
 
-def served_line(logprobs_mode: str) -> str:
-    """Return a line, for the log of a gateway, about the trainers that can use an engine's logprobs."""
+def _remedy(engine: str) -> str:
+    other = f"{_REMEDIES[engine]}, or " if engine in _REMEDIES else ""
+    return f"{other}keep all calls at temperature 1 with `tokentape serve --pin temperature=1.0`"
+
+
+def log_served(log: logging.Logger, logprobs_mode: str, engine: str) -> None:
+    """Log for which trainers an engine's logprobs are right and, as a warning, what to do for the others."""
     by_status: dict[str, list[str]] = {}
     for name, about in TRAINERS.items():
         by_status.setdefault(served(name, logprobs_mode).status, []).append(about.name)
     words = {"ok": "right for", "warn": "right at temperature 1 only for", "fail": "not for"}
     parts = [f"{words[status]} {', '.join(by_status[status])}" for status in words if status in by_status]
-    return f"the engine reports {logprobs_mode}, {'; '.join(parts)}"
+    if "warn" in by_status:
+        parts.append(_remedy(engine))
+    level = logging.INFO if by_status.keys() == {"ok"} else logging.WARNING
+    log.log(level, "the engine reports %s, %s", logprobs_mode, "; ".join(parts))

@@ -141,7 +141,8 @@ def _digest(prompt: Any) -> str:
 
 def refuse_temperature(client: Client, temperature: float) -> None:
     """Raise `InvalidRequest` if TRL divides logits by a temperature that the recorded logprobs know nothing of."""
-    found = served("trl", mode_of(str(client.engine().engine)))
+    engine = str(client.engine().engine)
+    found = served("trl", mode_of(engine), engine.split()[0])
     if temperature != 1.0 and found.status != "ok":
         raise InvalidRequest(
             f"{found.found}, and the trainer's is {temperature:g}: set temperature=1.0 in its config and sample with "
