@@ -423,6 +423,13 @@ def test_a_url_without_http_is_refused(url: str) -> None:
             kind(url)
 
 
+def test_the_url_of_an_openai_client_is_taken_and_that_of_a_session_is_refused() -> None:
+    for kind in (tokentape.Client, tokentape.AsyncClient):
+        assert kind("http://127.0.0.1:8800/v1/").base_url == "http://127.0.0.1:8800"
+        with pytest.raises(InvalidRequest, match="is a session's URL; expected the gateway's"):
+            kind("http://127.0.0.1:8800/sessions/a/v1")
+
+
 @pytest.mark.parametrize("key", ["a\nb", "\u00e4", "key\r"])
 def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
     for kind in (tokentape.Client, tokentape.AsyncClient):

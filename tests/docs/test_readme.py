@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat.conftest import load_tokenizer
+from tokentape import Client
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -23,10 +24,12 @@ def blocks() -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_readme_s_agent_and_samples_run(gateway_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks()
-    assert set(code) == {"agent", "samples"}
+    assert set(code) == {"agent", "tools", "samples"}
+    with Client(gateway_url) as client:
+        client.session("task-8", pin={"temperature": 0.0})  # what it samples is not the point
     names: dict[str, object] = {}
-    exec(code["agent"].replace("http://127.0.0.1:8800", gateway_url), names)
-    exec(code["samples"].replace("http://127.0.0.1:8800", gateway_url), names)
+    for name in ("agent", "tools", "samples"):
+        exec(code[name].replace("http://127.0.0.1:8800", gateway_url), names)
     *answer, verdict = capsys.readouterr().out.splitlines()
     assert answer
     assert verdict == "exact 1.0"

@@ -39,7 +39,7 @@ class AsyncClient:
         timeout: float = 60.0,
         max_retries: int = 5,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._max_retries = max_retries
         self._http = httpx2.AsyncClient(**calls.http_options(self.base_url, api_key))

@@ -131,6 +131,8 @@ def http_options(base_url: str, api_key: str | None) -> dict[str, Any]:
     """Return the keyword arguments of an HTTP client. Raises `InvalidRequest` for an invalid URL or key."""
     if not base_url.lower().startswith(("http://", "https://")):
         raise InvalidRequest(f"a gateway's URL begins with http:// or https://, not {base_url!r}", "base_url")
+    if "/sessions/" in base_url:
+        raise InvalidRequest(f"{base_url} is a session's URL; expected the gateway's, http://host:port", "base_url")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("an API key has printable ASCII characters only; is there a line break in it?", "api_key")
     return {"base_url": base_url, "headers": {} if api_key is None else {"authorization": f"Bearer {api_key}"}}

@@ -196,6 +196,13 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: st
     assert caught.value.param == param
 
 
+def test_a_mistyped_parameter_comes_with_the_one_that_was_meant() -> None:
+    with pytest.raises(
+        UnsupportedParameter, match=re.escape("'temprature' is not supported; did you mean 'temperature'?")
+    ):
+        decode(temprature=1)
+
+
 def test_refusal_names_the_place_and_the_type() -> None:
     with pytest.raises(UnsupportedParameter, match=re.escape("messages[1].content[0].content[0] is a block of type")):
         decode(messages=[USER, result([IMAGE])])

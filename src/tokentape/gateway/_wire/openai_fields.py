@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
@@ -182,7 +183,9 @@ def read_fields(
     given = {name: value for name, value in body.items() if value is not None}
     for name in given:
         if name not in kind.__struct_fields__ and name not in ignored:
-            raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
+            near = difflib.get_close_matches(name[:64], kind.__struct_fields__, 1, cutoff=0.8)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported{meant}", name[:64])
     if required not in given:
         raise InvalidRequest(f"{required} is missing", required)
     return read_as(given, kind), given
