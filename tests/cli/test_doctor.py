@@ -48,6 +48,7 @@ def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir
 
 def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp_path: Path) -> None:
     with fake_vllm.running() as vllm:
+        vllm.scale_out = True
         arguments = ("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", vllm.url)
         done = run(*arguments, "--trainer", "verl")
         assert "ok    engine: vllm " in done.stdout

@@ -429,7 +429,7 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
     assert done.stderr.count("The server serves another model than the folder's") == 1
-    assert f"It serves {cached}, m; the folder is {cached}. Give the gateway the folder" in done.stderr
+    assert f"It serves m, {cached}; the folder is {cached}. Give the gateway the folder" in done.stderr
     assert "--unverified-model" not in done.stderr
 
 

@@ -202,7 +202,7 @@ def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(
         "logprob: from ▁ likely (probability above 0.37) to █ unlikely (below 0.001)",
         "drift: ^~~ tokenizing the text again gives other tokens here, and which kind",
         "",
-        "-- turn 0 | 1 added, 3 sampled | ended by stop | weights w0",
+        f"-- turn 0 | {len(_ids(renderer, 'hello'))} added, 3 sampled | ended by stop | weights step-1",
         "     user | hello",
         f"     loss | {hello}",
         "  sampled | Let",

@@ -213,7 +213,7 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
                 findings += await serves_model(kind, http, engine.info, renderer, folder_model(config), expected)
                 if kind == "vllm":
                     routes = ", ".join(await offered_routes(http)) or "none"
-                    advice = "" if "/generate" in routes else WITHOUT_GENERATE
+                    advice = "" if "generate" in engine.info.capabilities else WITHOUT_GENERATE
                     findings.append(CheckResult("routes", "ok", routes, advice))
                 findings.append(await same_template(kind, http, engine.info.model, renderer))
             except EngineError as error:
