@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -263,7 +264,17 @@ def test_data_that_is_a_file_is_refused(workers: int, run: Run, model_dir: Path,
     (tmp_path / "file").touch()
     done = run("serve", model_dir, *remote("http://127.0.0.1:9"), "--data", tmp_path / "file", "--workers", workers)
     assert done.exit_code == 1
-    assert "it is a file; name a directory" in done.stderr
+    assert "it is a file; name a directory that this user may write to" in done.stderr
+
+
+def test_data_without_permission_is_refused(
+    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, *a, **b: Path(path) != tmp_path / "d" and access(path, *a, **b))
+    done = run("serve", model_dir, *remote("http://127.0.0.1:9"), "--data", tmp_path / "d", "--port", 0)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/d can't be used as a data directory: Permission")
 
 
 def test_other_machines_are_not_served(run: Run, model_dir: Path, tmp_path: Path) -> None:

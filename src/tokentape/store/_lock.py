@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -15,12 +16,19 @@ _FILES = ("tokentape.turn", "tokentape.next")
 
 
 def make_directory(directory: Path) -> None:
-    """Create a data directory unless it exists. Raises `StoreError` if that fails."""
+    """Create a data directory unless it exists. Raises `StoreError` if that fails, or if it can't be written to."""
+    found = ""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        found = "it is a file; name a directory" if directory.is_file() else error.strerror
-        raise StoreError(f"{directory} can't be used as a data directory: {found}") from error
+        found = "it is a file" if directory.is_file() else str(error.strerror)
+    if not found and not os.access(directory, os.W_OK | os.X_OK):
+        found = os.strerror(errno.EACCES)
+    if found:
+        raise StoreError(
+            f"{directory} can't be used as a data directory: {found}; name a directory that this user may write to "
+            "(tokentape serve --data)"
+        )
 
 
 class DirectoryLock:
