@@ -476,3 +476,28 @@ def test_a_part_is_closed_where_all_parts_have_the_same_tokens(completion: str) 
     conversation = renderer.tokenizer.decode(renderer.render([NEXT, thought, NEXT], setup_for(renderer)).ids)
     text, _ = bridged(renderer, completion)
     assert conversation.endswith(completion + text)
+
+
+ALWAYS_PROMPTED = FRAMED.replace("if add_generation_prompt", "if messages[-1].role == 'user'")
+REFUSES_TWO_QUESTIONS = (
+    "{%- for m in messages -%}{%- if loop.previtem and loop.previtem.role == m.role -%}"
+    "{{ raise_exception('roles alternate') }}{%- endif -%}{%- endfor -%}" + ALWAYS_PROMPTED
+)
+NOTHING_ENDS_QUESTIONS = ALWAYS_PROMPTED.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'assistant' else '' }}")
+
+
+@pytest.mark.parametrize("template", [ALWAYS_PROMPTED, REFUSES_TWO_QUESTIONS, NOTHING_ENDS_QUESTIONS])
+def test_the_generation_prompt_is_found_where_the_template_always_writes_it(template: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(template))
+    prompt = renderer.format(setup_for(renderer)).generation_prompt
+    assert renderer.tokenizer.spell_marks(prompt) == "<|im_start|>assistant"
+
+
+LAST_ENDS_OTHERWISE = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m.content }}{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant: {% elif messages[-1].role == 'assistant' -%}
+<|box_start|><|box_end|>{%- endif -%}"""
+
+
+def test_what_only_the_last_turn_ends_with_closes_no_content() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_ENDS_OTHERWISE))
+    assert bridged(renderer, "h") == ("<|im_start|>user: next<|im_start|>assistant: ", "")

@@ -147,6 +147,9 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         content_suffix = _after(ask([QUESTION, said, QUESTION], True), CONTENT)
     header = _read_header(followed, base, generation_prompt)
     content_open, content_close = _around(answer, prompt, CONTENT)
+    if content_suffix:
+        # Some write more after the last turn of a conversation, which closes nothing.
+        content_close = content_close[: common_prefix(content_close, content_suffix)]
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
     calls, calls_close, calls_suffix, content_after_calls, before_content = None, TurnClose("", ""), "", None, ""
@@ -285,7 +288,10 @@ def _read_base(render: Render, prompt: str, opening: str) -> str:
                 return prompt
             shared = prompt[: common_prefix(prompt, before)]
             # A mark that opens the next message comes after one that ends the question.
-            return shared.removesuffix(opening) if end is not None and end[0] != opening else shared
+            return shared.removesuffix(opening) if end is not None else shared
+        if opening and opening in prompt:
+            # It takes no two questions in a row.
+            return prompt[: prompt.rindex(opening)]
     return base
 
 
