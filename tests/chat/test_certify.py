@@ -441,3 +441,22 @@ def test_a_reply_may_merge_with_a_later_prompt_only(at: int, append_only: str, m
     assert user is not None
     assert user.append_only == append_only
     assert len(user.counterexample) == (0 if append_only == "yes" else 2 * at)
+
+
+DROPS_REASONING_WHEN_ASKED = """{%- set ns = namespace(quiet=false) -%}{%- for m in messages -%}
+{%- if m.role == 'user' and '/quiet' in m.content -%}{%- set ns.quiet = true -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and not ns.quiet -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}
+{{ m.content }}<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@pytest.mark.parametrize(("condition", "append_only"), [("'/quiet' in m.content", "no"), ("m.content == 42", "clean text")])
+def test_a_new_message_may_drop_the_reasoning_before_it(
+    condition: str, append_only: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "user/no-tools")
+    template = DROPS_REASONING_WHEN_ASKED.replace("'/quiet' in m.content", condition)
+    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(template))).continuation("user/no-tools")
+    assert user is not None
+    assert user.append_only == append_only
