@@ -18,7 +18,6 @@ from tokentape.engines._status_errors import status_error
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway._serve import running
 
-
 Answer: TypeAlias = tuple[int, Any]
 """Status and JSON body of a reply."""
 
