@@ -188,11 +188,25 @@ def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _say_less(session.config)
     gc.freeze()
     # Each pass takes long with so much imported: a tenth as many free the same.
     gc.set_threshold(60_000, 20, 20)
     gc.enable()
+
+
+def _say_less(config: pytest.Config) -> None:
+    """Keep workers from reporting starts, and setups and teardowns that passed: half of what they send."""
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor" and not config.option.durations:
+            plugin.sendevent = functools.partial(_send, plugin.sendevent)
+
+
+def _send(send: Callable[..., None], name: str, **event: Any) -> None:
+    report = event.get("data", {})
+    if name != "logstart" and not (report.get("outcome") == "passed" and report["when"] in ("setup", "teardown")):
+        send(name, **event)
 
 
 def _of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Path:

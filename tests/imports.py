@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
+
+from tokentape.chat._disk_cache import keep
 
 CODE = """
 import sys
@@ -18,6 +22,9 @@ print(*[name for name, module in sys.modules.items() if module is not None])
 
 @cache
 def loaded() -> frozenset[str]:
-    """Return the names of all modules of that process."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    return frozenset(done.stdout.split())
+    """Return the names of all modules of that process. The workers of a run start one, unless two ask at once."""
+    kept = Path(os.environ["TOKENTAPE_CACHE"]) / "loaded-modules"
+    if not kept.exists():
+        done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+        keep(kept, done.stdout)
+    return frozenset(kept.read_text("utf-8").split())

@@ -64,7 +64,7 @@ def test_the_command_against_a_server_runs(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "train").symlink_to(MODEL)
     monkeypatch.chdir(tmp_path)
-    with serving("vllm", healthy(TINY)) as url:
+    with serving("vllm", healthy(TINY), on_socket=True) as url:
         line = block.strip().removeprefix("$ ").replace("http://127.0.0.1:8000", url)
         done = CliRunner().invoke(app, shlex.split(line)[1:])
     assert done.exit_code == 0, done.output

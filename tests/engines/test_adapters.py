@@ -59,7 +59,7 @@ def record_embedded(folder: Path, data: Path, names: Sequence[str | None]) -> li
     return record(opening, data, names, "What is 17 + 2?", SamplingParams(max_tokens=12))
 
 
-@pytest.mark.parametrize("sessions", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sessions", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_sessions_at_once_are_sampled_with_their_adapters(
     folder: Path, forwards_of: dict[str | None, Forward], tmp_path: Path, sessions: int
 ) -> None:

@@ -56,7 +56,7 @@ async def talk(turns: Turns, session: str, calls: int, rng: random.Random) -> No
         histories += [(*messages, one.reply) for one in done]
 
 
-@pytest.mark.parametrize("calls", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_replayed_experts_give_the_logprobs_of_every_turn(folder: Path, store: SqliteStore, calls: int) -> None:
     async def sessions() -> None:
         engine = TransformersEngine.open(folder, logprobs_mode="raw_logprobs")

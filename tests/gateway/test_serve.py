@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import threading
 
 import httpx2
 import pytest
@@ -15,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from tests.waiting import PATIENCE
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS
 from tokentape.gateway._serve import _Server, running, serve
@@ -25,7 +23,6 @@ async def hello(request: Request) -> PlainTextResponse:
     return PlainTextResponse("hello")
 
 
-ROOT = Path(__file__).parents[2]
 APP = Starlette(routes=[Route("/", hello)])
 
 
@@ -71,19 +68,20 @@ def test_application_that_does_not_start_raises() -> None:
         pass
 
 
-SERVER = """
-from tests.gateway.test_serve import APP
-from tokentape.gateway._serve import serve
-serve(APP, port=0, on_ready=lambda url: print(url, flush=True))
-print("cleaned up")
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_answers_when_it_says_so_and_returns_on_a_signal(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert httpx2.get(process.stdout.readline().strip()).text == "hello"
-        process.send_signal(number)
-        assert process.stdout.read() == "cleaned up\n"
-        assert process.wait(PATIENCE) == 0
+    texts: list[str] = []
+    raised: list[int] = []
+
+    def ask(url: str) -> None:
+        texts.append(httpx2.get(url).text)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(number, lambda *_: raised.append(number))
+    try:
+        serve(APP, port=0, on_ready=lambda url: threading.Thread(target=ask, args=(url,)).start())
+        assert signal.getsignal(number).__name__ == "<lambda>"
+    finally:
+        signal.signal(number, before)
+    assert texts == ["hello"]
+    assert not raised  # for the process the signal has been handled

@@ -19,7 +19,7 @@ from tokentape.errors import EngineError, InvalidRequest
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
 def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> None:
-    with serving(kind, healthy(TINY)) as url:
+    with serving(kind, healthy(TINY), on_socket=True) as url:
         report = audit(healthy(TINY), f"{kind}:{url}")
     assert not report.skewed, [(one.kind, one.cause) for one in report.findings]
     assert report.tried["render"] > 70
@@ -85,7 +85,7 @@ def test_a_gateway_is_asked_for_texts_only() -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp", "gateway"])
 def test_the_kind_of_a_server_is_found_out(kind: str) -> None:
-    with serving(kind, healthy(TINY)) as url:
+    with serving(kind, healthy(TINY), on_socket=True) as url:
         side = open_backend(url)
         try:
             assert side.facts.kind.lower().replace(".", "") == f"{kind} server"
@@ -150,7 +150,7 @@ def test_texts_that_two_servers_refuse_are_named_as_not_covered() -> None:
 
 
 def test_nobody_at_the_address_is_an_error() -> None:
-    with serving("vllm", healthy(TINY)) as url:
+    with serving("vllm", healthy(TINY), on_socket=True) as url:
         pass
     with pytest.raises(EngineError, match=f"vllm:{url}: .* is it running"):
         open_backend(f"vllm:{url}")
