@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
+if find_spec("peft") is None:  # Importing it costs each worker two seconds.
+    pytest.skip("needs peft, of the extra adapters", allow_module_level=True)
 
 from adapters import Forward, forward_with, largest_difference, record, write_adapter  # noqa: E402
 from embedded import GREEDY, WARM, Sampled, collect, load, prompt, recomputed, sample  # noqa: E402

@@ -82,12 +82,12 @@ class ChatTemplate:
     @cached_property
     def compared_strings(self) -> tuple[str, ...]:
         """The strings that the template compares with texts or searches for in them, see `compared_strings`."""
-        return compared_strings(parse_template(self.whole_source.replace("\0", "\n")))
+        return _compared(self.whole_source)[0]
 
     @cached_property
     def highest_compared(self) -> int:
         """The highest number in the template's comparisons, see `highest_compared`."""
-        return highest_compared(parse_template(self.whole_source.replace("\0", "\n")))
+        return _compared(self.whole_source)[1]
 
     def render(
         self,
@@ -244,6 +244,13 @@ def read_source(path: Path) -> str:
 def parse_template(source: str) -> jinja2.nodes.Template:
     """Return the syntax tree of a template."""
     return _environment().parse(source)
+
+
+@lru_cache(maxsize=32)
+def _compared(source: str) -> tuple[tuple[str, ...], int]:
+    """Return the strings and the highest number that the template compares."""
+    tree = parse_template(source.replace("\0", "\n"))
+    return compared_strings(tree), highest_compared(tree)
 
 
 def _environment() -> Sandbox:
