@@ -101,6 +101,8 @@ def record(
     adapters: Sequence[str | None],
     question: str,
     params: SamplingParams,
+    *,
+    seeded: bool = True,
 ) -> list[tuple[Turn, ...]]:
     """Return the turns of sessions that ran at the same time, two turns each, with these adapters."""
 
@@ -115,7 +117,8 @@ def record(
             messages: list[Any] = []
             for text in (question.format(number), "Again?"):
                 messages.append({"role": "user", "content": text})
-                request = TurnRequest(f"s{number}", tuple(messages), (), {}, replace(params, seed=number))
+                own = replace(params, seed=number) if seeded else params
+                request = TurnRequest(f"s{number}", tuple(messages), (), {}, own)
                 (done,) = [event async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
                 messages.append(done.turn.reply)
 
