@@ -46,7 +46,7 @@ def flag(help: str, *flags: str) -> Any:  # noqa: A002
 
 def _named_folder(value: str) -> tuple[str, Path]:
     name, _, folder = value.partition("=")
-    if not name or not Path(folder).is_dir():
+    if not (name and folder and Path(folder).is_dir()):
         raise typer.BadParameter(f"{value!r} is not NAME=FOLDER with a folder that exists, a=runs/a for example.")
     return name, Path(folder)
 
