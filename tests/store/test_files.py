@@ -135,6 +135,23 @@ def test_a_deleted_session_leaves_no_file_and_another_keeps_its_own(place: Place
     assert verify(place.location).ok
 
 
+def test_a_session_whose_files_cannot_be_removed_stays_and_can_be_deleted_again(
+    store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(store, target)
+
+    def refused(*_: Any) -> None:
+        raise PermissionError("no access")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.implementations.dirfs.DirFileSystem.rm_file", refused)
+        with pytest.raises(StoreError, match="so the session stays: no access"):
+            run(store.delete_session("s"))
+    assert len(store.load_session("s", per_token=True).payloads) == 3
+    run(store.delete_session("s"))
+    assert written(target) == []
+
+
 def test_only_files_of_the_session_are_removed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x")

@@ -115,13 +115,14 @@ def read_payload(address: str) -> bytes:
 
 def remove_payloads(session_id: str, addresses: Iterable[str]) -> None:
     """Remove files of a session's payloads; those that are missing are fine. Raises `StoreError`."""
-    for address in addresses:
-        folder, _, name = address.rpartition("/")
+    parts = [address.rpartition("/") for address in addresses]
+    for folder, _, name in parts:
         if not name.startswith(_prefix(session_id)):
-            raise StoreCorrupt(f"the payload {address} is not one of session {session_id!r}; nothing was deleted")
+            raise StoreCorrupt(f"{folder}/{name} is not a payload of session {session_id!r}; nothing was deleted")
+    for folder, _, name in parts:
         try:
             open_folder(folder).rm_file(name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:
-            raise StoreError(f"the payload {address} can't be deleted: {error}; nothing was deleted") from error
+            raise StoreError(f"{folder}/{name} can't be removed, so the session stays: {error}") from error
