@@ -103,13 +103,14 @@ def record(
     params: SamplingParams,
     *,
     seeded: bool = True,
+    supports: int = 0,
 ) -> list[tuple[Turn, ...]]:
     """Return the turns of sessions that ran at the same time, two turns each, with these adapters."""
 
     async def main(store: SqliteStore) -> None:
         renderer = Renderer.load(MODEL)
         engine = await opening(renderer)
-        turns = Turns(engine, renderer, store)
+        turns = Turns(engine, renderer, store, supports=supports)
 
         async def session(number: int, adapter: str | None) -> None:
             pins = {} if adapter is None else {METADATA: {"pin": {"adapter": adapter}}}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import forward_with
+from adapters import forward_with, record
 from real import MODEL, collect, load_forward, served, use
 from tokenizers import Tokenizer
 
@@ -25,6 +25,8 @@ from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._openai_compatible import OpenAiEngine
 from tokentape.engines._sglang import SglangEngine
 from tokentape.errors import InvalidRequest
+from tokentape.store import SqliteStore
+from tokentape.training import assemble, exports
 
 SERVER = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 CONTEXT = 1024
@@ -325,6 +327,22 @@ def test_ten_thousand_truncated_tokens_stay_within_their_masks_and_have_their_de
     assert unsure < 20
     assert max(apart) < SUPPORT_TOLERANCE
     assert beyond < 20
+
+
+def test_masks_are_recorded_and_a_trainer_s_format_takes_them(server: str, tmp_path: Path) -> None:
+    async def opening(_: object) -> SglangEngine:
+        return await SglangEngine.open(server, vocab_size=VOCAB_SIZE)
+
+    params = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, top_k=50)
+    record(opening, tmp_path, [None] * 4, "What is {} + 2?", params, seeded=False, supports=4000)
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        for stored in store.iter_sessions(per_token=True):
+            assert [turn.sampling["supports"] for turn in stored.turns] == ["all", "all"]
+            (sample,) = assemble(stored.trajectories()).samples
+            assert "," not in sample.verdict
+            # It refuses an id that is not in its support.
+            given = exports.slime_sample(sample, 0, 0)
+            assert len(given["rollout_log_probs"]) == len(given["loss_mask"])
 
 
 def test_a_closed_session_is_let_go_and_can_go_on(prompt: np.ndarray, tmp_path: Path) -> None:
