@@ -148,8 +148,8 @@ class ServeConfig:
     payloads: bool = option(False, "Record what the engine returns per token, such as routed experts.")
     payloads_to: str | None = option(
         None,
-        "Write these, and supports, to files there, and only their addresses to the record: a folder, or a URL of "
-        "fsspec such as s3://bucket/run. The turn is acknowledged after its files are written.",
+        "Write payloads and supports to files in this folder or at this fsspec URL (s3://bucket/run), and only their "
+        "addresses to the record. A turn is acknowledged after its files are written.",
         metavar="URL",
     )
     supports: int = option(
