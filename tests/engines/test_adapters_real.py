@@ -31,7 +31,7 @@ TOLERANCE = 2e-5
 SGLANG_COMMAND = (
     f"{SGLANG} --model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
     "--sampling-backend pytorch --lora-backend torch_native --dtype float32 --context-length 512 "
-    "--max-total-tokens 8192 --max-running-requests 8 --mem-fraction-static 0.05 --disable-overlap-schedule "
+    "--max-total-tokens 8192 --max-running-requests 8 --mem-fraction-static 0.3 --disable-overlap-schedule "
     "--host 127.0.0.1"
 )
 

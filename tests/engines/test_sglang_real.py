@@ -46,7 +46,7 @@ SAMPLED = SamplingParams(max_tokens=30, temperature=0.8, top_p=0.95, top_k=50)
 OPTIONS = (
     f"--model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
     f"--sampling-backend pytorch --dtype float32 --context-length {CONTEXT} --max-total-tokens 8192 "
-    "--max-running-requests 8 --mem-fraction-static 0.05 --disable-overlap-schedule --host 127.0.0.1 --port"
+    "--max-running-requests 8 --mem-fraction-static 0.3 --disable-overlap-schedule --host 127.0.0.1 --port"
 )
 
 
