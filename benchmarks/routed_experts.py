@@ -1,7 +1,8 @@
 """What routed experts cost a gateway: bytes per token in memory and on disk, and memory over many sessions.
 
 Run `python -m benchmarks.routed_experts`. Sessions of 100,000 tokens with 48 layers of 8 experts are recorded one after
-the other by one gateway. The same sessions without experts are the named alternative.
+the other by one gateway, with the experts in the database and in files (`--payloads-to`). The same sessions without
+experts are the named alternative. With `--idle 0` sessions leave the memory when they end.
 """
 
 from __future__ import annotations
@@ -89,21 +90,26 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=3600.0, help="seconds after which a session leaves the memory")
     options = parser.parse_args()
     renderer = Renderer.load(MODEL)
-    for payloads in (False, True):
+    for kind in ("none", "in the database", "in files"):
         folder = Path(tempfile.mkdtemp())
         try:
-            store = SqliteStore.open(folder)
+            store = SqliteStore.open(folder / "record")
+            if kind == "in files":
+                store.keep_payloads_at(str(folder / "payloads"))
             sessions = range(options.sessions)
-            work = record(store, renderer, sessions, options.tokens, payloads=payloads, idle=options.idle)
+            work = record(store, renderer, sessions, options.tokens, payloads=kind != "none", idle=options.idle)
             found = asyncio.run(work)
             store.close()
-            disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            disk, files = (
+                sum(file.stat().st_size for file in (folder / name).rglob("*") if file.is_file())
+                for name in ("record", "payloads")
+            )
         finally:
             shutil.rmtree(folder)
         count, tenth = options.sessions * options.tokens, max(options.sessions // 10, 1)
         growth = (found[-1] - found[tenth - 1]) / ((options.sessions - tenth) * options.tokens or 1)
         print(
-            f"experts {'recorded' if payloads else 'not recorded'}: {disk / count:.1f} bytes of disk per token; memory "
+            f"experts {kind}: {disk / count:.1f} bytes per token in the database, {files / count:.1f} in files; memory "
             f"after {tenth} sessions {found[tenth - 1] >> 20} MiB, after {options.sessions} {found[-1] >> 20} MiB: "
             f"{growth:.1f} bytes more per token"
         )

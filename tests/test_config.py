@@ -161,6 +161,12 @@ def test_a_database_is_shown_without_its_password() -> None:
         resolve({"store": "runs/serve"}, {})
 
 
+def test_an_address_for_payloads_needs_payloads() -> None:
+    with pytest.raises(InvalidRequest, match="add --payloads or --supports"):
+        resolve({"payloads_to": "s3://bucket/run"}, {})
+    assert resolve({"payloads_to": "s3://bucket/run", "supports": 5}, {}).config.payloads_to == "s3://bucket/run"
+
+
 def test_weights_are_not_loaded_once_per_worker() -> None:
     with pytest.raises(InvalidRequest, match="one worker"):
         resolve({"workers": 2}, {})

@@ -169,6 +169,8 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
     Call it in the event loop that will serve it: an engine's connections belong to their loop. Raises as
     `open_configured` and `open_captured`.
     """
+    if config.payloads_to is not None:
+        store.keep_payloads_at(config.payloads_to)
     made: list[Turns] = []
 
     def weights_now() -> str | None:

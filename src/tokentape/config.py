@@ -146,6 +146,12 @@ class ServeConfig:
         "are only reported. The logprobs of such turns are those under the constraint. Not with capture.",
     )
     payloads: bool = option(False, "Record what the engine returns per token, such as routed experts.")
+    payloads_to: str | None = option(
+        None,
+        "Write payloads and supports to files in this folder or at this fsspec URL (s3://bucket/run), and only their "
+        "addresses to the record. A turn is acknowledged after its files are written.",
+        metavar="URL",
+    )
     supports: int = option(
         0,
         "Record which ids truncated sampling (top-k, top-p, min-p) kept for each token, if it kept at most this many; "
@@ -175,6 +181,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self.pins()
+        if self.payloads_to is not None and not (self.payloads or self.supports):
+            raise InvalidRequest("payloads_to has nothing to write: add --payloads or --supports", "payloads_to")
         if self.enforce_tools and self.engine.capture:
             raise InvalidRequest("enforce_tools does not work with capture, where the server renders", "enforce_tools")
         if self.engine.kind == "transformers" and self.engine.urls:

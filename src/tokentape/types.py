@@ -394,13 +394,15 @@ class Trajectory:
     A turn with tool calls has `stop`, where clients see `tool_calls`: trainers read here whether a completion was cut,
     and SkyRL can mask all that has not `stop`.
     """
+    adapters: tuple[str | None, ...] = ()
+    """One per turn: the LoRA adapter that sampled it; None for the model itself, and in files that don't say it."""
     role: str = ""
     """`main`, `subagent` or `side_call`, from the lineage of the path; empty if it was not computed."""
     lineage: tuple[LineageEdge, ...] = ()
     """The origins of the branches on the path, in order of their first turns."""
 
     def __post_init__(self) -> None:
-        for name in ("sampled_from", "logprobs_of", "finish_reasons"):
+        for name in ("sampled_from", "logprobs_of", "finish_reasons", "adapters"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (None,) * len(self.turns))
 

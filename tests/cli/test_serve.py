@@ -60,10 +60,13 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
     data = tmp_path / "data"
     pytest.importorskip("peft")
     write_adapter(tmp_path / "lora", 0, model_dir)
-    with serving(model_dir, "--data", data, "--model-id", "shop", "--adapter", f"a={tmp_path}/lora") as (process, url):
+    options = ["--model-id", "shop", "--adapter", f"a={tmp_path}/lora", "--supports", 5000]
+    with serving(model_dir, "--data", data, *options, "--payloads-to", tmp_path / "files") as (process, url):
         reply = httpx2.post(f"{url}/sessions/s/v1/chat/completions", json={**HELLO, "return_token_ids": True}).json()
         httpx2.post(f"{url}/sessions", json={"session_id": "with", "pin": {"adapter": "a"}})
         other = httpx2.post(f"{url}/sessions/with/v1/chat/completions", json={**HELLO, "return_token_ids": True}).json()
+        truncated = {**HELLO, "temperature": 1, "top_p": 0.9}
+        httpx2.post(f"{url}/sessions/truncated/v1/chat/completions", json=truncated).raise_for_status()
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
     assert reply["model"] == "shop"
@@ -71,7 +74,9 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
     assert recorded(data, "with") == other["choices"][0]["token_ids"]
     with SqliteStore.open(data, read_only=True) as store:
         (plain,), (adapted,) = store.load_session("s").turns, store.load_session("with").turns
+        (supports,) = store.load_session("truncated", per_token=True).payloads
     assert (plain.adapter, adapted.adapter) == (None, "a")
+    assert (supports.name, len(list((tmp_path / "files").iterdir()))) == ("supports", 1)
     assert abs(plain.logprobs - adapted.logprobs).max() > 1e-3
     served = json.loads((data / "model.json").read_text())
     assert served == {

@@ -101,13 +101,16 @@ def record(
     adapters: Sequence[str | None],
     question: str,
     params: SamplingParams,
+    *,
+    seeded: bool = True,
+    supports: int = 0,
 ) -> list[tuple[Turn, ...]]:
     """Return the turns of sessions that ran at the same time, two turns each, with these adapters."""
 
     async def main(store: SqliteStore) -> None:
         renderer = Renderer.load(MODEL)
         engine = await opening(renderer)
-        turns = Turns(engine, renderer, store)
+        turns = Turns(engine, renderer, store, supports=supports)
 
         async def session(number: int, adapter: str | None) -> None:
             pins = {} if adapter is None else {METADATA: {"pin": {"adapter": adapter}}}
@@ -115,7 +118,8 @@ def record(
             messages: list[Any] = []
             for text in (question.format(number), "Again?"):
                 messages.append({"role": "user", "content": text})
-                request = TurnRequest(f"s{number}", tuple(messages), (), {}, replace(params, seed=number))
+                own = replace(params, seed=number) if seeded else params
+                request = TurnRequest(f"s{number}", tuple(messages), (), {}, own)
                 (done,) = [event async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
                 messages.append(done.turn.reply)
 

@@ -84,5 +84,19 @@ class Finder:
         pass
 
 
+class Unpinning:
+    """Lets SGLang's adapters allocate on a CPU: they ask for pinned memory, which only an accelerator has."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None) -> None:
+        if name != "sglang.srt.lora":
+            return
+        import torch
+
+        for made in (torch.tensor, torch.empty, torch.zeros):
+            setattr(torch, made.__name__, lambda *args, made=made, pin_memory=False, **more: made(*args, **more))
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
+
+
 if __name__ != "__main__":
+    sys.meta_path.insert(0, Unpinning())  # type: ignore[arg-type]
     sys.meta_path.append(Finder())  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ pytestmark = [
 VLLM_COMMAND = f"serve {MODEL} --dtype float32 --enforce-eager --max-model-len 1024 --host 127.0.0.1 --port"
 SGLANG_OPTIONS = (
     f"--model-path {MODEL} --device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 "
-    "--context-length 1024 --max-total-tokens 8192 --max-running-requests 8 --mem-fraction-static 0.05 "
+    "--context-length 1024 --max-total-tokens 8192 --max-running-requests 8 --mem-fraction-static 0.3 "
     "--disable-overlap-schedule --host 127.0.0.1 --port"
 )
 

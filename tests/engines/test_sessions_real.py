@@ -123,7 +123,7 @@ KINDS = {
         name="sglang",
         command=f"{SGLANG} --model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
         f"--sampling-backend pytorch --dtype float32 --context-length {CONTEXT} --max-total-tokens 16384 "
-        "--max-running-requests 8 --mem-fraction-static 0.05 --disable-overlap-schedule --log-requests "
+        "--max-running-requests 8 --mem-fraction-static 0.3 --disable-overlap-schedule --log-requests "
         "--log-requests-level 3 --log-requests-format json --host 127.0.0.1 --port",
         settings={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         sessions=100,

@@ -11,23 +11,30 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from adapters import forward_with, record
 from real import MODEL, collect, load_forward, served, use
 from tokenizers import Tokenizer
 
+from tokentape._supports import kept_ids
 from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._openai_compatible import OpenAiEngine
 from tokentape.engines._sglang import SglangEngine
 from tokentape.errors import InvalidRequest
+from tokentape.store import SqliteStore
+from tokentape.training import assemble, exports
 
 SERVER = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 CONTEXT = 1024
 VOCAB_SIZE = 4000
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, between SGLang's kernels and the plain forward pass."""
+SUPPORT_TOLERANCE = 2e-5
+"""Of log-probabilities over a mask, from a forward pass in float64. A pass in float32 is about as far from it."""
 
 pytestmark = [
     pytest.mark.engines,
@@ -39,7 +46,7 @@ SAMPLED = SamplingParams(max_tokens=30, temperature=0.8, top_p=0.95, top_k=50)
 OPTIONS = (
     f"--model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
     f"--sampling-backend pytorch --dtype float32 --context-length {CONTEXT} --max-total-tokens 8192 "
-    "--max-running-requests 8 --mem-fraction-static 0.05 --disable-overlap-schedule --host 127.0.0.1 --port"
+    "--max-running-requests 8 --mem-fraction-static 0.3 --disable-overlap-schedule --host 127.0.0.1 --port"
 )
 
 
@@ -245,3 +252,113 @@ def test_concurrent_calls_do_not_mix(server: str, prompt: np.ndarray) -> None:
             np.testing.assert_array_equal(ids, ids_together)
 
     use(opened(server), body)
+
+
+def cut(rows: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Which ids SGLang's source says that it keeps, and which are so close to a limit that rounding decides.
+
+    Of log-probabilities after temperature, float64 [tokens, vocabulary]. Its top-p counts what top-k cuts.
+    """
+    order = np.argsort(-rows, axis=-1, kind="stable")
+    likely = np.exp(np.take_along_axis(rows, order, -1))
+    before = np.cumsum(likely, -1) - likely
+    floor = params.min_p * likely[:, :1]
+    kept = (np.arange(rows.shape[1]) < params.top_k) & (before <= params.top_p) & (likely >= floor)
+    near = (np.abs(before - params.top_p) < 1e-5) | (np.abs(likely - floor) < 1e-5 * floor)
+    # Equal probabilities on both sides of top-k.
+    near |= np.abs(likely - likely[:, params.top_k - 1 : params.top_k]) < 1e-5 * likely
+    found = np.zeros((2, *rows.shape), bool)
+    for mine, sorted_so in zip(found, (kept, near), strict=True):
+        np.put_along_axis(mine, order, sorted_so, -1)
+    return found[0], found[1]
+
+
+def test_ten_thousand_truncated_tokens_stay_within_their_masks_and_have_their_declared_logprobs(server: str) -> None:
+    truncated = [
+        SamplingParams(max_tokens=40, temperature=0.7, top_p=0.8, top_k=50, supports=4000),
+        SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, top_k=7, supports=4000),
+        SamplingParams(max_tokens=40, temperature=1.0, min_p=0.2, top_k=100, supports=4000),
+    ]
+    forward, plain = forward_with({}), load_forward()
+    apart, rounding, unsure = list[float](), 0.0, 0
+
+    async def calls(engine: SglangEngine, params: SamplingParams) -> list[list[SampleDelta]]:
+        at_once = asyncio.Semaphore(8)
+
+        async def call(number: int) -> list[SampleDelta]:
+            prompt = np.random.default_rng(number).integers(0, 3900, 20).astype(np.int32)
+            async with at_once, aclosing(engine.sample(prompt, params, stream=True, request_id=str(number))) as deltas:
+                return [delta async for delta in deltas]
+
+        return await asyncio.gather(*map(call, range(84)))
+
+    for params in truncated:
+        for number, deltas in enumerate(use(opened(server), lambda engine, params=params: calls(engine, params))):
+            prompt = np.random.default_rng(number).integers(0, 3900, 20).astype(np.int32)
+            ids = np.array([one for delta in deltas for one in delta.token_ids], np.int32)
+            declared = np.array([one for delta in deltas for one in delta.logprobs])
+            masks = [kept_ids(one) for delta in deltas for one in delta.supports]
+            context, first = np.concatenate([prompt, ids]), len(prompt) - 1
+            rows = scaled(forward(context)[first:-1], params.temperature)
+            single = scaled(plain(context)[first:-1], params.temperature)
+            expected, near = cut(rows, params)
+            for row, rounded, token_id, logprob, mask, own, edge in zip(
+                rows, single, ids, declared, masks, expected, near, strict=True
+            ):
+                assert mask is not None
+                assert token_id in mask
+                differs = np.flatnonzero(own != np.isin(np.arange(len(row)), mask))
+                assert edge[differs].all()
+                unsure += len(differs) > 0
+                exact = row[token_id] - np.logaddexp.reduce(row[mask])
+                apart.append(abs(exact - logprob))
+                rounding = max(rounding, abs(exact - rounded[token_id] + np.logaddexp.reduce(rounded[mask])))
+                # Without one id of the mask it is another distribution.
+                other = mask[mask != token_id]
+                if len(other):
+                    fewer = np.setdiff1d(mask, other[np.argmax(row[other])])
+                    assert row[token_id] - np.logaddexp.reduce(row[fewer]) - logprob > 1e-4
+    beyond = sum(one > 1e-5 for one in apart)
+    print(
+        f"tokens {len(apart)}, largest difference {max(apart):.1e}, more than 1e-5: {beyond}, "
+        f"transformers in float32 {rounding:.1e}, masks that rounding decided {unsure}"
+    )
+    assert len(apart) == 3 * 84 * 40
+    assert unsure < 20
+    assert max(apart) < SUPPORT_TOLERANCE
+    assert beyond < 20
+
+
+def test_masks_are_recorded_and_a_trainer_s_format_takes_them(server: str, tmp_path: Path) -> None:
+    async def opening(_: object) -> SglangEngine:
+        return await SglangEngine.open(server, vocab_size=VOCAB_SIZE)
+
+    params = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, top_k=50)
+    record(opening, tmp_path, [None] * 4, "What is {} + 2?", params, seeded=False, supports=4000)
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        for stored in store.iter_sessions(per_token=True):
+            assert [turn.sampling["supports"] for turn in stored.turns] == ["all", "all"]
+            (sample,) = assemble(stored.trajectories()).samples
+            assert "," not in sample.verdict
+            # It refuses an id that is not in its support.
+            given = exports.slime_sample(sample, 0, 0)
+            assert len(given["rollout_log_probs"]) == len(given["loss_mask"])
+
+
+def test_a_closed_session_is_let_go_and_can_go_on(prompt: np.ndarray, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def body(engine: SglangEngine) -> list[np.ndarray]:
+        params = replace(GREEDY, session_id="kept")
+        found = [(await collect(engine, prompt, params, stream=True))[0]]
+        assert "release_session" not in log.read_text()
+        for _ in range(2):
+            await asyncio.to_thread(post, url, "/close_session", {"session_id": "kept"})
+            found.append((await collect(engine, prompt, params, stream=True))[0])
+        return found
+
+    with running(log, "--enable-session-radix-cache") as url:
+        first, *later = use(opened(url), body)
+        for one in later:
+            np.testing.assert_array_equal(one, first)
+        assert log.read_text().count("release_session kept: indexed 1 component leaves") == 2

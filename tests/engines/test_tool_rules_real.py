@@ -35,7 +35,7 @@ COMMANDS = {
     "vllm": f"{VLLM} serve {MODEL} --served-model-name demo --dtype float32 --enforce-eager --max-model-len 2048",
     "sglang": f"{SGLANG} --model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
     "--sampling-backend pytorch --dtype float32 --context-length 2048 --max-total-tokens 16384 "
-    "--max-running-requests 8 --mem-fraction-static 0.05 --disable-overlap-schedule",
+    "--max-running-requests 8 --mem-fraction-static 0.3 --disable-overlap-schedule",
 }
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -97,6 +97,8 @@ def test_the_schema_is_pinned() -> None:
             ),
             "finish_reasons: list<element: string> not null",
             "  child 0, element: string",
+            "adapters: list<element: string> not null",
+            "  child 0, element: string",
             "role: string not null",
             f"lineage: list<element: {edge}> not null",
             f"  child 0, element: {edge}",

@@ -28,9 +28,9 @@ def test_jsonl_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, wr
 
 
 def test_an_object_has_the_columns_of_the_table_and_the_version() -> None:
-    value = trajectory_to_json(make_trajectory(role="main"))
+    value = trajectory_to_json(make_trajectory(role="main", adapters=("a",)))
     assert list(value) == ["schema_version", *trajectory_schema().names]
-    assert value.keys() - trajectory_to_json(make_trajectory()).keys() == {"role", "lineage"}
+    assert value.keys() - trajectory_to_json(make_trajectory()).keys() == {"adapters", "role", "lineage"}
     assert value["schema_version"] == 1
 
 
@@ -54,6 +54,7 @@ def test_a_line_from_before_distributions_says_that_they_are_not_known_and_stays
     line = json_line(old)
     assert b"sampled_from" not in line
     assert b"finish_reasons" not in line
+    assert b"adapters" not in line
     assert json.loads(line)["verdict"] == "exact"
     read = trajectory_from_json(json.loads(line))
     assert (read.verdict, read.sampled_from, read.logprobs_of) == ("exact, logprobs not known", (None,), (None,))

@@ -153,7 +153,7 @@ def test_what_was_recorded_after_the_snapshot_is_kept(
 @pytest.mark.parametrize("at", range(12))
 def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The process dies at the write of a file after so many, or before the deletion."""
-    write, writes = archive._write, iter(range(at))
+    write, writes = archive.write_file, iter(range(at))
     before = lines(store, "a", "b")
 
     class Killed(BaseException):
@@ -168,7 +168,7 @@ def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pyt
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(archive, "_write", write_until)
+        patched.setattr(archive, "write_file", write_until)
         patched.setattr(SnapshotClient, "drop", drop_not)
         with pytest.raises(Killed):
             archived(store, target, delete=True)
@@ -242,13 +242,13 @@ def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
 
 
 def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = archive._write
+    write = archive.write_file
 
     def spoil(folder: Any, name: str, source: IO[bytes]) -> None:
         write(folder, name, BytesIO(source.read()[:-1] + b"?") if name == "turns.parquet" else source)
 
     with monkeypatch.context() as patched:
-        patched.setattr(archive, "_write", spoil)
+        patched.setattr(archive, "write_file", spoil)
         with pytest.raises(StoreCorrupt, match=r"turns\.parquet is not the file that was written"):
             archived(store, str(tmp_path / "archive"), delete=True)
     assert names(store) == ["a", "b", "new"]

@@ -7,11 +7,12 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import NullPool, create_engine, make_url, text
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from tests.postgres import Server
@@ -21,7 +22,8 @@ from tests.store.test_schema import with_migrations
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
 from tokentape.store import _schema as schema
 from tokentape.store import verify
-from tokentape.store._postgres import PostgresStore, is_url, without_password
+from tokentape.store._gateways import change_gate, gate_state
+from tokentape.store._postgres import PostgresStore, _url, is_url, without_password
 from tokentape.types import Reward, SessionInfo
 
 run = asyncio.run
@@ -49,6 +51,20 @@ def disconnect(server: Server) -> None:
 
 
 # Several writers
+
+
+def test_two_resumes_at_the_same_time_keep_the_versions_of_both_adapters(store: PostgresStore, url: str) -> None:
+    run(store.transact(partial(change_gate, closed=False, weight_version="step-1")))
+    server = create_engine(_url(url), poolclass=NullPool)
+    with server.connect() as one, server.connect() as two:
+        # Neither sees what the other has not committed.
+        change_gate(one, closed=False, weight_version="7", adapter="a")
+        change_gate(two, closed=False, weight_version="9", adapter="b")
+        two.commit()
+        one.commit()
+    with store.reading_once() as connection:
+        state = gate_state(connection)
+    assert (state.weight_version, state.adapter_versions) == ("step-1", {"a": "7", "b": "9"})
 
 
 def test_of_two_writers_of_one_turn_one_succeeds(store: PostgresStore, url: str) -> None:

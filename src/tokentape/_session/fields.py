@@ -111,6 +111,7 @@ FIELDS = (
     _distributions("sampled_from"),
     _distributions("logprobs_of"),
     FileField("finish_reasons", "string", "turn", nullable=True, read=tuple, absent=_not_known),
+    FileField("adapters", "string", "turn", nullable=True, read=tuple, absent=_not_known),
     FileField("role", "string", absent=lambda values: ""),
     FileField(
         "lineage",

@@ -122,6 +122,7 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         logprobs_of=tuple(turn.logprobs_of for turn in path),
         # Older turns keep None: digests of snapshots were computed over lines without finish reasons.
         finish_reasons=tuple(turn.finish_reason if turn.sampled_from else None for turn in path),
+        adapters=tuple(turn.adapter for turn in path),
     )
 
 

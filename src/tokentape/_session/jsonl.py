@@ -1,9 +1,9 @@
 """Write and read trajectories as JSON: an object with the fields of `fields`, one per line in JSON lines.
 
 Each object has `schema_version`. So that lines of older records, and digests over them, stay the same, `sampled_from`,
-`logprobs_of` and `finish_reasons` are left out if no turn has them, `role` and `lineage` if they were not computed, and
-the verdict then is the stored one. Numbers keep every bit: a float32 logprob is written as the double it equals, NaN as
-null. The `data` of a payload is base64. The text is ASCII.
+`logprobs_of`, `finish_reasons` and `adapters` are left out if no turn has them, `role` and `lineage` if they were not
+computed, and the verdict then is the stored one. Numbers keep every bit: a float32 logprob is written as the double it
+equals, NaN as null. The `data` of a payload is base64. The text is ASCII.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tokentape.types import Trajectory
 
 def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> dict[str, Any]:
     """Return the trajectory as plain values, with lists for arrays."""
-    of_turns = ("sampled_from", "logprobs_of", "finish_reasons")
-    left_out = {name for name in of_turns if not any(getattr(trajectory, name))}
+    of_turns = ("sampled_from", "logprobs_of", "finish_reasons", "adapters")
+    left_out = {name for name in of_turns if not any(one is not None for one in getattr(trajectory, name))}
     if not trajectory.role:
         left_out |= {"role", "lineage"}
     values = layout.values(trajectory).items()

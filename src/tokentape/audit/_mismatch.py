@@ -136,17 +136,22 @@ class Mismatch:
     call `causes`. Memory does not grow with the number of trajectories.
     """
 
-    def __init__(self, precision: str, vocab_size: int) -> None:
+    def __init__(self, precision: str, vocab_size: int, adapter: str | None = None) -> None:
         self._limits = PRECISIONS[precision]
+        self.adapter = adapter
+        """The LoRA adapter that the scores are of; None for the model itself."""
         self._vocab = vocab_size
         self._groups: dict[tuple[str, Rule], _Group] = {}
         self.not_comparable: Counter[str] = Counter()
         """Tokens that were not compared, by reason."""
         self._numbers = NumbersTally()
 
+    def rules(self, one: Trajectory, sampling: Sampling | None = None) -> list[Rule | str]:
+        return recorded_rules(one, sampling, self.adapter)
+
     def top_for(self, one: Trajectory, sampling: Sampling | None = None) -> int:
         """Return the number of alternatives per position that comparing a trajectory needs."""
-        return TOP if any(isinstance(rule, Rule) and rule != RAW for rule in recorded_rules(one, sampling)) else 0
+        return TOP if any(isinstance(rule, Rule) and rule != RAW for rule in self.rules(one, sampling)) else 0
 
     def add(
         self,
@@ -161,7 +166,7 @@ class Mismatch:
         Return the expected log-probability of each token of the trajectory, NaN for tokens that are not compared.
         """
         expected = np.full(len(one.token_ids), np.nan, np.float32)
-        for at, rule in enumerate(recorded_rules(one, sampling)):
+        for at, rule in enumerate(self.rules(one, sampling)):
             first, last = int(one.completion_starts[at]), int(one.completion_ends[at])
             positions = np.flatnonzero(wanted[first:last] & np.isfinite(one.logprobs[first:last])) + first
             positions = positions[(positions >= start) & (positions < start + len(scores.logprobs))]

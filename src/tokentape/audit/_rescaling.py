@@ -113,13 +113,24 @@ def _truncated(
     return value, np.where(edge | (kept[:, -1] & more), np.inf, 0.0)
 
 
-def recorded_rules(one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None) -> list[Rule | str]:
+def recorded_rules(
+    one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None, adapter: str | None = None
+) -> list[Rule | str]:
     """Return, per turn, the rule of its recorded log-probabilities, or the reason why scores can't be compared.
 
-    `sampling` maps turns, by their `seq`, to their sampling parameters, which define a truncation.
+    `sampling` maps turns, by their `seq`, to their sampling parameters, which define a truncation. `adapter` is the
+    name of the LoRA adapter that scores with the model; None for the model itself.
     """
-    turns = zip(one.turns, one.logprobs_of, strict=True)
-    return [_rule(of, (sampling or {}).get(turn)) for turn, of in turns]
+    turns = zip(one.turns, one.logprobs_of, one.adapters, strict=True)
+    return [other_adapter(own, adapter) or _rule(of, (sampling or {}).get(turn)) for turn, of, own in turns]
+
+
+def other_adapter(own: str | None, adapter: str | None) -> str | None:
+    """Return why a turn that `own` sampled can't be compared with scores by `adapter`; None if it can."""
+    if own == adapter:
+        return None
+    sampled, scored = (f"adapter {one!r}" if one else "the model without an adapter" for one in (own, adapter))
+    return f"sampled with {sampled}, and scores are of {scored}"
 
 
 def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> Rule | str:

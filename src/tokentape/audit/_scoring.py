@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokentape.audit._mismatch import LOOK_TOP, Attribution, Mismatch
+from tokentape.audit._rescaling import other_adapter
 from tokentape.audit._served import same_tokenizer
 from tokentape.audit._statistics import Numbers
 from tokentape.chat._renderer import Renderer
@@ -70,17 +71,19 @@ async def score_sessions(
     column: str,
     precision: str | None,
     concurrency: int = 4,
+    adapter: str | None = None,
 ) -> ScoreReport:
     """Score every sampled token of `sessions` and pass the columns to `write`, one call per session.
 
     A turn that several branches share is scored once. Turns that already have the column are skipped. At most
     `concurrency` sessions are in memory at a time. With `precision`, a key of `PRECISIONS`, recorded logprobs are
-    compared with the scores, which makes sense if the engine has the weights that sampled.
+    compared with the scores, which makes sense if the engine has the weights that sampled. Then turns of other LoRA
+    adapters than `adapter`, the one that the engine scores with, are not scored.
 
     Raises `EngineError` as `Scorer.score` does. Columns written before stay.
     """
     report = ScoreReport(str(scorer.info), scorer.info.model, column)
-    compared = None if precision is None else Mismatch(precision, scorer.info.vocab_size)
+    compared = None if precision is None else Mismatch(precision, scorer.info.vocab_size, adapter)
     running: set[asyncio.Future[None]] = set()
     try:
         for session in sessions:
@@ -117,10 +120,17 @@ async def _score(
         due = [(turn, start, end) for turn, start, end in one.completions() if turn not in done and end > start]
         # A text model can't score tokens that follow an image.
         before_images = min((span.start for span in one.media), default=len(one.token_ids))
-        scorable = [(turn, start, end) for turn, start, end in due if end <= before_images]
+        scorable = []
+        adapters = dict(zip(one.turns, one.adapters, strict=True))
+        for turn, start, end in due:
+            why = None if compared is None else other_adapter(adapters[turn], compared.adapter)
+            if why is None and end > before_images:
+                why = "an image comes before the turn"
+            if why is None:
+                scorable.append((turn, start, end))
+            else:
+                report.not_scored[why] += 1
         done.update(turn for turn, _, _ in due)
-        if len(scorable) < len(due):
-            report.not_scored["an image comes before the turn"] += len(due) - len(scorable)
         if not scorable:
             continue
         # The first token of a sequence has no context.
@@ -165,13 +175,15 @@ async def open_and_score(
     *,
     engine_model: str | None = None,
     options: Mapping[str, Any] | None = None,
+    adapter: tuple[str, Path] | None = None,
     **asked: Any,
 ) -> ScoreReport:
     """Open an engine and call `score_sessions` with it. `asked` has the further arguments of `score_sessions`.
 
     `kind` is `transformers`, with the weights in the folder `model`, or `vllm` or `sglang` at `url`. The recorded ids
     must be ids of the tokenizer in `model`; a server with another tokenizer is refused. `engine_model` is the name of
-    the model if the server serves several. `options` go to `TransformersEngine.open` or `open_engine`.
+    the model if the server serves several. `adapter` is the name and folder of a LoRA adapter to score with, not by a
+    server. `options` go to `TransformersEngine.open` or `open_engine`.
 
     Raises `InvalidRequest` and `EngineError`, as opening and scoring do.
     """
@@ -179,7 +191,9 @@ async def open_and_score(
     if kind == "transformers":
         from tokentape.engines._transformers import TransformersEngine
 
-        scorer = TransformersEngine.open(model, prefix_cache_bytes=0, **(options or {}))
+        scorer = TransformersEngine.open(model, prefix_cache_bytes=0, merged=adapter and adapter[1], **(options or {}))
+    elif adapter is not None:
+        raise InvalidRequest("a server scores without LoRA adapters: use kind transformers for them", "adapter")
     elif url is None:
         raise InvalidRequest(f"an engine of kind {kind} is a server: pass its URL", "url")
     else:
@@ -193,6 +207,6 @@ async def open_and_score(
             found = await same_tokenizer(kind, scorer.http, scorer.info.model, renderer)
             if found.status == "fail":
                 raise InvalidRequest(f"the engine's ids are not those of the record: {found.found}", "url")
-        return await score_sessions(sessions, scorer, write, **asked)
+        return await score_sessions(sessions, scorer, write, adapter=adapter and adapter[0], **asked)
     finally:
         await scorer.close()

@@ -44,6 +44,24 @@ def flag(help: str, *flags: str) -> Any:  # noqa: A002
     return typer.Option(*flags, help=help)
 
 
+def _named_folder(value: str) -> tuple[str, Path]:
+    name, _, folder = value.partition("=")
+    if not (name and folder and Path(folder).is_dir()):
+        raise typer.BadParameter(f"{value!r} is not NAME=FOLDER with a folder that exists, a=runs/a for example.")
+    return name, Path(folder)
+
+
+Adapter: TypeAlias = Annotated[
+    Any,
+    option(
+        "LoRA adapter to compute with: its name in the record, and its folder. Turns of others are not compared.",
+        "NAME=FOLDER",
+        "--adapter",
+        parser=_named_folder,
+    ),
+]
+
+
 def existing_file(help: str, metavar: str | None = None) -> Any:  # noqa: A002
     """Return an option for an input file."""
     return typer.Option(metavar=metavar, exists=True, dir_okay=False, help=help)

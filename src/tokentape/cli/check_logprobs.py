@@ -18,7 +18,16 @@ from tokentape.audit._statistics import Numbers
 from tokentape.audit._tokendiff import TokenDrift as Drift
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.cli.arguments import AsJson, CiFormat, existing_file, existing_folder, flag, option, record_or_file
+from tokentape.cli.arguments import (
+    Adapter,
+    AsJson,
+    CiFormat,
+    existing_file,
+    existing_folder,
+    flag,
+    option,
+    record_or_file,
+)
 from tokentape.cli.extras import open_forward
 from tokentape.cli.output import end, print_json, working
 from tokentape.cli.source import RecordSource, open_source, open_tokenizer
@@ -41,6 +50,7 @@ def check_logprobs(
         Path | None,
         existing_file("A trainer's file: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
     ] = None,
+    adapter: Adapter = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], option("Precision of the forward pass.")] = "float32",
     max_mean: Annotated[float, option("Largest mean difference on the same ids.", "NATS")] = 0.02,
     max_delta: Annotated[float | None, option("Largest difference of one token on the same ids.", "NATS")] = None,
@@ -75,9 +85,12 @@ def check_logprobs(
                 )
             model, _ = open_tokenizer(None, source, option="--model")
             typer.echo(f"model: {model}, which {source.name} was recorded with last", err=True)
+        if adapter is not None and model is None:
+            raise typer.BadParameter("--adapter needs the model that it belongs to", param_hint="--model")
+        name, weights = adapter or (None, None)
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
-        forward = None if model is None or not needs_model else open_forward(model, dtype)
+        forward = None if model is None or not needs_model else open_forward(model, dtype, weights)
         found_tokenizer = served_tokenizer(source.served_model()) if model is None else Tokenizer.load(model)
         tokenizer = None if isinstance(found_tokenizer, str) else found_tokenizer
         with working("comparing"):
@@ -88,6 +101,7 @@ def check_logprobs(
                 tokenizer=tokenizer,
                 outliers=outliers,
                 precision="float32" if dtype == "float32" else "bfloat16",
+                adapter=name,
             )
         again = _rerendered(source, model, forward) if rerender else None
     failures = report.failures(LogprobLimits(max_mean, max_delta, max_k3, max_drift, max_missing))

@@ -20,7 +20,7 @@ def require(*modules: str, extra: str) -> None:
         raise TokentapeError(f"{', '.join(missing)} not installed; run: {install}")
 
 
-def open_forward(model: Path, dtype: str = "float32") -> Forward:
-    """Load the weights of a model folder for forward passes."""
+def open_forward(model: Path, dtype: str = "float32", adapter: Path | None = None) -> Forward:
+    """Load the weights of a model folder, and of a LoRA adapter, for forward passes."""
     require("torch", "transformers", extra="hf")
-    return forward_pass(model, dtype=dtype)
+    return forward_pass(model, dtype=dtype, adapter=adapter)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessions
-from tokentape.cli.arguments import AsJson, EngineKey, existing_folder, flag, option
+from tokentape.cli.arguments import Adapter, AsJson, EngineKey, existing_folder, flag, option
 from tokentape.cli.check_logprobs import cause_lines, numbers_line
 from tokentape.cli.extras import require
 from tokentape.cli.output import end, print_json, working
@@ -44,6 +44,7 @@ def score(
     engine_model: Annotated[
         str | None, option("Name of the model on the server. Default: the first that it lists.", "NAME")
     ] = None,
+    adapter: Adapter = None,
     column: Annotated[str | None, option("Default: sampler_logprobs, teacher_logprobs.", "NAME")] = None,
     teacher: Annotated[
         bool, flag("The engine is not the model that sampled, so nothing is compared.", "--teacher")
@@ -82,6 +83,7 @@ def score(
         # One at a time, so that branches of a session share their common prefix.
         "concurrency": 1 if embedded else concurrency,
         "engine_model": engine_model,
+        "adapter": adapter,
         "options": {} if embedded else {"api_key": api_key},
     }
     if embedded:

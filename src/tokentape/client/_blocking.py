@@ -127,6 +127,7 @@ class Client:
         again: bool = False,
         concurrency: int = 4,
         engine_model: str | None = None,
+        adapter: tuple[str, Path] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> ScoreReport:
         """Score recorded ids with an engine that this process opens, and keep the scores as a column per token.
@@ -136,7 +137,8 @@ class Client:
         1, before penalties and truncation; `ClientSession.trajectories` returns them in `columns`. Turns that have the
         column are left alone unless `again`. With `precision`, `float32` or `bfloat16`, the lower one of both engines,
         what was recorded is compared, and `causes` of the report says why it is too far off, if it is.
-        `concurrency` is how many sessions are scored at a time. Raises the engines' errors.
+        `concurrency` is how many sessions are scored at a time. `adapter` is the name and folder of a LoRA adapter to
+        score with, only with `transformers`; turns of others are not compared. Raises the engines' errors.
 
         >>> report = client.score("vllm", "http://127.0.0.1:8000", model="path/to/model")    # doctest: +SKIP
         """
@@ -156,7 +158,7 @@ class Client:
                 await asyncio.to_thread(session.annotate, one.name, one.values, turn=one.turn)
 
         asked: dict[str, Any] = {"column": column, "precision": precision, "concurrency": concurrency}
-        asked |= {"engine_model": engine_model, "options": options}
+        asked |= {"engine_model": engine_model, "adapter": adapter, "options": options}
         return asyncio.run(open_and_score(recorded(), write, engine, model, url, **asked))
 
     def engine(self) -> EngineState:

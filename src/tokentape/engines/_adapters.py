@@ -93,5 +93,12 @@ class Adapters:
             self.with_all.delete_adapter(key)
 
 
+def merged(model: Any, folder: Path, *, dtype: str) -> Any:
+    """Return a model that has a LoRA adapter in its weights, and no longer use `model`. Raises like `Adapters.load`."""
+    adapters = Adapters(model, dtype=dtype)
+    adapters.load("merged", folder, "")
+    return adapters.with_all.merge_and_unload()
+
+
 BASE = "__base__"
 """peft's name for rows without an adapter."""

@@ -100,6 +100,7 @@ class TransformersEngine:
         prefix_cache_bytes: int = 1 << 30,
         weight_version: str = "0",
         adapters: Mapping[str, Path | str] | None = None,
+        merged: Path | None = None,
         on_finish: Callable[[FinishedSample], None] | None = None,
     ) -> TransformersEngine:
         """Load a model folder (config, weights, `tokenizer.json`) and start the engine's thread. Download nothing.
@@ -116,6 +117,7 @@ class TransformersEngine:
             prefix_cache_bytes: memory for the keys and values of finished requests; 0 switches the cache off.
             weight_version: reported with every delta until `update_weights`.
             adapters: folders of LoRA adapters by the name that calls select them with; see `load_adapter`.
+            merged: folder of a LoRA adapter to add to the model's own weights.
             on_finish: called on the engine's thread for every call that ended. It must return soon and not raise.
 
         Raises:
@@ -127,8 +129,8 @@ class TransformersEngine:
         import torch
         import transformers
 
+        from tokentape.engines import _adapters
         from tokentape.engines import _loading as loading
-        from tokentape.engines._adapters import Adapters
         from tokentape.engines._experts import expert_layers
         from tokentape.engines._grammar import CONSTRAINTS, Grammars
         from tokentape.engines._requests import Sampler
@@ -140,6 +142,8 @@ class TransformersEngine:
         tokenizer = loading.load_tokenizer(folder)
         load = partial(loading.load_model, dtype=dtype, device=device)
         model = load(folder)
+        if merged is not None:
+            model = _adapters.merged(model, merged, dtype=dtype)
         known = loading.known_ids(tokenizer, model)
         media_ids = loading.media_ids(model)
         images = find_image_processor(folder) if media_ids else None
@@ -159,7 +163,7 @@ class TransformersEngine:
             logprobs_mode=logprobs_mode,
         )
         loading.refuse_unbatchable(model, dtype=dtype)
-        loaded = Adapters(model, dtype=dtype)
+        loaded = _adapters.Adapters(model, dtype=dtype)
         for name, path in (adapters or {}).items():
             loaded.load(name, Path(path), weight_version)
         worker = Worker(model, sampler, loaded, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)

@@ -15,7 +15,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,11 +22,11 @@ from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Engine, Table, create_engine, insert, select
 
-from tokentape._durable import PART, durable_file
+from tokentape._durable import PART
 from tokentape._session.arrow import parquet_library
 from tokentape._session.jsonl import json_line
 from tokentape._version import __version__
@@ -35,6 +34,7 @@ from tokentape.chat._media import image_parts
 from tokentape.errors import InvalidRequest, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
+from tokentape.store._files import INSTALL, open_folder, write_file
 from tokentape.store._reads import StoredSession
 from tokentape.store._rows import Record
 from tokentape.store._served_model import ServedModel
@@ -48,24 +48,8 @@ if TYPE_CHECKING:
 MARKER, MANIFEST = "tokentape-archive.json", "manifest.json"
 FORMAT = {"format": "tokentape-archive", "version": 2}
 
-_INSTALL = "pip install 'tokentape[archive]'"
-
 GROUP_BYTES = 16 * 2**20
 """About how many bytes of rows a row group has; one is in memory at a time."""
-
-
-def _open(location: str) -> DirFileSystem:
-    """Return the folder at a path or URL. Raises `InvalidRequest` if a package to access it is missing."""
-    try:
-        import fsspec
-        from fsspec.implementations.dirfs import DirFileSystem
-    except ImportError:
-        raise InvalidRequest(f"archives need fsspec, which is not installed; run: {_INSTALL}", "to") from None
-    try:
-        files, path = fsspec.core.url_to_fs(location)
-    except (ImportError, ValueError) as error:
-        raise InvalidRequest(f"{location.partition('://')[0]}:// can't be reached: {error}", "to") from None
-    return DirFileSystem(path.rstrip("/"), files)
 
 
 def _below(folder: DirFileSystem, name: str) -> DirFileSystem:
@@ -76,20 +60,8 @@ def _names(folder: DirFileSystem) -> list[str]:
     return sorted(name.strip("/") for name in folder.ls("", detail=False)) if folder.exists("") else []
 
 
-def _write(folder: DirFileSystem, name: str, source: IO[bytes]) -> None:
-    """Write `source` to the file `name`. On a local disk it is durable (fsynced) when this returns."""
-    path = f"{folder.path}/{name}"
-    if "file" in folder.fs.protocol:
-        with durable_file(Path(path)) as sink:
-            shutil.copyfileobj(source, sink)
-    else:
-        folder.fs.makedirs(folder.path, exist_ok=True)
-        with folder.fs.open(path, "wb") as sink:
-            shutil.copyfileobj(source, sink)
-
-
 def _write_json(folder: DirFileSystem, name: str, value: Any) -> None:
-    _write(folder, name, BytesIO(json.dumps(value, indent=1).encode()))
+    write_file(folder, name, BytesIO(json.dumps(value, indent=1).encode()))
 
 
 def _read_json(folder: DirFileSystem, name: str) -> Any:
@@ -174,7 +146,7 @@ def archive_sessions(
     Raises `InvalidRequest` for a target that can't be reached or is not an archive, and `StoreCorrupt` if the files
     don't read back as the snapshot: then nothing is deleted.
     """
-    folder = _open(target)
+    folder = open_folder(target)
     found = _read_json(folder, MARKER)
     if found not in (None, FORMAT) or (found is None and set(_names(folder)) - {MARKER + PART}):
         raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
@@ -264,7 +236,7 @@ def _records(store: Store, stored: StoredSession) -> list[Record]:
 
 def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
     """Write the tables of the database in `directory` to a run. Return rows and SHA-256 of each file."""
-    pq = parquet_library(_INSTALL)
+    pq = parquet_library(INSTALL)
     import pyarrow as pa
 
     files = {}
@@ -280,7 +252,7 @@ def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
                 with open(path, "rb") as file:
                     files[path.name] = {"rows": count, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
                     file.seek(0)
-                    _write(run, path.name, file)
+                    write_file(run, path.name, file)
             path.unlink()
     return files
 
@@ -316,7 +288,7 @@ def restored(location: str) -> Iterator[Path]:
     A session that was archived several times has its last state. Raises `InvalidRequest` if there is no archive, and
     `StoreCorrupt` if it is damaged or was written by another release.
     """
-    target = _open(location)
+    target = open_folder(location)
     found = _read_json(target, MARKER)
     where = shown_archive(location)
     if found is None:
@@ -336,7 +308,7 @@ def restored(location: str) -> Iterator[Path]:
 
 def archived_model(location: str) -> ServedModel | None:
     """Return the model of the newest run's record; None if it is not known. Raises `InvalidRequest`."""
-    models = [manifest["model"] for manifest in _manifests(_open(location)).values()]
+    models = [manifest["model"] for manifest in _manifests(open_folder(location)).values()]
     return ServedModel(**models[-1]) if models and models[-1] else None
 
 
@@ -376,7 +348,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
 
 def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` if its hash is not the manifest's."""
-    pq = parquet_library(_INSTALL)
+    pq = parquet_library(INSTALL)
     if about is None:
         return
     path = directory / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,10 +19,11 @@ from tokentape.store import _reads as reads
 from tokentape.store import _schema as schema
 from tokentape.store import _writes as writes
 from tokentape.store._commit import Claims, CommitQueue, StoreFailure, Work, explaining
+from tokentape.store._files import PayloadFolder
 from tokentape.store._listing import SessionSummary, list_sessions
 from tokentape.store._reads import Extent, SessionProgress, StoredSession
 from tokentape.store._rows import Record, decode
-from tokentape.types import Event, Media, Turn
+from tokentape.types import Event, Media, Turn, TurnPayload
 
 
 class Store:
@@ -43,6 +45,14 @@ class Store:
         """Whether other processes can write too, so that sessions in this process's memory can be out of date."""
         self._readers, self._commits, self._release, self._explain = readers, commits, release, explain
         self._closed = False
+        self._payloads: PayloadFolder | None = None
+
+    def keep_payloads_at(self, location: str) -> None:
+        """Write the payloads of later calls to files at a path or URL of fsspec, and only their address to the record.
+
+        Raises `InvalidRequest` if it can't be reached.
+        """
+        self._payloads = PayloadFolder(location)
 
     @property
     def healthy(self) -> bool:
@@ -71,6 +81,8 @@ class Store:
         `StoreUnavailable`, a lost connection to the database server, it is not known whether they are.
         """
         if records:
+            if self._payloads is not None and any(isinstance(one, TurnPayload) for one in records):
+                records = tuple(await asyncio.to_thread(self._payloads.write, records))
             work = partial(writes.insert_records, records=records)
             again = partial(writes.insert_again, records=records)
             await self.transact(work, again, writes.claims(records) if self.shared else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -39,10 +38,11 @@ class GatewayState:
 
 
 def gate_state(connection: Connection) -> GateState:
-    row = connection.execute(_GATE).one_or_none()
-    if row is None:
+    rows = connection.execute(_GATE).all()
+    if not rows:
         return GateState()
-    return GateState(row.position, bool(row.closed), bool(row.abort), *_versions(row.weight_version))
+    adapters = {row.key.removeprefix(_ADAPTER): row.value for row in rows if row.key is not None}
+    return GateState(rows[0].position, bool(rows[0].closed), bool(rows[0].abort), rows[0].weight_version, adapters)
 
 
 def change_gate(
@@ -54,11 +54,11 @@ def change_gate(
     adapter: str | None = None,
 ) -> None:
     """Close or open the gate for all gateways. With `adapter` the version is that of the adapter."""
-    if weight_version is not None:
-        before = gate_state(connection)
-        own = before.weight_version if adapter else weight_version
-        named = {**before.adapter_versions, **({adapter: weight_version} if adapter else {})}
-        weight_version = _SEVERAL + json.dumps([own, named]) if named else own
+    if adapter is not None and weight_version is not None:
+        key = _ADAPTER + adapter
+        connection.execute(delete(schema.meta).where(schema.meta.c.key == key))
+        connection.execute(insert(schema.meta), {"key": key, "value": weight_version})
+        weight_version = None
     change = {"closed": int(closed), "abort": int(abort), "weight_version": weight_version, "created_at": time.time()}
     connection.execute(insert(schema.gate_changes), change)
 
@@ -80,23 +80,19 @@ def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> N
     connection.execute(gone if beat is None else gone.where(schema.gateways.c.beat == beat))
 
 
-_SEVERAL = "\x1f"
-"""Begins the stored name of weights if adapters have versions too. A name that is given has no control characters."""
-
-
-def _versions(stored: str | None) -> tuple[str | None, Mapping[str, str]]:
-    """Return the version of the weights, and those of adapters."""
-    if stored is None or not stored.startswith(_SEVERAL):
-        return stored, {}
-    own, named = json.loads(stored.removeprefix(_SEVERAL))
-    return own, named
-
+_ADAPTER = "version of adapter "
+"""Begins the keys of rows of `meta` that name the current version of an adapter."""
 
 _CHANGES = schema.gate_changes.c
 _NEWEST_FIRST = _CHANGES.position.desc()
 _VERSION = select(_CHANGES.weight_version).where(_CHANGES.weight_version.is_not(None)).order_by(_NEWEST_FIRST).limit(1)
-_GATE = (
+_NEWEST = (
     select(_CHANGES.position, _CHANGES.closed, _CHANGES.abort, _VERSION.scalar_subquery().label("weight_version"))
     .order_by(_NEWEST_FIRST)
     .limit(1)
+    .subquery()
 )
+_GATE = select(_NEWEST, schema.meta).join_from(
+    _NEWEST, schema.meta, schema.meta.c.key.startswith(_ADAPTER), isouter=True
+)
+"""The newest change, with a row for each adapter that has a version."""

@@ -22,6 +22,7 @@ from tokentape._session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, ro
 from tokentape._session.tree import SharedMessages
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
 from tokentape.store import _schema as schema
+from tokentape.store._files import EXTERNAL, ExternalPayload, read_payload
 from tokentape.types import (
     Event,
     Media,
@@ -76,9 +77,13 @@ def encode(record: Record) -> tuple[Table, Values]:
             data = array_bytes("values", record.values)
             more = {"data": data, "crc32": zlib.crc32(data)}
         case TurnPayload():
-            packed, data = rows_as_bytes(narrowest(record.rows))
+            if isinstance(record, ExternalPayload):
+                packed, data, crc32 = EXTERNAL + record.packed, record.address.encode(), record.crc32
+            else:
+                packed, data = rows_as_bytes(narrowest(record.rows))
+                crc32 = zlib.crc32(data)
             kind = {"dtype": record.rows.dtype.newbyteorder("<").str, "shape": canonical_json(record.rows.shape)}
-            more = {**kind, "packed": packed, "data": data, "crc32": zlib.crc32(data)}
+            more = {**kind, "packed": packed, "data": data, "crc32": crc32}
     return table, {
         **{name: write(getattr(record, name)) for name, write in COLUMNS[table] if name not in more},
         **more,
@@ -139,7 +144,9 @@ def _column(row: Row[Any]) -> Any:
 
 
 def _payload(row: Row[Any]) -> Any:
-    packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
+    kind = str(row.packed)
+    data = read_payload(bytes(row.data).decode()) if kind.startswith(EXTERNAL) else row.data
+    packed = rows_from_bytes(kind.removeprefix(EXTERNAL), json.loads(row.shape), _unspoiled(data, row.crc32))
     if row.dtype not in ROW_DTYPES:
         raise ValueError("rows of a type that is not stored")
     rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
@@ -157,7 +164,7 @@ _KINDS: tuple[tuple[type[Any], Table, str, Callable[[Row[Any]], Any]], ...] = (
     (TurnColumn, schema.token_columns, "a column of session {0.session_id!r}", _column),
     (TurnPayload, schema.token_payloads, "a payload of session {0.session_id!r}", _payload),
 )
-_TABLES = {kind: table for kind, table, _, _ in _KINDS}
+_TABLES = {kind: table for kind, table, _, _ in _KINDS} | {ExternalPayload: schema.token_payloads}
 _DECODERS = {table: (name, read) for _, table, name, read in _KINDS}
 
 

@@ -47,7 +47,7 @@ meta = Table(
     Column("key", Text, primary_key=True),
     Column("value", Text, nullable=False),
 )
-"""Facts about the database itself; `schema_version` is the only one."""
+"""Facts about the whole record: `schema_version`, what its gateways serve, and the versions of their adapters."""
 
 sessions = Table(
     "sessions",
@@ -254,7 +254,7 @@ gate_changes = Table(
     Column("closed", Integer, nullable=False),
     # 1 if calls in flight are to be aborted.
     Column("abort", Integer, nullable=False),
-    # Name of the new weights, null if it was not given; see `_gateways` for those of adapters.
+    # Name of the new weights, null if it was not given.
     Column("weight_version", Text),
     Column("created_at", Double, nullable=False),
     sqlite_autoincrement=True,

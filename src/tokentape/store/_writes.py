@@ -17,6 +17,7 @@ from tokentape.chat._media import image_parts
 from tokentape.errors import Conflict, InvariantViolation, NotFound
 from tokentape.store import _schema as schema
 from tokentape.store._checks import chained, per_token_faults, turn_faults
+from tokentape.store._files import EXTERNAL, remove_payloads
 from tokentape.store._reads import batched
 from tokentape.store._rows import COLUMNS, Record, Values, encode
 from tokentape.types import Media, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
@@ -108,7 +109,12 @@ def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int 
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
-    """Delete a session and the media that no other session refers to. Return whether the session existed."""
+    """Delete a session and the media that no other session refers to. Return whether the session existed.
+
+    Files of its payloads are removed first, so that none stays if this is interrupted.
+    """
+    files = connection.execute(_FILES, {"session_id": session_id}).scalars()
+    remove_payloads(session_id, [bytes(address).decode() for address in files])
     references = schema.turn_media.c
     media = connection.execute(select(references.sha256).distinct().where(references.session_id == session_id))
     hashes = media.scalars().all()
@@ -260,6 +266,10 @@ _PAYLOADS = schema.token_payloads.c
 _OTHER_PAYLOAD = select(_PAYLOADS.dtype, _PAYLOADS.shape).limit(1)
 _OTHER_PAYLOAD = _OTHER_PAYLOAD.where(
     _PAYLOADS.session_id == bindparam("session_id"), _PAYLOADS.name == bindparam("name")
+)
+
+_FILES = select(_PAYLOADS.data).where(
+    _PAYLOADS.session_id == bindparam("session_id"), _PAYLOADS.packed.startswith(EXTERNAL)
 )
 
 _IN_SNAPSHOT = schema.snapshot_sessions.join(

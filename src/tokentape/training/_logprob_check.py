@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tokentape._session.arrow import read_rows as read_table_rows
 from tokentape.audit._mismatch import LOOK_TOP, Attribution, Mismatch
-from tokentape.audit._rescaling import RAW, recorded_rules
+from tokentape.audit._rescaling import RAW
 from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.audit._tokendiff import Channel, Pairing, pair_ids, retokenized
 from tokentape.audit._tokendiff import TokenDrift as Drift
@@ -157,18 +157,20 @@ def check_logprobs(
     tokenizer: Tokenizer | None = None,
     outliers: int = 10,
     precision: str = "float32",
+    adapter: str | None = None,
 ) -> LogprobReport:
     """Compare the recorded logprobs of trained tokens with a trainer's.
 
     `rows` are the trainer's, by session id and leaf; trajectories without a row are skipped. Without `rows`, the
     trainer has the recorded ids. `forward` computes missing logprobs. `outliers` is the number of tokens to list. For
     differences beyond rounding in `precision`, the causes are found if `forward` also returns alternatives, as that of
-    `forward_pass` does.
+    `forward_pass` does. `adapter` is the name of the LoRA adapter that `forward` has; with the model alone, turns of
+    adapters are not compared.
 
     Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has different numbers of logprobs and
     ids, and if ids differ but there is no tokenizer to classify it.
     """
-    tally = _Tally(outliers, tokenizer, forward, precision)
+    tally = _Tally(outliers, tokenizer, forward, precision, adapter)
     seen = set()
     sequences = absent = 0
     for one in trajectories:
@@ -207,15 +209,20 @@ class ModelForward:
         return self._pass.score(ids, start, top)
 
 
-def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024) -> ModelForward:
+def forward_pass(
+    folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024, adapter: Path | None = None
+) -> ModelForward:
     """Return the forward pass of a model folder, over all rows of the vocabulary.
 
     Processes a sequence in chunks with a cache, with at most `chunk` rows of logits in memory. Needs torch and
-    transformers. Raises `EngineError` if the model can't be loaded.
+    transformers. `adapter` is the folder of a LoRA adapter to add to the weights. Raises `EngineError` if the model or
+    the adapter can't be loaded.
     """
+    from tokentape.engines._adapters import merged
     from tokentape.engines._loading import load_model
 
-    return ModelForward(load_model(folder, dtype=dtype, device=device), folder, chunk)
+    model = load_model(folder, dtype=dtype, device=device)
+    return ModelForward(model if adapter is None else merged(model, adapter, dtype=dtype), folder, chunk)
 
 
 def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
@@ -249,12 +256,19 @@ _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
 
 
 class _Tally:
-    def __init__(self, outliers: int, tokenizer: Tokenizer | None, forward: Forward | None, precision: str) -> None:
+    def __init__(
+        self,
+        outliers: int,
+        tokenizer: Tokenizer | None,
+        forward: Forward | None,
+        precision: str,
+        adapter: str | None,
+    ) -> None:
         self._limit = outliers
         self._tokenizer = tokenizer
         self._forward = forward
         vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
-        self._mismatch = Mismatch(precision, vocab_size)
+        self._mismatch = Mismatch(precision, vocab_size, adapter)
         self._numeric, self._behind = NumbersTally(), NumbersTally()
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
@@ -327,7 +341,7 @@ class _Tally:
     def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return a mask of tokens with raw recorded logprobs, and count the others as not comparable."""
         raw = np.zeros(len(mask), bool)
-        for rule, (_, start, end) in zip(recorded_rules(one), one.completions(), strict=True):
+        for rule, (_, start, end) in zip(self._mismatch.rules(one), one.completions(), strict=True):
             raw[start:end] = rule == RAW
             if rule != RAW and (tokens := int(mask[start:end].sum())):
                 self._mismatch.not_comparable[str(rule)] += tokens

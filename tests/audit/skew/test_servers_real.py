@@ -53,7 +53,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = (
         f"--model-path {MODEL} --device cpu --attention-backend torch_native --sampling-backend pytorch "
         "--dtype float32 --context-length 1024 --max-total-tokens 8192 --max-running-requests 8 "
-        "--mem-fraction-static 0.05 --disable-overlap-schedule --host 127.0.0.1 --port"
+        "--mem-fraction-static 0.3 --disable-overlap-schedule --host 127.0.0.1 --port"
     )
     settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = tmp_path_factory.mktemp("sglang") / "log"

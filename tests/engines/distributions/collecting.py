@@ -41,7 +41,7 @@ VLLM = (
 SGLANG = (
     f"{{bin}} --model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
     f"--sampling-backend pytorch --dtype float32 --context-length {CONTEXT} --max-total-tokens 32768 "
-    "--max-running-requests 64 --mem-fraction-static 0.05 --disable-overlap-schedule --host 127.0.0.1 --port"
+    "--max-running-requests 64 --mem-fraction-static 0.3 --disable-overlap-schedule --host 127.0.0.1 --port"
 )
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
