@@ -28,7 +28,7 @@ __all__ = ["AgentGenerator"]
 
 _log = logging.getLogger("tokentape.training")
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "session_id"})
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids"})
 
 
 class AgentGenerator:
@@ -64,7 +64,7 @@ class AgentGenerator:
         engine = self._config.inference_engine.engine_init_kwargs or {}
         gateway = await live_gateway(
             self._model_dir,
-            self._sample,
+            AgentGenerator._sample,
             name="skyrl:vllm",
             sampling=_SAMPLING,
             max_context=self._max_seq_len,
@@ -118,6 +118,7 @@ class AgentGenerator:
             self._agent,
             task | {"env_extras": (batch.get("env_extras") or {n: None})[n]},
             group=name.instance_id,
+            handle=self,
             attempt=name.repetition_id,
             metadata=None if about is None else {"step": about.global_step, "phase": about.training_phase},
             pin={key: given[key] for key in pinned if given.get(key) is not None},
