@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from tokentape._hub import find_model
 from tokentape.chat._renderer import Renderer
 from tokentape.client import AsyncClient
 from tokentape.engines._base import Engine, SampleDelta, SamplingParams
@@ -124,8 +125,10 @@ async def live_gateway(
     """Return the gateway of this event loop for a model. It starts at the first call, and ends with the loop.
 
     Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. `sample` gets the handle
-    of the session first. Raises as `serving`.
+    of the session first. The model is a folder or the name of one in the Hub's cache. Raises as `find_model` and
+    `serving`.
     """
+    folder = find_model(Path(model_dir), weights=False)
     handles: dict[str, Any] = {}
 
     async def with_handle(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
@@ -140,11 +143,11 @@ async def live_gateway(
         name=name,
     )
     opened = _gateways.setdefault(asyncio.get_running_loop(), {})
-    ready = opened.get(str(model_dir))
+    ready = opened.get(str(folder))
     if ready is None or (ready.done() and ready.exception() is not None):
-        ready = opened[str(model_dir)] = asyncio.get_running_loop().create_future()
+        ready = opened[str(folder)] = asyncio.get_running_loop().create_future()
         # Its own task: a rollout that is cancelled meanwhile must not take the gateway from the others.
-        task = asyncio.create_task(_hold(ready, model_dir, make_engine, directory, handles))
+        task = asyncio.create_task(_hold(ready, folder, make_engine, directory, handles))
         _held.add(task)
         task.add_done_callback(_held.discard)
     return await asyncio.shield(ready)
@@ -152,7 +155,7 @@ async def live_gateway(
 
 async def _hold(
     ready: asyncio.Future[LiveGateway],
-    model_dir: Path | str,
+    model_dir: Path,
     make_engine: Callable[..., Engine],
     directory: Path | str | None,
     handles: dict[str, Any],

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokentape._hub import find_model
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import InvalidRequest
@@ -53,7 +52,7 @@ class AgentGenerator:
         self._agent = imported(agent, "agent")
         self._config = generator_cfg
         self._client = inference_engine_client
-        self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
+        self._model_dir = tokenizer.name_or_path
         self._max_seq_len = max_seq_len
         self._seconds = seconds
         self._directory = directory

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tokentape._hub import find_model
 from tokentape.chat._reader import read_text
 from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._replies import finish_reason_of
@@ -54,7 +53,7 @@ class AgentHarness:
         import verifiers.v1 as vf
         from verifiers.v1.clients.base import build_async_openai
 
-        model_dir = find_model(Path(getattr(ctx.client, "renderer_model_name", None) or ctx.model), weights=False)
+        model_dir = getattr(ctx.client, "renderer_model_name", None) or ctx.model
         trained = ctx.client.type == "train"
         given = ctx.sampling.model_dump(exclude_none=True)
         given |= given.pop("extra_body", {})

@@ -15,7 +15,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokentape._hub import find_model
 from tokentape.engines._base import UNKNOWN_MODE, SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.training._live import Agent, imported, live_gateway, sampling_fields, version_between
@@ -51,7 +50,7 @@ class AgentLoop:
         self._config = trainer_config.config
         self._rollout = self._config.actor_rollout_ref.rollout
         self._servers = server_manager
-        self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
+        self._model_dir = tokenizer.name_or_path
         self._agent = imported(agent, "agent")
         self._seconds = seconds
         self._directory = directory
