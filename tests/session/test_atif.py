@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.session.builders import make_turn, said, user
+from tests.training.interpreters import PYTHONS, lacking
 from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played
-from tests.training.test_exports import PYTHONS
 from tokentape._session.atif import atif_document
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -125,4 +125,4 @@ def test_harbor_reads_the_documents(renderer: Renderer, tmp_path: Path) -> None:
             run = subprocess.run([python, "-c", READ], input=lines, capture_output=True, text=True)
             assert run.returncode == 0, run.stderr[-2000:]
             return
-    pytest.skip("needs harbor in an interpreter of TOKENTAPE_TRAINERS_PYTHON")
+    lacking("harbor")

@@ -226,6 +226,13 @@ def test_a_row_with_what_an_aborted_turn_sampled_is_not_as_recorded() -> None:
     assert [one.kind for one in findings(golden, [*right(golden), row])] == ["ids not as recorded"]
 
 
+def test_padding_of_a_trainer_s_own_is_said_to_be_that() -> None:
+    golden = BY_NAME["exact"]
+    first, *others = right(golden)
+    (found, *_) = findings(golden, [Row([*first.token_ids, 0, 0], [*first.weights, 0, 0]), *others])
+    assert found.text.endswith(f"after {len(first.token_ids)} tokens, only 0: pad with PAD of golden")
+
+
 def test_weights_that_are_all_below_zero_are_not_alike() -> None:
     golden = BY_NAME["exact"]
     rows = [replace(row, weights=-np.array(row.weights)) for row in right(golden)]

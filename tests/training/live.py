@@ -9,8 +9,8 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from aiohttp import web
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
+from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams
+from tokentape.gateway import serving
 from tokentape.testing._planted import ERRORS
 from tokentape.testing._rows import Row, findings, place
 from tokentape.testing.golden import Golden, GoldenSession, GoldenTurn, Token
@@ -54,12 +56,25 @@ class Ledger:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """What was asked over HTTP."""
     aborts: bool = False
-    """Whether calls are aborted when weights change, and resumed by the gateway."""
-    abort_next: bool = False
+    """Whether weights change within a call, which is aborted then and resumed by the gateway."""
 
     def sample(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
         if self.calls and self.calls[-1].finish == "abort":
             return self._resumed(prompt, max_tokens, session)
+        call = self._noted(prompt, max_tokens, session)
+        if self.changes_weights(prompt):
+            self.version += 1
+            if self.aborts:
+                part = {"ids": call.ids[:2], "logprobs": call.logprobs[:2]}
+                call = self.calls[-1] = replace(call, **part, finish="abort")
+        return call
+
+    def changes_weights(self, prompt: Sequence[int]) -> bool:
+        """Whether this is the call of the task of two versions at whose end there are new weights."""
+        text = self.renderer.tokenizer.decode(prompt)
+        return "Task 4." in text and "And?" not in text and ("Go on." in text) == self.aborts
+
+    def _noted(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
         number = len(self.calls)
         text = self.text or f"Reply {number} of {'many ' * (number % 4)}words."
         ids = self.renderer.tokenizer.encode_plain(text + "<|im_end|>")
@@ -69,9 +84,6 @@ class Ledger:
         logprobs = [float(np.float32(-0.3 - np.sin(17.0 * number + 3.1 * at) ** 2)) for at in range(len(ids))]
         call = Call(session, list(prompt), ids, logprobs, finish, str(self.version))
         self.calls.append(call)
-        if self.abort_next:
-            self.abort_next, self.version = False, self.version + 1
-            self.calls[-1] = call = replace(call, ids=ids[:2], logprobs=logprobs[:2], finish="abort")
         return call
 
     def _resumed(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
@@ -79,7 +91,7 @@ class Ledger:
         before = self.calls.pop()
         assert (session, list(prompt)) == (before.session, before.prompt + before.ids)
         done = len(before.ids)
-        whole = self.sample(before.prompt, max_tokens + done, session)
+        whole = self._noted(before.prompt, max_tokens + done, session)
         self.calls[-1] = replace(whole, earlier=(before.version,) * done)
         return replace(whole, prompt=list(prompt), ids=whole.ids[done:], logprobs=whole.logprobs[done:])
 
@@ -91,7 +103,7 @@ class Ledger:
 
 
 LEDGER: list[Ledger] = []
-"""The one that `agent` changes the weights of."""
+"""The last one is under test."""
 
 KINDS = ("exact", "forked", "truncated at the end", "truncated inside", "two versions")
 REWARDS = (1.0, 0.0, 0.375, 0.75, 0.5)
@@ -134,9 +146,6 @@ async def agent(base_url: str, api_key: str, task: Any, replies: list[dict[str, 
             return None
         if number == 8:
             await asyncio.Event().wait()
-        if number == 4:
-            LEDGER[-1].abort_next = LEDGER[-1].aborts
-            LEDGER[-1].version += not LEDGER[-1].aborts
         second = await ask([*first, said("Go on.")])
         if number == 1:
             await ask([*first, said("Another way.")])
@@ -275,24 +284,44 @@ def findings_of(golden: Golden, rows: Sequence[Row]) -> set[str]:
     return {one.kind for one in findings(golden, rows)}
 
 
-def checked(golden: Golden, rows: Sequence[Row]) -> tuple[set[str], set[str]]:
-    """What is wrong with the rows, and which planted errors would go unnoticed; nothing was planted without effect."""
+def checked(golden: Golden, rows: Sequence[Row]) -> tuple[set[str], int, set[str]]:
+    """What is wrong with the rows, how many planted errors were noticed, and which were not.
+
+    What was planted without effect is neither.
+    """
     found = findings_of(golden, rows)
     placed, _ = place(golden, rows)
     trained = [one for one in placed if one.trained]
-    unnoticed = set()
+    noticed, unnoticed = 0, set()
     for error in ERRORS:
         wrong = error.plant(golden, trained)
         changed = any(repr(_plain(one)) != repr(_plain(other.row)) for one, other in zip(wrong, trained, strict=True))
         if changed and error.kind not in findings_of(golden, wrong):
             unnoticed.add(error.name)
-    return found, unnoticed
+        elif changed:
+            noticed += 1
+    return found, noticed, unnoticed
 
 
 def _plain(row: Row) -> Any:
     return replace(
         row, **{name: np.asarray(getattr(row, name)).tolist() for name in ("token_ids", "weights", "logprobs")}
     )
+
+
+@contextmanager
+def ledger_gateway() -> Iterator[str]:
+    """A gateway over the ledger's own engine; gives the URL."""
+    ledger = LEDGER[-1]
+
+    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+        call = ledger.sample(prompt_ids, params.max_tokens, ledger.task_of(prompt_ids))
+        return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish, weight_version=call.version)
+
+    names = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids"})
+    about: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "sampling": names}
+    with serving(FunctionEngine(sample, vocab_size=4000, max_context=500, **about), MODEL) as url:
+        yield url
 
 
 @asynccontextmanager

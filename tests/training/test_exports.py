@@ -1,17 +1,9 @@
-"""Exports, against the lists of fields, and against the trainers' own classes where an interpreter has those.
-
-`TOKENTAPE_TRAINERS_PYTHON` names interpreters with trainers installed, separated as in a path: each trainer is tried in
-the first that can import it.
-"""
+"""Exports, against the lists of fields, and against the trainers' own classes where an interpreter has those."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +11,7 @@ import pytest
 import torch
 
 from tests.session.builders import make_turn, said, user
+from tests.training.interpreters import answered
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.errors import InvalidRequest
@@ -297,9 +290,6 @@ def _without_reward(sample: Sample) -> Sample:
     return sample
 
 
-PYTHONS = [python for python in os.environ.get("TOKENTAPE_TRAINERS_PYTHON", "").split(os.pathsep) if python]
-
-
 def exported() -> dict[str, list[Any]]:
     samples = two_branches()
     other = replace(samples[0], session_id="t", reward=0.0)
@@ -322,21 +312,9 @@ def exported() -> dict[str, list[Any]]:
 
 @cache
 def built(trainer: str) -> list[Any]:
-    """What the trainer's own objects hold; skips if no interpreter has it."""
-    for python in PYTHONS:
-        ran = subprocess.run(
-            [python, str(Path(__file__).with_name("trainer_classes.py")), trainer],
-            input=json.dumps(exported()),
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        told = json.loads(ran.stdout.splitlines()[-1])
-        if trainer in told:
-            found: list[Any] = told[trainer]
-            return found
-    pytest.skip(f"needs {trainer} in an interpreter of TOKENTAPE_TRAINERS_PYTHON")
+    """What the trainer's own objects hold."""
+    found: list[Any] = answered(trainer, "trainer_classes", exported()[trainer])
+    return found
 
 
 @pytest.mark.differential

@@ -23,15 +23,15 @@ def ledger() -> Iterator[live.Ledger]:
 
 
 def rollout_of(ledger: live.Ledger, number: int) -> Rollout:
-    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-        call = ledger.sample(prompt_ids, params.max_tokens, str(params.session_id))
+    async def sample(handle: live.Ledger, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+        call = handle.sample(prompt_ids, params.max_tokens, str(params.session_id))
         return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish)
 
     async def run() -> Rollout:
-        names = frozenset({"stop_token_ids", "session_id"})
+        names = frozenset({"stop_token_ids"})
         about: Any = {"name": "ledger", "sampling": names, "logprobs_mode": "processed_logprobs"}
         gateway = await live_gateway(MODEL, sample, max_context=500, **about)
-        return await gateway.run(live.agent, {"number": number}, group="g")
+        return await gateway.run(live.agent, {"number": number}, group="g", handle=ledger)
 
     return asyncio.run(run())
 

@@ -58,18 +58,40 @@ class Sample:
         return self.reward
 
 
+@dataclass
+class Input:
+    """`GenerateFnInput` of miles/rollout/base_types.py."""
+
+    args: Any
+    sample: Any
+    sampling_params: Any
+    evaluation: bool
+    state: Any
+
+
+@dataclass
+class GenerateFnOutput:
+    """miles/rollout/base_types.py."""
+
+    samples: Any
+
+
 class Router:
     """`post` of slime/utils/http_utils.py, and SGLang's `/generate`."""
 
     def __init__(self, ledger: live.Ledger) -> None:
         self.ledger = ledger
         self.asked: list[dict[str, Any]] = []
-        self.aborted = False
+        self.state = SimpleNamespace(aborted=False)
+        """`GenerateState` of slime/rollout/sglang_rollout.py."""
+        self.abort: dict[str, int] | None = None
+        """What an abort says beside its type."""
 
     async def post(self, url: str, payload: Any, max_retries: int = 60, headers: Any = None) -> Any:
         self.asked.append({"url": url, **payload["sampling_params"]})
-        if self.aborted:
-            return {"meta_info": {"finish_reason": {"type": "abort"}}}
+        if self.abort is not None:
+            self.state.aborted = not self.abort
+            return {"meta_info": {"finish_reason": {"type": "abort", **self.abort}}}
         sampling = payload["sampling_params"]
         call = self.ledger.sample(payload["input_ids"], sampling["max_new_tokens"], headers["X-SMG-Routing-Key"])
         end = {"type": call.finish} | ({"matched": call.ids[-1]} if call.finish == "stop" else {})
@@ -81,9 +103,10 @@ class Router:
 @pytest.fixture
 def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[Router]:
     router = Router(live.Ledger())
-    module = ModuleType("slime.utils.http_utils")
-    module.post = router.post  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, given in {"utils.http_utils": "post", "rollout.sglang_rollout": "GenerateState"}.items():
+        module = ModuleType(f"slime.{name}")
+        setattr(module, given, router.post if given == "post" else lambda args: router.state)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Sample, "__module__", "slime.utils.types")
     live.LEDGER.append(router.ledger)
     yield router
@@ -136,9 +159,10 @@ def test_what_slime_gets_is_what_its_router_sampled(router: Router) -> None:
         assert all(one.response.endswith("<|im_end|>") or one.status.value == "truncated" for one in samples)
 
 
-def test_slime_passes_on_whether_it_evaluates_and_miles_takes_it_for_an_older_function() -> None:
+def test_slime_passes_on_whether_it_evaluates_and_miles_its_whole_input() -> None:
     names = list(inspect.signature(generating("tests.training.live.agent")).parameters)
-    assert names == ["args", "sample", "sampling_params", "evaluation"]
+    # Miles takes a function of three parameters or more for an older one.
+    assert names == ["given", "evaluation"]
 
 
 @pytest.mark.parametrize(("number", "why"), [(5, "the agent failed"), (6, "nothing was sampled"), (8, "took too long")])
@@ -150,15 +174,16 @@ def test_a_rollout_that_failed_is_one_sample_without_loss(router: Router, number
     assert why in sample.metadata["abort_reason"]
 
 
-def test_a_call_that_slime_aborts_ends_the_rollout_and_is_not_sent_again(router: Router) -> None:
-    router.aborted = True
+@pytest.mark.parametrize("why", [{}, {"status_code": 500}])
+def test_a_call_aborted_as_slime_has_enough_or_by_an_error_is_not_sent_again(router: Router, why: Any) -> None:
+    router.abort = why
     ((sample,),) = ran([0])
     assert sample.status.value == "aborted"
     assert len(router.asked) == 1
 
 
 def test_clients_are_not_to_send_an_aborted_call_again(router: Router) -> None:
-    router.aborted = True
+    router.abort = {}
     told: list[str] = []
 
     async def agent(base_url: str, api_key: str, task: Any) -> None:
@@ -170,13 +195,49 @@ def test_clients_are_not_to_send_an_aborted_call_again(router: Router) -> None:
     assert told == ["false"]
 
 
-def test_once_slime_has_enough_no_further_call_is_sent(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("slime.rollout.sglang_rollout")
-    module.GenerateState = lambda args: SimpleNamespace(aborted=len(router.asked) > 1)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+def test_once_slime_has_enough_no_further_call_is_sent(router: Router) -> None:
+    class State:
+        aborted = property(lambda self: len(router.asked) > 1)
+
+    router.state = State()  # type: ignore[assignment]
     ((sample,),) = ran([0])
     assert sample.status.value == "aborted"
     assert len(router.asked) == 2
+
+
+def test_a_call_aborted_for_new_weights_goes_on_with_them(router: Router) -> None:
+    router.ledger.aborts = True
+    ((sample,),) = ran([4])
+    (_, call, _) = router.ledger.calls
+    golden = live.golden_of(router.ledger.calls, {call.session: live.REWARDS[4]})
+    assert (call.earlier, call.version, sample.weight_versions) == (("7", "7"), "8", ["7", "7", "8", "8"])
+    assert live.findings_of(golden, [row_of(sample)]) == set()
+
+
+def test_spans_of_versions_are_sglang_s(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = router.post
+
+    async def with_spans(*given: Any, **more: Any) -> Any:
+        reply = await post(*given, **more)
+        ids = len(reply["meta_info"]["output_token_logprobs"])
+        spans = [{"version": "5", "start": 0, "end": 2}, {"version": "7", "start": 2, "end": ids}]
+        reply["meta_info"]["weight_versions"] = spans
+        return reply
+
+    monkeypatch.setattr(sys.modules["slime.utils.http_utils"], "post", with_spans)
+    ((sample,),) = ran([0])
+    assert sample.weight_versions == ["5", "7"] * 3
+
+
+def test_miles_says_itself_whether_its_rollout_has_ended(router: Router) -> None:
+    router.state.aborted = True
+    sample = Sample(4, 0, prompt="p", number=0)
+    given = {"args": ARGS, "sample": sample, "sampling_params": dict(SAMPLING), "evaluation": False}
+    generate = generating("tests.training.live.agent")
+    for aborted, status in ((False, "completed"), (True, "aborted")):
+        made = asyncio.run(generate(Input(**given, state=SimpleNamespace(aborted=aborted))))
+        assert isinstance(made, GenerateFnOutput)
+        assert [one.status.value for one in made.samples] == [status]
 
 
 def test_evaluation_is_one_sample_at_any_temperature(router: Router) -> None:

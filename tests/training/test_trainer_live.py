@@ -1,58 +1,80 @@
-"""Adapters inside the trainers' own entries of rollouts: each runs an agent over an engine that keeps a ledger.
-
-`TOKENTAPE_TRAINERS_PYTHON` names interpreters with trainers, as in test_exports.py.
-"""
+"""Adapters inside the trainers' own entries of rollouts: each runs an agent over an engine that keeps a ledger."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
+import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.training.test_exports import PYTHONS
+from tests.training import live
+from tests.training.interpreters import REPOSITORY, answered
 
-REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs/how-to/train-live.md").read_text()
+
+ROWS = {0: "refused", 2: "two rows", 3: "three rows"}
+"""What becomes of a session with a fork."""
+
+TRAINERS = {
+    "verl": ("verl", "failure"),
+    "slime": ("slime", "aborted"),
+    "miles": ("Miles", "aborted"),
+    "skyrl": ("SkyRL", "error"),
+    "verifiers": ("verifiers, prime-rl", "HarnessError"),
+    "tinker_cookbook": ("Tinker cookbook", "skipped"),
+    "agent_lightning": ("Agent Lightning", "failed"),
+    "art": ("ART (no adapter)", ""),
+    "nemo_gym": ("NeMo-RL with NeMo-Gym", "Non-contiguous messages found"),
+    "trl": ("TRL's `GRPOTrainer`", "has 2 branches"),
+    "trl_async": ("TRL's `AsyncGRPOTrainer`", ""),
+    "openenv": ("TRL's `HarnessRolloutWorker`", ""),
+}
+"""The name of each on the page, and what it says of a failed agent, or of a session that it refuses."""
 
 
-def ran(trainer: str) -> Any:
-    """What the first interpreter that has the trainer says."""
-    places = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
-    for python in PYTHONS:
-        run = subprocess.run(
-            [python, "-m", "tests.training.trainer_live", trainer],
-            env={**os.environ, "PYTHONPATH": places},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
-        made = json.loads(run.stdout.splitlines()[-1])
-        if made is not None:
-            return made
-    pytest.skip(f"needs {trainer} in an interpreter of TOKENTAPE_TRAINERS_PYTHON")
+def table_after(header: str) -> dict[str, list[str]]:
+    """The rows of a table of the page, by their first cell without version."""
+    (found,) = re.findall(rf"^\| trainer \| {re.escape(header)}.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.M)
+    rows = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in found.splitlines()]
+    return {name: cells for name, *cells in rows}
+
+
+def cells(made: dict[str, Any]) -> list[str]:
+    """What the first cells of the page's row begin with, by what was measured."""
+    whole = {made["sessions"][kind] for kind in ("exact", "truncated at the end", "truncated inside")}
+    whole_said, versions, resumed = (
+        "yes" if one else "no" for one in (whole == {1}, made["versions"], made["resumed"])
+    )
+    return [whole_said, ROWS[made["sessions"]["forked"]], versions, resumed]
 
 
 @pytest.mark.differential
-@pytest.mark.parametrize(
-    ("trainer", "failed", "rows"),
-    [
-        ("verl", "failure", 6),
-        ("slime", "aborted", 6),
-        ("miles", "aborted", 6),
-        ("skyrl", "error", 6),
-        ("verifiers", "HarnessError", 6),
-        ("tinker", "skipped", 6),
-        # These begin another row where a turn does not continue the last one.
-        ("agent_lightning", "failed", 7),
-        ("art", "", 7),
-        # NeMo-RL takes no session with a branch.
-        ("nemo_gym", "Non-contiguous messages found", 4),
-        ("openenv", "6 of 6 rollouts", 6),
-    ],
-)
-def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(trainer: str, failed: str, rows: int) -> None:
-    assert ran(trainer) == {"rows": rows, "failed": failed, "found": [], "unnoticed": []}
+@pytest.mark.parametrize("trainer", list(TRAINERS))
+def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(
+    trainer: str, record_property: Callable[[str, object], None]
+) -> None:
+    name, failed = TRAINERS[trainer]
+    begun = time.monotonic()
+    made = answered(trainer, "trainer_live")
+    counts = {"planted": f"{made['noticed']} of {made['noticed'] + len(made['unnoticed'])}"}
+    record_property("trainer", [name, *cells(made), counts["planted"], f"{time.monotonic() - begun:.0f}"])
+    assert (made["failed"], made["found"], made["unnoticed"]) == (failed, [], [])
+    assert made["sessions"]["two versions"] == 1
+    assert made["noticed"] >= 13
+    page = table_after("exact")[name]
+    assert [cell.split(",")[0].split(":")[0].split(" by")[0] for cell in page[:4]] == cells(made)
+    assert failed in " ".join(page)
+
+
+def test_the_page_has_a_row_for_each_trainer_that_is_run() -> None:
+    assert list(table_after("exact")) == [name for name, _ in TRAINERS.values()]
+    assert set(live.KINDS) == {"exact", "forked", "truncated at the end", "truncated inside", "two versions"}
+
+
+def test_classes_that_the_page_says_ran_are_in_the_tests_of_trainers() -> None:
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests/training").glob("t*.py"))
+    for name, (ran, *_) in table_after("its classes").items():
+        for part in re.findall(r"`([\w.]+)`", ran):
+            assert re.search(rf"\b{part.split('.')[-1]}\b", tests), f"{name}: {part}"

@@ -1,21 +1,14 @@
-"""The conformance kit against the trainers' own code: golden sessions, exported, to what each loss gets.
-
-`TOKENTAPE_TRAINERS_PYTHON` names interpreters with trainers, as in test_exports.py. Of those that are on no index a
-`.pth` file there may name a checkout.
-"""
+"""The conformance kit against the trainers' own code: golden sessions, exported, to what each loss gets."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.test_exports import PYTHONS
+from tests.training.interpreters import answered
 from tokentape.testing._rows import Row, findings
 from tokentape.testing.golden import GOLDEN
 from tokentape.testing.samples import golden_samples
@@ -52,21 +45,10 @@ def rows(trainer: str) -> dict[str, list[Row]]:
         exported(trainer, golden_samples([path for session in golden.sessions for path in session.trajectories()]))
         for golden in BATCHES
     ]
-    for python in PYTHONS:
-        ran = subprocess.run(
-            [python, str(Path(__file__).with_name("trainer_paths.py")), trainer],
-            input=json.dumps(given, default=lambda array: array.tolist()),
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        made = json.loads(ran.stdout.splitlines()[-1])
-        if made is not None:
-            for row in (row for batch in made for row in batch if "weight_versions" in row):
-                row["weight_versions"] = set(row["weight_versions"])
-            return {golden.name: [Row(**row) for row in batch] for golden, batch in zip(BATCHES, made, strict=True)}
-    pytest.skip(f"needs {trainer} in an interpreter of TOKENTAPE_TRAINERS_PYTHON")
+    made = answered(trainer, "trainer_paths", given)
+    for row in (row for batch in made for row in batch if "weight_versions" in row):
+        row["weight_versions"] = set(row["weight_versions"])
+    return {golden.name: [Row(**row) for row in batch] for golden, batch in zip(BATCHES, made, strict=True)}
 
 
 @pytest.mark.differential

@@ -1,19 +1,15 @@
 """Training steps of trainers' own code on a CPU, on recorded sessions of the tiny model that they train.
 
 The engine samples with that model and notes each call down. Reference are its notes alone: the gradient of the policy
-loss over its calls, with the advantages of its sessions. `TOKENTAPE_TRAINERS_PYTHON` names interpreters with trainers,
-as in test_exports.py.
+loss over its calls, with the advantages of its sessions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.training import live
-from tests.training.test_exports import PYTHONS
+from tests.training.interpreters import answered
 from tokentape.demo import MODEL
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._kv import cache_name
@@ -72,6 +68,7 @@ class PolicyLedger(live.Ledger):
             self.calls.append(replace(call, **whole))
         else:
             self.calls.append(call)
+        self.version += self.changes_weights(prompt)
         return call
 
 
@@ -89,15 +86,15 @@ def recorded() -> Iterator[Recorded]:
     ledger = PolicyLedger()
     live.LEDGER.append(ledger)
 
-    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+    async def sample(_: None, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         call = ledger.sample(prompt_ids, params.max_tokens, str(params.session_id))
         return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish, weight_version=call.version)
 
     async def run() -> Recorded:
-        names = frozenset({"stop_token_ids", "session_id"})
+        names = frozenset({"stop_token_ids"})
         about: Any = {"name": "ledger", "sampling": names, "logprobs_mode": "processed_logprobs"}
         gateway = await live_gateway(MODEL, sample, max_context=500, **about)
-        made = [await gateway.run(live.agent, {"number": n}, group="g") for n in range(5)]
+        made = [await gateway.run(live.agent, {"number": n}, group="g", handle=None) for n in range(5)]
         assert [one.error for one in made] == [None] * 5
         rewards = dict(zip((one.session_id for one in made), live.REWARDS, strict=True))
         return Recorded(ledger.calls, rewards, [one for rollout in made for one in rollout.samples])
@@ -141,24 +138,10 @@ def ran(request: Any, recorded: Recorded, tmp_path_factory: pytest.TempPathFacto
     batches = {"exported": export(recorded.samples)}
     batches |= {name: export([moved(one, name) for one in recorded.samples]) for name in ("loss_mask", "logprobs")}
     asked = {"model": str(MODEL), "gradients": str(folder), "batches": batches}
-    why = ""
-    for python in PYTHONS:
-        done = subprocess.run(
-            [python, str(Path(__file__).with_name("trainer_steps.py")), trainer],
-            input=json.dumps(asked, default=lambda array: array.tolist()),
-            capture_output=True,
-            text=True,
-            timeout=550,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        made = json.loads(done.stdout.splitlines()[-1])
-        if made is not None:
-            return trainer, {
-                name: Ran(one["rows"], one["losses"], dict(np.load(folder / f"{name}.npz")))
-                for name, one in made.items()
-            }
-        why = f": {done.stderr.splitlines()[-1]}"
-    pytest.skip(f"needs {trainer} in an interpreter of TOKENTAPE_TRAINERS_PYTHON{why}")
+    made = answered(trainer, "trainer_steps", asked)
+    return trainer, {
+        name: Ran(one["rows"], one["losses"], dict(np.load(folder / f"{name}.npz"))) for name, one in made.items()
+    }
 
 
 def reference(recorded: Recorded, less: int) -> dict[str, Any]:

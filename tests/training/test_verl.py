@@ -122,7 +122,7 @@ def test_what_verl_gets_is_what_its_servers_sampled(servers: Servers) -> None:
     golden = live.golden_of(servers.ledger.calls, dict(zip(names, live.REWARDS, strict=True)))
     rows = [row_of(one) for made in outputs for one in made]
     assert [len(made) for made in outputs] == [1, 2, 1, 1, 1]
-    assert live.checked(golden, rows) == (set(), set())
+    assert live.checked(golden, rows)[::2] == (set(), set())
     assert {one.extra_fields["group"] for made in outputs for one in made} == {"u"}
 
 

@@ -1,7 +1,6 @@
 """Run by an interpreter that has trainers installed: builds their own objects from what the exporters made.
 
-Reads `{trainer: [exported, ...]}` from standard input and writes `{trainer: what its objects hold}` for each trainer
-that can be imported here.
+Reads `[exported, ...]` from standard input and writes what the trainer's objects hold.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Optional
+
+from tests.training.trainer_paths import taken
 
 
 def tinker(exported: list[Any]) -> list[Any]:
@@ -109,9 +110,13 @@ def verl(exported: list[Any]) -> list[Any]:
 
 
 def agent_lightning(exported: list[Any]) -> list[Any]:
-    from agentlightning.types import Triplet
+    from pydantic import BaseModel, Field
 
-    return [Triplet.model_validate(one, extra="forbid").model_dump() for one in exported]
+    # Its package imports all that it can do.
+    known = {"BaseModel": BaseModel, "Field": Field, "Any": Any, "Dict": dict, "Optional": Optional}
+    triplet = taken("agentlightning.types.core", "Triplet", **known)["Triplet"]
+    triplet.model_rebuild(_types_namespace=known)
+    return [triplet.model_validate(one, extra="forbid").model_dump() for one in exported]
 
 
 TRAINERS: dict[str, Callable[[list[Any]], list[Any]]] = {
@@ -120,15 +125,12 @@ TRAINERS: dict[str, Callable[[list[Any]], list[Any]]] = {
 
 
 def main() -> None:
-    given = json.load(sys.stdin)
-    told = {}
-    for name in sys.argv[1:]:
-        try:
-            told[name] = TRAINERS[name](given[name])
-        except ImportError:
-            continue
-    # Some of them print while they are imported.
-    print("\n" + json.dumps(told, default=lambda array: array.tolist()))
+    try:
+        made = TRAINERS[sys.argv[1]](json.load(sys.stdin))
+    except ImportError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        made = None
+    print("\n" + json.dumps(made, default=lambda array: array.tolist()))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Run by an interpreter that has a trainer: NeMo-Gym and OpenEnv between agents and trainers; see trainer_live.py."""
+"""Run by an interpreter that has a trainer: NeMo-Gym between agents and NeMo-RL; see trainer_live.py."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import pickle
-import queue
 import re
-import threading
-from itertools import count
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +13,9 @@ from typing import Any
 from tests.training import live, trainer_paths
 from tokentape.client import Client
 from tokentape.demo import MODEL
-from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams
-from tokentape.gateway import serving
 from tokentape.gateway._serve import running
 from tokentape.testing._rows import Row
+from tokentape.training import assemble
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-live.md"
 
@@ -34,6 +30,7 @@ def nemo_gym() -> dict[str, Any]:
 
     from tokentape.training.nemo_rl import PolicyGateway
 
+    no_call_is_aborted()
     ledger, budget = live.LEDGER[-1], 24
     # It would read the command line.
     server_utils.get_global_config_dict = lambda **_: {}
@@ -103,6 +100,7 @@ def nemo_gym() -> dict[str, Any]:
 
         with running(model.setup_webserver()) as url:
             outputs = asyncio.run(rollouts(url))
+        both_branches_are_recorded(gateway.url)
 
     name = "_postprocess_nemo_gym_to_nemo_rl_result"
     helpers = ("_is_trainable_output_item", "_detect_invalid_tool_call_and_malformed_thinking")
@@ -140,6 +138,26 @@ def nemo_gym() -> dict[str, Any]:
     return {"rows": rows, "rewards": rewards, "failed": failed}
 
 
+def both_branches_are_recorded(url: str) -> None:
+    """NeMo-RL refuses the session that forked. Its record is right, and can be trained without NeMo-RL."""
+    with Client(url) as client:
+        found = [client.session(one.session_id).trajectories() for one in client.sessions()]
+    (forked,) = [paths for paths in found if len(paths) > 1]
+    assert [path.verdict.split(":")[0] for path in forked] == ["exact", "forked"]
+    rows = [Row(one.token_ids, one.loss_mask, one.logprobs) for one in assemble(forked).samples]
+    golden = live.golden_of(live.LEDGER[-1].calls, {"1": live.REWARDS[1]})
+    assert live.findings_of(golden, rows) == set()
+
+
+def no_call_is_aborted() -> None:
+    """NeMo-RL's code of vLLM: it changes weights under calls that go on, and aborts none."""
+    spec = find_spec("nemo_rl")
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or ()
+    for path in Path(folder, "models", "generation", "vllm").glob("*.py"):
+        assert not re.search(r"\.abort\(|pause_generation|finish_reason == .abort", path.read_text()), path
+
+
 def from_page(name: str) -> Any:
     """The class that the page has the reader write."""
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if f"class {name}" in code]
@@ -148,119 +166,3 @@ def from_page(name: str) -> Any:
     known: dict[str, Any] = {"__name__": "page"}
     exec(compile(module, "page", "exec"), known)
     return known[name]
-
-
-NUMBERS = count()
-
-
-async def in_order(base_url: str, api_key: str, task: Any) -> float | None:
-    return await live.agent(base_url, api_key, {"number": next(NUMBERS)})
-
-
-def openenv() -> dict[str, Any]:
-    """The loop of TRL's `HarnessRolloutWorker`, without its process, over a gateway; only vLLM is replaced."""
-    from accelerate.state import PartialState
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
-
-    from tokentape.training.openenv import GatewaySessions
-
-    ledger, tokenizer = live.LEDGER[-1], AutoTokenizer.from_pretrained(MODEL)
-    # For turns that TRL samples itself. Here it samples none, and it knows the templates of a few models only.
-    tokenizer.response_schema = {}
-
-    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-        call = ledger.sample(prompt_ids, params.max_tokens, ledger.task_of(prompt_ids))
-        return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish, weight_version=call.version)
-
-    names = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids"})
-    about = {"logprobs_mode": "processed_logprobs", "sampling": names}
-    with serving(FunctionEngine(sample, vocab_size=4000, max_context=500, **about), MODEL) as url:
-        in_an_environment(url)
-        ledger.calls.clear()
-        sessions = GatewaySessions(url, "tests.training.trainer_harnesses.in_order")
-        # The worker's process gets it pickled.
-        assert pickle.loads(pickle.dumps(sessions)) == sessions
-        PartialState()  # As the worker's process does.
-        samples: queue.Queue[Any] = queue.Queue()
-        loop = HarnessRolloutWorker._loop_cls(
-            harness_session_factory=sessions,
-            model_name=str(MODEL),
-            dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "Go."}]}]),
-            reward_funcs=[],
-            processing_class=tokenizer,
-            eos_token_ids=[],
-            rollout_buffer=samples,
-            model_version_value=SimpleNamespace(value=7),
-            heartbeat_value=SimpleNamespace(value=0.0),
-            failed_event=threading.Event(),
-            exception_info_queue=queue.Queue(),
-            metrics_queue=queue.Queue(),
-            num_generations=6,
-            max_inflight_tasks=1,
-        )
-        thread = threading.Thread(target=loop.run, daemon=True)
-        thread.start()
-        made = [samples.get(timeout=300) for _ in range(6)]
-        loop._loop.call_soon_threadsafe(loop._stop_event.set)
-        thread.join()
-    rows = []
-    for one in made:
-        arrays = (one.input_ids.tolist(), one.completion_mask.tolist(), one.old_log_probs.tolist())
-        rows.append(Row(*arrays, [one.advantage] * len(one.input_ids), reward=one.metrics["reward"]))
-    rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
-    return {"rows": rows, "rewards": rewards, "failed": f"{len(rows)} of 6 rollouts"}
-
-
-def in_an_environment(url: str) -> None:
-    """OpenEnv's own tool loop in a session of its adapter for environments, as an agent."""
-    from openenv.core.client_types import StepResult
-    from openenv.core.env_server.mcp_types import Tool
-    from openenv.core.harness import (
-        HarnessRunLimits,
-        MCPHarnessAdapter,
-        ResourceSessionFactory,
-        StepEnvSessionAdapter,
-        VerifyResult,
-    )
-
-    from tokentape.training.openenv import HarnessAgent
-
-    ledger, steps = live.LEDGER[-1], []
-
-    class Counter:
-        def reset(self, **_: Any) -> Any:
-            return StepResult(observation=0)
-
-        def step(self, number: int) -> Any:
-            steps.append(number)
-            ledger.text = "Done."
-            return StepResult(observation=number, reward=0.5)
-
-        def state(self) -> None:
-            return None
-
-    class Factory(ResourceSessionFactory):
-        def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> Any:
-            return StepEnvSessionAdapter(
-                Counter(),
-                tool_specs=[Tool(name="add", description="Add.", input_schema={"type": "object", "properties": {}})],
-                action_builder=lambda name, arguments: arguments["number"],
-                initial_messages_builder=lambda result, _: [{"role": "user", "content": f"Task {task['number']}."}],
-                verify_builder=lambda transcript, final, last, state: VerifyResult(env_reward=last.reward),
-            )
-
-    ledger.text = '<tool_call>\n{"name": "add", "arguments": {"number":  2}}\n</tool_call>'
-    agent = HarnessAgent(Factory(), MCPHarnessAdapter(), HarnessRunLimits(sampling={"max_tokens": 60}))
-    with Client(url) as client:
-        session = client.session()
-        assert asyncio.run(agent(session.base_url, "none", {"number": 8})) == 0.5
-        (path,) = session.trajectories()
-    assert steps == [2]
-    # The second prompt goes on from what was sampled, spaces of the arguments included.
-    first, second = ledger.calls
-    assert second.prompt[: len(first.prompt + first.ids)] == first.prompt + first.ids
-    assert path.verdict == "exact"
-    assert path.token_ids.tolist() == second.prompt + second.ids
-    ledger.text = None

@@ -14,21 +14,24 @@ import math
 import os
 import re
 import sys
+import typing
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from tests.training import live
-from tests.training.trainer_harnesses import nemo_gym, openenv
+from tests.training.trainer_harnesses import nemo_gym
 from tests.training.trainer_paths import of_slime, taken
+from tests.training.trainer_trl import openenv, trl, trl_async
 from tokentape.client import Client
 from tokentape.demo import MODEL
-from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams
-from tokentape.gateway import serving
 from tokentape.gateway._serve import running
-from tokentape.testing._rows import Row
+from tokentape.testing._rows import Row, place
+from tokentape.training.slime import generating
 
 
 def verl() -> dict[str, Any]:
@@ -161,6 +164,7 @@ SLIME_ARGS = dict[str, Any](
     rollout_max_context_len=None,
     rollout_stop_token_ids=None,
     custom_generate_function_path="tests.training.trainer_live.slime_generate",
+    mask_offpolicy_in_partial_rollout=False,
     group_rm=False,
     custom_rm_path=None,
     reward_key=None,
@@ -212,8 +216,6 @@ def slime() -> dict[str, Any]:
     flat = [one for samples in made for one in samples]
     data = functions["_convert_samples_to_train_data"](manager, flat)
     rows, rewards = slime_rows(data, flat)
-    centered = [value for value, mask in zip(data["rewards"], data["loss_masks"], strict=True) if any(mask)]
-    rows = [replace(row, advantages=[value] * len(row.token_ids)) for row, value in zip(rows, centered, strict=True)]
     # One sample each: then its own normalization and ours are the same.
     single = [samples[0] for samples in made]
     args.n_samples_per_prompt = len(single)
@@ -229,41 +231,60 @@ def slime() -> dict[str, Any]:
 
 
 def miles() -> dict[str, Any]:
-    """Its adapter of older functions, and what it makes of their samples; only HTTP to the router is replaced."""
+    """`generate_and_rm_group`, then what the trainer makes of the group; only HTTP to the router is replaced."""
     from miles.ray.rollout.rollout_data_conversion import validate_compact_rollout_ids
     from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
+    from miles.rollout.filter_hub.dynamic_sampling_filters import check_no_aborted
     from miles.utils import http_utils
     from miles.utils.types import Sample
 
+    from tokentape.training.slime import normalized_rewards
+
     http_utils.post = post
     args = SimpleNamespace(**SLIME_ARGS)
-    adapter = taken(
+    # Its modules import SGLang.
+    inputs = ModuleType("miles.rollout.base_types")
+    sys.modules[inputs.__name__] = inputs
+    names = ("GenerateFnInput", "GenerateFnOutput")
+    for name, made in taken(inputs.__name__, *names, __name__=inputs.__name__, Any=Any).items():
+        setattr(inputs, name, dataclass(made) if name in names else made)
+    load = taken(
         "miles.rollout.inference_rollout.compatibility",
-        *("LegacyGenerateFnAdapter", "load_generate_function", "_is_legacy_generate_fn"),
+        *("load_generate_function", "_is_legacy_generate_fn"),
         inspect=inspect,
-        Callable=Callable,
-        load_function=lambda path: slime_generate,
-        GenerateFnInput=SimpleNamespace,
-        GenerateFnOutput=SimpleNamespace,
+        load_function=lambda path: path and slime_generate,
+    )["load_generate_function"]
+    common = taken(
+        "miles.rollout.inference_rollout.inference_rollout_common",
+        *("generate_and_rm", "generate_and_rm_group"),
+        asyncio=asyncio,
+        deepcopy=deepcopy,
+        logger=logging.getLogger("miles"),
+        Sample=Sample,
+        load_generate_function=load,
+        GenerateFnInput=inputs.GenerateFnInput,
+        TrajectoryLifecycle=lambda: SimpleNamespace(sink=None),
+        policy_uses_routing_key=lambda args: False,
+        batched_async_rm=lambda args, samples, **options: asyncio.sleep(0),
     )
-    function = adapter["load_generate_function"]("tests.training.trainer_live.slime_generate")
-    assert isinstance(function, adapter["LegacyGenerateFnAdapter"])
+    function = load("tests.training.trainer_live.slime_generate")
+    state = SimpleNamespace(
+        args=args, aborted=False, generate_function=function, generate_fn_semaphore=asyncio.Semaphore(8)
+    )
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 80}
-
-    async def group() -> list[Any]:
-        samples = [Sample(group_index=0, index=n, prompt="p", metadata={"number": n}) for n in range(6)]
-        about = {"args": args, "sampling_params": sampling, "evaluation": False}
-        asked = [SimpleNamespace(sample=one, **about) for one in samples]
-        return [(await function(one)).samples for one in asked]
-
-    made = asyncio.run(group())
+    group = [Sample(group_index=0, index=n, prompt="p", metadata={"number": n}) for n in range(6)]
+    made = asyncio.run(common["generate_and_rm_group"](state, group, sampling))
     validate_compact_rollout_ids([made])
+    # A group with a rollout that failed can be left out,
+    assert not check_no_aborted(args, made).keep
+    assert check_no_aborted(args, made[:5]).keep
     flat = [one for samples in made for one in samples]
     for one in flat:
         one.validate()
+    # or the rollout, by our function.
+    rows, rewards = slime_rows(convert_samples_to_train_data(args, flat, {}, None, normalized_rewards), flat)
     data = convert_samples_to_train_data(args, flat, {}, None, None)
-    rows, rewards = slime_rows(data, flat)
-    # A rollout that failed counts as one with reward 0; a forked one counts once.
+    # In its own mean that rollout counts as one with reward 0; a forked one counts once.
     mean = sum(live.REWARDS) / 6
     for sample, reward in zip(flat[:-1], data["rewards"], strict=False):
         assert abs(reward - (sample.reward - mean)) < 1e-6, (sample.index, reward)
@@ -275,26 +296,23 @@ def slime_rows(data: dict[str, Any], samples: list[Any]) -> tuple[list[Row], dic
     rows, rewards = [], {}
     for n, row in enumerate(of_slime(data, samples)):
         if any(row["weights"]):
+            row["advantages"] = [row["reward"]] * len(row["token_ids"])
             rewards[samples[n].metadata["session_id"]] = data["raw_reward"][n]
             row |= {"reward": data["raw_reward"][n], "weight_versions": set(row["weight_versions"])}
             rows.append(Row(**row))
     return rows, rewards
 
 
-async def slime_generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    from tokentape.training.slime import generating
+async def slime_agent(base_url: str, api_key: str, task: Any) -> float | None:
+    async with LOCK:
+        return await live.agent(base_url, api_key, task["metadata"])
 
-    async def agent(base_url: str, api_key: str, task: Any) -> float | None:
-        async with LOCK:
-            return await live.agent(base_url, api_key, task["metadata"])
 
-    return await generating(agent)(args, sample, sampling_params, evaluation)
+slime_generate = generating(slime_agent)
 
 
 def skyrl() -> dict[str, Any]:
     """What its trainer checks and merges, of a generator's output; only the inference client is replaced."""
-    import typing
-
     import typing_extensions
 
     typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it before Python 3.12.
@@ -456,8 +474,9 @@ def prime_rl_algo() -> dict[str, Any]:
     return known | taken("prime_rl.orchestrator.algo.routing", "assign_advantages", vf=vf)
 
 
-def tinker() -> dict[str, Any]:
+def tinker_cookbook() -> dict[str, Any]:
     """The cookbook's rollouts of groups, its advantages and its data; only Tinker's sampling client is replaced."""
+    import tinker
     from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
     from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
     from tinker_cookbook.rl.rollouts import do_group_rollout_and_filter_constant_reward
@@ -485,6 +504,8 @@ def tinker() -> dict[str, Any]:
             for numbers in (range(5), [5, 7])
         ]
 
+    # There is no word for an aborted call.
+    assert typing.get_args(tinker.StopReason) == ("length", "stop")
     group, failed = asyncio.run(groups())
     assert group.get_total_rewards() == [*live.REWARDS]
     (advantages,) = compute_advantages([group])
@@ -605,14 +626,8 @@ def art() -> dict[str, Any]:
     known = taken(
         "art.preprocessing.tokenize", *made, "_choice_extra_logprobs", **known, TokenizedResult=SimpleNamespace
     )
-    ledger, rows = live.LEDGER[-1], []
-
-    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-        call = ledger.sample(prompt_ids, params.max_tokens, ledger.task_of(prompt_ids))
-        return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish)
-
-    engine = FunctionEngine(sample, vocab_size=4000, max_context=500, logprobs_mode="processed_logprobs")
-    with serving(engine, MODEL) as url, Client(url) as client:
+    rows = []
+    with live.ledger_gateway() as url, Client(url) as client:
         for number, reward in enumerate(live.REWARDS):
             replies: list[dict[str, Any]] = []
             asyncio.run(live.agent(client.session().base_url, "none", {"number": number}, replies))
@@ -633,18 +648,19 @@ def art() -> dict[str, Any]:
     return {"rows": rows, "rewards": rewards, "failed": ""}
 
 
-TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {
-    one.__name__: one for one in (verl, slime, miles, skyrl, verifiers, tinker, agent_lightning, art, nemo_gym, openenv)
-}
+ALL = (verl, slime, miles, skyrl, verifiers, tinker_cookbook, agent_lightning, art, nemo_gym, trl, trl_async, openenv)
+TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {one.__name__: one for one in ALL}
 
 
-RESUMED = {"verl", "skyrl", "verifiers", "agent_lightning", "art", "openenv"}
-"""Whose engine says that a call was aborted, and goes on with a prompt that ends with what it had sampled."""
+NO_ABORTS = {"tinker_cookbook", "nemo_gym"}
+"""Whose engine has no way to say that a call was aborted; all others go on with a prompt that ends with what it had
+sampled."""
 
 
 def main() -> None:
     logging.disable()
-    live.LEDGER.append(live.Ledger(aborts=sys.argv[1] in RESUMED))
+    ledger = live.Ledger(aborts=sys.argv[1] not in NO_ABORTS)
+    live.LEDGER.append(ledger)
     live.CLIENTS.update(live.THREE)
     try:
         made = TRAINERS[sys.argv[1]]()
@@ -652,9 +668,15 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         print("\nnull")
         return
-    found, unnoticed = live.checked(live.golden_of(live.LEDGER[-1].calls, made["rewards"]), made["rows"])
-    made = {"rows": len(made["rows"]), "failed": made["failed"], "found": sorted(found), "unnoticed": sorted(unnoticed)}
-    print("\n" + json.dumps(made))
+    golden, rows = live.golden_of(ledger.calls, made["rewards"]), made["rows"]
+    found, noticed, unnoticed = live.checked(golden, rows)
+    # Rows by kind of session, and what became of the one whose weights changed.
+    number_of = {call.session: int(ledger.task_of(call.prompt)) for call in ledger.calls}
+    counted = Counter(number_of[one.session.name] for one in place(golden, rows)[0] if one.trained)
+    resumed = any(call.earlier for call in ledger.calls)
+    told = {"sessions": {kind: counted[n] for n, kind in enumerate(live.KINDS)}, "resumed": resumed}
+    told |= {"failed": made["failed"], "found": sorted(found), "noticed": noticed, "unnoticed": sorted(unnoticed)}
+    print("\n" + json.dumps(told | {"versions": any(row.weight_versions is not None for row in rows)}))
 
 
 if __name__ == "__main__":

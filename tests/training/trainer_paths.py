@@ -28,7 +28,10 @@ def taken(module: str, *names: str, **known: Any) -> dict[str, Any]:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(package)
-    source = Path(spec.submodule_search_locations[0], *path).with_suffix(".py").read_text()
+    place = Path(spec.submodule_search_locations[0], *path).with_suffix(".py")
+    if not place.is_file():
+        raise ImportError(f"{place} does not exist")
+    source = place.read_text()
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found = [one for one in ast.walk(ast.parse(source)) if isinstance(one, kinds) and one.name in names]
     for one in found:

@@ -127,7 +127,10 @@ def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFi
                     cells = [*[None] * start, *cells, *[None] * (size - start - same)]
                     best = Placed(row, session, cells, start, start + same)
         if best is None or not any(best.cells):
-            found.append(RowFinding("ids not as recorded", f"row {n}: no session has these ids after {longest} tokens"))
+            rest = {*ids[longest:]}
+            padding = f", only {min(rest)}: pad with PAD of golden" if len(rest) == 1 and rest != {PAD} else ""
+            text = f"row {n}: no session has these ids after {longest} tokens{padding}"
+            found.append(RowFinding("ids not as recorded", text))
         else:
             placed.append(best)
     return placed, found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from tokentape._hub import find_model
 from tokentape.chat._renderer import Renderer
 from tokentape.client import AsyncClient
 from tokentape.engines._base import Engine, SampleDelta, SamplingParams
@@ -54,6 +55,8 @@ class LiveGateway:
     """Its record, to read."""
     keeps: bool
     """Whether sessions stay in the record."""
+    handles: dict[str, Any]
+    """By session what its calls are sampled with."""
 
     async def run(
         self,
@@ -61,6 +64,7 @@ class LiveGateway:
         task: Task,
         *,
         group: str,
+        handle: Any,
         session_id: str | None = None,
         attempt: int | str | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -71,11 +75,12 @@ class LiveGateway:
     ) -> Rollout:
         """Run an agent in a new session, for at most so many seconds. What it raises is in the rollout.
 
-        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters.
-        Sessions of a temporary record are deleted once they are read.
+        The gateway's `sample` gets `handle` with each call of the session. Its metadata name the group and the attempt;
+        `pin` and `default` are its sampling parameters. Sessions of a temporary record are deleted once they are read.
         """
         named = {"group": group, "attempt": attempt, **(metadata or {})}
         session = await self.client.session(session_id, metadata=named, pin=pin, default=default)
+        self.handles[session.session_id] = handle
         error: Exception | None = None
         try:
             try:
@@ -88,6 +93,7 @@ class LiveGateway:
             stored, found = await asyncio.to_thread(self._read, session.session_id)
         finally:
             # Also where the trainer cancels the rollout.
+            del self.handles[session.session_id]
             if not self.keeps:
                 await session.delete()
         made = assemble(found, group=lambda _: group)
@@ -108,7 +114,7 @@ _held: set[asyncio.Task[None]] = set()
 
 async def live_gateway(
     model_dir: Path | str,
-    sample: Callable[[list[int], SamplingParams], Awaitable[SampleDelta]],
+    sample: Callable[[Any, list[int], SamplingParams], Awaitable[SampleDelta]],
     *,
     name: str,
     sampling: frozenset[str],
@@ -118,17 +124,30 @@ async def live_gateway(
 ) -> LiveGateway:
     """Return the gateway of this event loop for a model. It starts at the first call, and ends with the loop.
 
-    Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. Raises as `serving`.
+    Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. `sample` gets the handle
+    of the session first. The model is a folder or the name of one in the Hub's cache. Raises as `find_model` and
+    `serving`.
     """
+    folder = find_model(Path(model_dir), weights=False)
+    handles: dict[str, Any] = {}
+
+    async def with_handle(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+        return await sample(handles[str(params.session_id)], prompt_ids, params)
+
     make_engine = partial(
-        FunctionEngine, sample, max_context=max_context, logprobs_mode=logprobs_mode, sampling=sampling, name=name
+        FunctionEngine,
+        with_handle,
+        max_context=max_context,
+        logprobs_mode=logprobs_mode,
+        sampling=sampling | {"session_id"},
+        name=name,
     )
     opened = _gateways.setdefault(asyncio.get_running_loop(), {})
-    ready = opened.get(str(model_dir))
+    ready = opened.get(str(folder))
     if ready is None or (ready.done() and ready.exception() is not None):
-        ready = opened[str(model_dir)] = asyncio.get_running_loop().create_future()
+        ready = opened[str(folder)] = asyncio.get_running_loop().create_future()
         # Its own task: a rollout that is cancelled meanwhile must not take the gateway from the others.
-        task = asyncio.create_task(_hold(ready, model_dir, make_engine, directory))
+        task = asyncio.create_task(_hold(ready, folder, make_engine, directory, handles))
         _held.add(task)
         task.add_done_callback(_held.discard)
     return await asyncio.shield(ready)
@@ -136,9 +155,10 @@ async def live_gateway(
 
 async def _hold(
     ready: asyncio.Future[LiveGateway],
-    model_dir: Path | str,
+    model_dir: Path,
     make_engine: Callable[..., Engine],
     directory: Path | str | None,
+    handles: dict[str, Any],
 ) -> None:
     """Start a gateway, on another thread, and end it when this task is cancelled: an event loop does that at its end.
 
@@ -154,7 +174,7 @@ async def _hold(
         return
     try:
         async with AsyncClient(url, timeout=600.0) as client:
-            ready.set_result(LiveGateway(client, renderer, store, directory is not None))
+            ready.set_result(LiveGateway(client, renderer, store, directory is not None, handles))
             await asyncio.Event().wait()
     finally:
         await asyncio.to_thread(gateway.__exit__, None, None, None)
@@ -176,8 +196,8 @@ def imported(given: Any, param: str) -> Any:
 
 
 def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return the parameters of `names` as vLLM and SGLang take them, without stop strings and the session."""
-    fields = {name: getattr(params, name) for name in names if name not in ("session_id", "stop_strings")}
+    """Return the parameters of `names` as vLLM and SGLang take them, without stop strings."""
+    fields = {name: getattr(params, name) for name in names if name != "stop_strings"}
     return fields | {"top_k": params.top_k or -1, "stop_token_ids": list(params.stop_token_ids)}
 
 

@@ -16,7 +16,6 @@ import os
 import re
 from pathlib import Path
 from typing import Any, ClassVar
-from uuid import uuid4
 
 import httpx2
 
@@ -26,10 +25,7 @@ from tokentape.training._live import imported, live_gateway, vllm_fields
 
 __all__ = ["AgentRollout"]
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "session_id"})
-
-_proxies: dict[str, tuple[httpx2.AsyncClient, str]] = {}
-"""By session the proxy's address of its rollout."""
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids"})
 
 
 class AgentRollout:
@@ -61,20 +57,15 @@ class AgentRollout:
                 logprobs_mode="processed_logprobs",
                 directory=self.directory,
             )
-            session_id = uuid4().hex
-            _proxies[session_id] = client, url
-            try:
-                rollout = await gateway.run(
-                    imported(self.agent, "agent"),
-                    os.environ,
-                    group=named[1],
-                    session_id=session_id,
-                    attempt=named[2],
-                    pin={"temperature": self.temperature},
-                    seconds=self.seconds,
-                )
-            finally:
-                del _proxies[session_id]
+            rollout = await gateway.run(
+                imported(self.agent, "agent"),
+                os.environ,
+                group=named[1],
+                handle=(client, url),
+                attempt=named[2],
+                pin={"temperature": self.temperature},
+                seconds=self.seconds,
+            )
             if rollout.error is not None:
                 raise rollout.error
             if rollout.samples and rollout.samples[0].reward is not None:
@@ -82,9 +73,9 @@ class AgentRollout:
                 (await client.post(os.environ["AGL_EVENT_URL"], json=event)).raise_for_status()
 
 
-async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+async def _sample(proxy: tuple[httpx2.AsyncClient, str], prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
     """Sample at the proxy, which adds the model, its temperature and `return_token_ids`."""
-    client, url = _proxies[str(params.session_id)]
+    client, url = proxy
     body = {"prompt": prompt_ids, **vllm_fields(params, _SAMPLING)}
     try:
         answer = (await client.post(f"{url}/completions", json=body)).raise_for_status()

@@ -21,10 +21,9 @@ from typing import Any
 import httpx2
 
 from tokentape.client import Client
-from tokentape.errors import TokentapeError
 from tokentape.training._live import Agent, Rollout, Task, imported
 from tokentape.training.exports import agent_lightning_triplets
-from tokentape.training.trl._agents import row_of, run_agent
+from tokentape.training.trl._agents import reply_of, row_of, run_agent
 
 __all__ = ["GatewaySessions", "HarnessAgent"]
 
@@ -65,10 +64,7 @@ def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], 
     asked = [{"name": one.name, "description": one.description, "parameters": one.input_schema} for one in tools]
     body = {"model": "policy", "messages": messages, **sampling}
     body |= {"tools": [{"type": "function", "function": one} for one in asked]} if asked else {}
-    answer = http.post(url, json=body)
-    if answer.is_error:
-        raise TokentapeError(f"the gateway refused a call, status {answer.status_code}: {answer.text}")
-    reply = answer.json()["choices"][0]["message"]
+    reply = reply_of(http.post(url, json=body))
     calls = [
         ToolCall(one["id"], one["function"]["name"], _arguments(one["function"]["arguments"]))
         for one in reply.get("tool_calls") or ()

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokentape._hub import find_model
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import InvalidRequest
@@ -28,7 +27,7 @@ __all__ = ["AgentGenerator"]
 
 _log = logging.getLogger("tokentape.training")
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "session_id"})
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids"})
 
 
 class AgentGenerator:
@@ -53,7 +52,7 @@ class AgentGenerator:
         self._agent = imported(agent, "agent")
         self._config = generator_cfg
         self._client = inference_engine_client
-        self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
+        self._model_dir = tokenizer.name_or_path
         self._max_seq_len = max_seq_len
         self._seconds = seconds
         self._directory = directory
@@ -64,7 +63,7 @@ class AgentGenerator:
         engine = self._config.inference_engine.engine_init_kwargs or {}
         gateway = await live_gateway(
             self._model_dir,
-            self._sample,
+            AgentGenerator._sample,
             name="skyrl:vllm",
             sampling=_SAMPLING,
             max_context=self._max_seq_len,
@@ -118,6 +117,7 @@ class AgentGenerator:
             self._agent,
             task | {"env_extras": (batch.get("env_extras") or {n: None})[n]},
             group=name.instance_id,
+            handle=self,
             attempt=name.repetition_id,
             metadata=None if about is None else {"step": about.global_step, "phase": about.training_phase},
             pin={key: given[key] for key in pinned if given.get(key) is not None},

@@ -23,7 +23,7 @@ import numpy as np
 
 from tokentape._hub import find_model
 from tokentape.chat._tokenizer_files import read_json
-from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.errors import EngineUnavailable, InvalidRequest
 from tokentape.training._live import Agent, Rollout, imported, live_gateway, sampling_fields, version_between
 from tokentape.training._stop_rule import StopRule
@@ -34,7 +34,7 @@ _log = logging.getLogger("tokentape.training")
 __all__ = ["generating", "normalized_rewards"]
 
 _SAMPLING = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "stop_strings", "session_id"}
+    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "stop_strings"}
 )
 
 
@@ -44,10 +44,10 @@ def generating(
     seconds: float | None = None,
     directory: Path | str | None = None,
     stop_rule: StopRule | None = None,
-) -> Callable[..., Awaitable[list[Any]]]:
-    """Return a function for slime's `--custom-generate-function-path` that runs the agent.
+) -> Callable[..., Awaitable[Any]]:
+    """Return a function for the trainers' `--custom-generate-function-path` that runs the agent.
 
-    It returns a `Sample` for each branch of the agent's session.
+    It makes a `Sample` for each branch of the agent's session.
 
     A rollout whose agent raised, took longer than `seconds`, sampled nothing or was aborted becomes one sample without
     loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions stay in `directory`; without one
@@ -55,12 +55,12 @@ def generating(
     """
     found = imported(agent, "agent")
 
-    async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> list[Any]:
+    async def made(args: Any, sample: Any, sampling_params: Any, evaluation: bool, state: Any = None) -> list[Any]:
         _refuse(args, sample, sampling_params)
-        model_dir, server = find_model(Path(args.hf_checkpoint), weights=False), _Router(args, sample)
+        model_dir, server = find_model(Path(args.hf_checkpoint), weights=False), _Router(args, sample, state)
         gateway = await live_gateway(
             model_dir,
-            server.sample,
+            _Router.sample,
             name=f"{server.package}:sglang",
             sampling=_SAMPLING,
             max_context=_max_context(args, model_dir),
@@ -72,6 +72,7 @@ def generating(
             found,
             {name: value for name, value in vars(sample).items() if name != "tokens"},
             group=str(sample.group_index),
+            handle=server,
             attempt=sample.index,
             metadata={"evaluation": evaluation},
             pin={name: sampling_params[name] for name in names if sampling_params.get(name) is not None},
@@ -82,10 +83,17 @@ def generating(
         if rollout.error is not None or not rollout.samples:
             return [_without_loss(sample, rollout)]
         # Greedy sampling has no logprobs, and a rollout that is evaluated counts once.
-        made = rollout.samples[:1] if evaluation else rollout.samples
-        decode = gateway.renderer.tokenizer.decode
-        fields = [slime_sample(one, sample.index, sample.group_index, decode, logprobs=not evaluation) for one in made]
-        return [_filled(sample, one) for one in fields]
+        counted = rollout.samples[:1] if evaluation else rollout.samples
+        decode, about = gateway.renderer.tokenizer.decode, (sample.index, sample.group_index)
+        return [_filled(sample, slime_sample(one, *about, decode, logprobs=not evaluation)) for one in counted]
+
+    async def generate(*given: Any, evaluation: bool = False) -> Any:
+        """Take what slime gives, arguments, a sample and sampling parameters, or Miles' `GenerateFnInput`."""
+        if len(given) == 3:
+            return await made(*given, evaluation)
+        (whole,) = given
+        samples = await made(whole.args, whole.sample, whole.sampling_params, whole.evaluation, whole.state)
+        return sys.modules[type(whole).__module__].GenerateFnOutput(samples=samples)
 
     return generate
 
@@ -94,7 +102,8 @@ def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], 
     """Normalize rewards as slime does, with every rollout counted once in its group; both lists are per sample.
 
     For slime's `--custom-reward-post-process-path`: its own takes the whole batch for one group where rollouts have
-    several samples. Samples with `remove_sample` count in no group. Miles does the same by itself.
+    several samples. Samples with `remove_sample` count in no group; Miles' own, which counts each rollout once by
+    itself, counts these with 0.
 
     Raises `InvalidRequest` if samples of one rollout have different rewards.
     """
@@ -129,8 +138,8 @@ def _rollout_of(sample: Any) -> Any:
 class _Router:
     """The servers of a rollout, asked as the trainer's own `generate` does."""
 
-    def __init__(self, args: Any, sample: Any) -> None:
-        self._args = args
+    def __init__(self, args: Any, sample: Any, state: Any) -> None:
+        self._args, self._state = args, state
         self.package = type(sample).__module__.split(".")[0]
         self._post = importlib.import_module(f"{self.package}.utils.http_utils").post
         self._url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -155,21 +164,25 @@ class _Router:
         )
         about = output["meta_info"]
         end = about["finish_reason"]
-        if end["type"] == "abort":
+        # Otherwise it was aborted for new weights, and the gateway has the rest of it sampled with those.
+        if end["type"] == "abort" and (end.get("status_code") or self._ended()):
             raise _aborted()
-        sampled, version = about["output_token_logprobs"], about.get("weight_version")
+        sampled, version = about.get("output_token_logprobs") or (), about.get("weight_version")
         return SampleDelta(
             tuple(token_id for _, token_id, *_ in sampled),
             tuple(logprob for logprob, *_ in sampled),
             end["type"],
             stop=end.get("matched"),
             weight_version=version_between(version, version),
+            weight_spans=tuple(WeightSpan(**one) for one in about.get("weight_versions") or ()),
         )
 
     def _ended(self) -> bool:
-        """Whether the trainer has all that it needs and aborts the rest: weights change next."""
-        module = sys.modules.get(f"{self.package}.rollout.sglang_rollout")
-        return module is not None and bool(module.GenerateState(self._args).aborted)
+        """Whether the trainer has all that it needs and aborts the rest."""
+        if self._state is None:
+            module = sys.modules.get(f"{self.package}.rollout.sglang_rollout")
+            self._state = module and module.GenerateState(self._args)
+        return self._state is not None and bool(self._state.aborted)
 
 
 def _max_context(args: Any, model_dir: Path) -> int:

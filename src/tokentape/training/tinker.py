@@ -26,9 +26,6 @@ from tokentape.training.exports import agent_lightning_triplets
 
 __all__ = ["AgentRollouts"]
 
-_policies: dict[str, Any] = {}
-"""By session the completer that samples it."""
-
 
 class AgentRollouts:
     """What a strategy derives from before the cookbook's own class. An agent runs for each environment of a group.
@@ -56,23 +53,17 @@ class AgentRollouts:
             self.model_dir,
             _sample,
             name="tinker",
-            sampling=frozenset({"temperature", "stop_token_ids", "session_id"}),
+            sampling=frozenset({"temperature", "stop_token_ids"}),
             max_context=self.max_context,
             # At temperature 1, the only one that is trained, all modes are the same.
             logprobs_mode="processed_logprobs",
             directory=self.directory,
         )
-        envs = {uuid4().hex: env for env in await env_group_builder.make_envs()}
-        _policies.update(dict.fromkeys(envs, policy))
-        about: dict[str, Any] = {"group": uuid4().hex, "seconds": self.seconds}
+        envs = [*await env_group_builder.make_envs()]
+        about: dict[str, Any] = {"group": uuid4().hex, "handle": policy, "seconds": self.seconds}
         about |= {"pin": {"temperature": policy.temperature}, "default": {"max_tokens": policy.max_tokens}}
         agent = imported(self.agent, "agent")
-        runs = [gateway.run(agent, vars(env), session_id=name, **about) for name, env in envs.items()]
-        try:
-            rollouts = await asyncio.gather(*runs)
-        finally:
-            for name in envs:
-                del _policies[name]
+        rollouts = await asyncio.gather(*(gateway.run(agent, vars(env), **about) for env in envs))
         made = [_trajectory(one) for one in rollouts]
         if self.stop_rule is not None:
             try:
@@ -81,13 +72,13 @@ class AgentRollouts:
                 # The cookbook would skip the group and go on.
                 self.catches_group_errors = False
                 raise
-        return RolloutResult(trajectories=made, envs=[*envs.values()], errors=[])
+        return RolloutResult(trajectories=made, envs=envs, errors=[])
 
 
-async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+async def _sample(policy: Any, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
     from tinker import ModelInput
 
-    policy, stop = _policies[str(params.session_id)], list(params.stop_token_ids)
+    stop = list(params.stop_token_ids)
     sampled = await policy(ModelInput.from_ints(prompt_ids), stop, max_tokens=params.max_tokens)
     return SampleDelta(tuple(sampled.tokens), tuple(sampled.logprobs), sampled.stop_reason)
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tokentape._hub import find_model
 from tokentape.chat._reader import read_text
 from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._replies import finish_reason_of
@@ -29,9 +28,7 @@ from tokentape.types import Message
 
 __all__ = ["AgentHarness"]
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "session_id"})
-_clients: dict[str, tuple[Any, dict[str, Any]]] = {}
-"""By session its client of the server, and what its requests have beside the prompt and the sampling parameters."""
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids"})
 
 
 class AgentHarness:
@@ -56,7 +53,7 @@ class AgentHarness:
         import verifiers.v1 as vf
         from verifiers.v1.clients.base import build_async_openai
 
-        model_dir = find_model(Path(getattr(ctx.client, "renderer_model_name", None) or ctx.model), weights=False)
+        model_dir = getattr(ctx.client, "renderer_model_name", None) or ctx.model
         trained = ctx.client.type == "train"
         given = ctx.sampling.model_dump(exclude_none=True)
         given |= given.pop("extra_body", {})
@@ -75,19 +72,16 @@ class AgentHarness:
                 logprobs_mode=self.logprobs_mode,
                 directory=self.directory,
             )
-            _clients[trace.id] = client, fixed
-            try:
-                rollout = await gateway.run(
-                    imported(self.agent, "agent"),
-                    {**data.model_dump(), "mcp_urls": mcp_urls},
-                    group=str(trace.task.key or trace.task.hash),
-                    session_id=trace.id,
-                    pin={name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in given},
-                    default={"max_tokens": given["max_tokens"]} if "max_tokens" in given else None,
-                    stop_rule=self.stop_rule if trained else None,
-                )
-            finally:
-                del _clients[trace.id]
+            rollout = await gateway.run(
+                imported(self.agent, "agent"),
+                {**data.model_dump(), "mcp_urls": mcp_urls},
+                group=str(trace.task.key or trace.task.hash),
+                handle=(client, fixed),
+                session_id=trace.id,
+                pin={name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in given},
+                default={"max_tokens": given["max_tokens"]} if "max_tokens" in given else None,
+                stop_rule=self.stop_rule if trained else None,
+            )
         if rollout.error is not None:
             raise rollout.error
         tokenizer, parts = gateway.renderer.tokenizer, rollout.samples
@@ -102,9 +96,12 @@ class AgentHarness:
         return vf.ProgramResult(0, "", "")
 
 
-async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-    """Ask the server as `renderers.client.generate` does."""
-    client, fixed = _clients[str(params.session_id)]
+async def _sample(server: tuple[Any, dict[str, Any]], prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+    """Ask the server as `renderers.client.generate` does.
+
+    `server` is a client of it, and what requests have beside the prompt and the sampling parameters.
+    """
+    client, fixed = server
     answer = await client.post(
         f"{str(client.base_url).rstrip('/').removesuffix('/v1')}/inference/v1/generate",
         cast_to=dict[str, Any],

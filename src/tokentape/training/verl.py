@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from tokentape._hub import find_model
 from tokentape.engines._base import UNKNOWN_MODE, SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.training._live import Agent, imported, live_gateway, sampling_fields, version_between
@@ -26,7 +24,7 @@ from tokentape.types import FinishReason
 
 __all__ = ["AgentLoop"]
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "repetition_penalty", "stop_token_ids", "session_id"})
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "repetition_penalty", "stop_token_ids"})
 
 
 class AgentLoop:
@@ -52,7 +50,7 @@ class AgentLoop:
         self._config = trainer_config.config
         self._rollout = self._config.actor_rollout_ref.rollout
         self._servers = server_manager
-        self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
+        self._model_dir = tokenizer.name_or_path
         self._agent = imported(agent, "agent")
         self._seconds = seconds
         self._directory = directory
@@ -69,7 +67,7 @@ class AgentLoop:
         modes = {"vllm": asked.get("logprobs_mode"), "sglang": "scaled_logprobs"}
         gateway = await live_gateway(
             self._model_dir,
-            self._sample,
+            AgentLoop._sample,
             name=f"verl:{asked.name}",
             sampling=_SAMPLING,
             # SGLang's server keeps one token of its own.
@@ -85,6 +83,7 @@ class AgentLoop:
             self._agent,
             row,
             group=str(row.get("uid", row.get("index"))),
+            handle=self,
             attempt=row.get("session_id"),
             metadata={"step": row.get("global_steps")},
             pin={name: sampling_params[name] for name in names if name in sampling_params},
@@ -108,7 +107,7 @@ class AgentLoop:
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         output = await self._servers.generate(
             # Turns with the same one go to the same server, which has their prefix.
-            request_id=params.session_id or uuid4().hex,
+            request_id=str(params.session_id),
             prompt_ids=prompt_ids,
             sampling_params=sampling_fields(params, _SAMPLING) | {"max_tokens": params.max_tokens, "logprobs": True},
         )

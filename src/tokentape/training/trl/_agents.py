@@ -8,8 +8,10 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import httpx2
+
 from tokentape.client import Client, ClientSession
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training._live import Rollout
 from tokentape.training._samples import MaxLength, Select, assemble
 
@@ -80,6 +82,14 @@ def run_agent(
         error = raised
     made = assemble(session.trajectories(), select=select, max_length=max_length, group=group)
     return Rollout(session.session_id, tuple(made.samples), error)
+
+
+def reply_of(answer: httpx2.Response) -> dict[str, Any]:
+    """Return the message of a chat completion. Raises `TokentapeError` if the gateway refused the call."""
+    if answer.is_error:
+        raise TokentapeError(f"the gateway refused a call, status {answer.status_code}: {answer.text}")
+    reply: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return reply
 
 
 async def awaited(found: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import httpx2
 
 from tokentape.client import ClientSession
-from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.training.trl._agents import Row, awaited, messages_of
+from tokentape.errors import InvalidRequest
+from tokentape.training.trl._agents import Row, awaited, messages_of, reply_of
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -53,10 +53,8 @@ class EnvironmentAgent:
         headers = {"authorization": f"Bearer {session.api_key}"}
         async with httpx2.AsyncClient(headers=headers, timeout=600.0) as http:
             for _ in range(self.max_calls):
-                answer = await http.post(f"{session.base_url}/chat/completions", json={**asked, "messages": messages})
-                if answer.is_error:
-                    raise TokentapeError(f"the gateway refused a call, status {answer.status_code}: {answer.text}")
-                reply = answer.json()["choices"][0]["message"]
+                body = {**asked, "messages": messages}
+                reply = reply_of(await http.post(f"{session.base_url}/chat/completions", json=body))
                 messages.append(reply)
                 calls = reply.get("tool_calls") or []
                 if not calls:
