@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fake_server import Body, FakeServer
 from fake_vllm import joined
 from starlette.responses import JSONResponse, Response
 
-from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.engines._base import PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines._opening import open_engine
 
 FOLDER = Path(__file__).parent / "transcripts"
@@ -52,10 +53,12 @@ def slow_reading(kind: str, exchange: dict[str, Any]) -> tuple[list[int], list[f
 def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeServer, path: Path) -> None:
     transcript = json.loads(path.read_text())
     kind = transcript["engine"].split()[0]
+    media = tuple(PromptMedia(at, length, b64decode(data)) for at, length, data in transcript.get("media", ()))
     fakes: Any = {"sglang": fake_sglang, "llamacpp": fake_llamacpp}[kind]
     server.reset(fakes.answers())
     context, vocab_size = transcript["max_context"], transcript["vocab_size"]
     if kind == "sglang":
+        server.answers["/model_info"] = JSONResponse({"has_image_understanding": bool(media)})
         server.answers["/v1/models"] = JSONResponse({"data": [{"id": "demo", "max_model_len": context}]})
     else:
         settings = {"n_ctx": context}
@@ -78,7 +81,9 @@ def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeServer,
         prompt = np.array(transcript["prompt"], np.int32)
         try:
             given = SamplingParams(**params)
-            return [d async for d in engine.sample(prompt, given, stream=transcript["stream"], request_id="replayed")]
+            more: Any = {"media": media} if media else {}
+            stream = transcript["stream"]
+            return [d async for d in engine.sample(prompt, given, stream=stream, request_id="replayed", **more)]
         finally:
             await engine.close()
 

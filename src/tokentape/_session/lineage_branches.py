@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from tokentape.types import Message, SessionInfo, Turn
 
 CLIENT = "client"
 """Key in `Turn.sampling` of the fields read from the harness's headers; see `gateway._endpoint`."""
+
+_TAG = re.compile(r"<([\w-]+)>")
 
 WINDOW = 256
 """A branch is compared with at most this many turns before it."""
@@ -41,6 +44,18 @@ def _text(message: Message) -> str:
     if isinstance(content, list):
         content = "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return normalized(content) if isinstance(content, str) else ""
+
+
+def _without_notes(text: str) -> str:
+    """Return a text without the blocks in tags that a harness puts before what its user said, if something is left.
+
+    >>> _without_notes("<system-reminder>It is Monday.</system-reminder> Count the <b>files</b>.")
+    'Count the <b>files</b>.'
+    """
+    rest = text
+    while (tag := _TAG.match(rest)) and (end := rest.find(close := f"</{tag[1]}>")) > 0:
+        rest = rest[end + len(close) :].strip()
+    return rest or text
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -70,7 +85,9 @@ class Branch:
         self.turn, self.new, self.text = turn, texts, " ".join(texts)
         self.keys = frozenset(keys)
         by_role = [(one.get("role"), text) for one, text in zip(turn.messages, texts, strict=True)]
-        self.users = [text for role, text in by_role if role == "user"]
+        self.users = [_without_notes(text) for role, text in by_role if role == "user"]
+        """What the user said, without notes of the harness before it."""
+        self.tasks = frozenset(filter(None, self.users))
         system = " ".join(text for role, text in by_role if role in ("system", "developer"))
         self.system: str = root.system if root else system
         self.user: str = root.user if root else next(filter(None, self.users), "")

@@ -11,7 +11,7 @@ from tokentape._session.lineage_branches import WINDOW, Branch, Branches, client
 from tokentape.types import LineageEdge, Message, Turn
 
 _SUBAGENT = frozenset({"subagent", "workflow", "collab_spawn", "review"})
-_SIDE_CALL = frozenset({"compaction", "compact", "auxiliary", "memory_consolidation"})
+_SIDE_CALL = frozenset({"compaction", "compact", "auxiliary", "side_reply", "memory_consolidation"})
 """Values of Claude Code's header `x-claude-code-request-class` and of Codex's `x-openai-subagent`."""
 
 _AT_ONCE = 0.005
@@ -56,10 +56,11 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
         there = (one for one in reversed(other.turns if other else ()) if one.created_at <= turn.created_at)
         spawner, named = _spawner(branches, here[::-1] or there, branch)
         evidence = "header names the parent session" + (", whose tool call has this task" if named else "")
-        role = "side_call" if kind in _SIDE_CALL else "subagent"
-        return edge(role, branch, spawner, evidence, 1.0, None if here else str(parent))
+        role, seq = "side_call" if kind in _SIDE_CALL else "subagent", None if spawner is None else spawner.seq
+        return edge(role, branch, seq, evidence, 1.0, None if here else str(parent))
     if kind in _SIDE_CALL:
-        before = turn.parent if last is None else last.seq
+        read = _side_call(branches, branch)
+        before = turn.parent if last is None else last.seq if read is None else read.parent
         return None if before is None else edge("side_call", branch, before, f"header says {kind}", 1.0)
     if turn.parent is None and (kind in _SUBAGENT or client.get("agent")):
         known = [one for one in branches.earlier(branch) if _agent(one) == client.get("parent_agent")]
@@ -67,10 +68,10 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
             # The first agent of Codex has an id too.
             known = [one for one in known if client.get("session", "") == client_of(one).get("session")]
         if last is None and known:
-            spawn = next((one for one in known if _has_task(branches.arguments(one), branch)), None)
-            calling = next((one for one in known if branches.arguments(one)), known[0])
-            evidence = "header names another agent" + (", a tool call has its task" if spawn else "")
-            return edge("subagent", branch, (spawn or calling).seq, evidence, 1.0)
+            spawn, named = _spawner(branches, known, branch)
+            calling = spawn if named and spawn else next((one for one in known if branches.arguments(one)), known[0])
+            evidence = "header names another agent" + (", a tool call has its task" if named else "")
+            return edge("subagent", branch, calling.seq, evidence, 1.0)
     if last is not None and turn.parent is None:
         (old, number), (thread, now) = _window(last), _window(turn)
         if client.get("compacted") or (old == thread and number < now):
@@ -88,25 +89,25 @@ def _agent(turn: Turn) -> Any:
     return client_of(turn).get("agent")
 
 
-def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple[int | None, bool]:
+def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple[Turn | None, bool]:
     """Return the newest of `turns` with a tool call that has the branch's task, and True.
 
-    If no call has the task, return the newest turn (or None) and False.
+    A call with exactly the task goes before one whose text contains it or is a part of it. If no call has the task,
+    return the newest turn (or None) and False.
     """
     newest = list(islice(turns, WINDOW))
+    part = None
     for one in newest:
-        if _has_task(branches.arguments(one), branch):
-            return one.seq, True
-    return (newest[0].seq if newest else None), False
-
-
-def _has_task(arguments: Iterable[str], root: Branch) -> bool:
-    return any(
-        one == text or (len(one) >= 24 and one in text) or (len(text) >= 24 and text in one)
-        for one in arguments
-        for text in root.users
-        if text
-    )
+        arguments = branches.arguments(one)
+        if not branch.tasks.isdisjoint(arguments):
+            return one, True
+        if part is None and any(
+            (len(other) >= 24 and other in text) or (len(text) >= 24 and text in other)
+            for other in arguments
+            for text in branch.tasks
+        ):
+            part = one
+    return part or (newest[0] if newest else None), part is not None
 
 
 def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
@@ -118,13 +119,13 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
     if branch.turn.parent is not None:
         return None
     returned = branches.returned.get(branch.turn.seq)
-    for one in branches.earlier(branch):
-        if _has_task(branches.arguments(one), branch):
-            parent = branches.branch_of(one.seq)
-            other = parent.system != branch.system or one.setup != branch.turn.setup
-            sure = 0.98 if returned else 0.9 if other else 0.6
-            evidence = "a tool call has its task" + (", whose result is its last reply" if returned else "")
-            return edge("subagent", branch, one.seq, evidence, sure)
+    spawn, named = _spawner(branches, branches.earlier(branch), branch)
+    if spawn is not None and named:
+        parent = branches.branch_of(spawn.seq)
+        other = parent.system != branch.system or spawn.setup != branch.turn.setup
+        sure = 0.98 if returned else 0.9 if other else 0.6
+        evidence = "a tool call has its task" + (", whose result is its last reply" if returned else "")
+        return edge("subagent", branch, spawn.seq, evidence, sure)
     if returned is not None and returned.parent is not None and returned.parent < branch.turn.seq:
         return edge("subagent", branch, returned.parent, "its last reply is the result of a tool call", 0.9)
     messages, keys = branch.turn.messages, branches.keys[branch.turn.seq]
@@ -161,7 +162,8 @@ def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
 def _may_be_summary(branches: Branches, branch: Branch, message: Message, key: bytes) -> bool:
     seq = branches.reply_keys.get(key)
     if seq is None:
-        return message.get("role") != "tool"
+        # An assistant's message that nobody sampled is an edited reply: it quotes the reply that it was.
+        return message.get("role") not in ("tool", "assistant")
     # An assistant's message in the history is a summary only if a call beside the branch wrote it.
     other = branches.branch_of(seq)
     return branches.single(other) and not branches.similar(other.system, branch.system)
@@ -193,7 +195,7 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     if not places and turn.parent is None:
         return _changed_reply(branches, branch)
     if not places:
-        return _beside(branches, branch, branches.children[turn.parent][0])
+        return _beside(branches, branch)
     last = branches.reply_keys[sent[places[-1]]]
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
@@ -222,16 +224,19 @@ def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-def _beside(branches: Branches, branch: Branch, first: Turn) -> LineageEdge | None:
-    """Return an edge for a branch with the same parent as `first`: a side call if that branch continues later."""
+def _beside(branches: Branches, branch: Branch) -> LineageEdge | None:
+    """Return an edge for a branch with the same parent as earlier ones: a side call, or an edit of the newest."""
     turn = branch.turn
-    if (first.setup, branches.keys[first.seq][:-1]) == (turn.setup, branches.keys[turn.seq][:-1]):
+    siblings = branches.children[turn.parent]
+    at = bisect_left(siblings, turn.seq, key=lambda one: one.seq)
+    beside = [one for one in siblings[max(at - WINDOW, 0) : at] if client_of(one).get("kind") not in _SIDE_CALL]
+    if not beside or turn.seq in branches.same:
         return None
-    if branches.single(branch) and branches.last[first.seq] > turn.seq:
+    if branches.single(branch) and any(branches.last[one.seq] > turn.seq for one in beside):
         return edge("side_call", branch, turn.parent, "one reply, and the branch beside it goes on", 0.8)
     if branches.single(branch) and _is_summary(branches, turn):
         return edge("side_call", branch, turn.parent, "one reply, and the next root quotes it", 0.9)
-    return edge("edit", branch, first.seq, "other messages after the same history", 0.9)
+    return edge("edit", branch, beside[-1].seq, "other messages after the same history", 0.9)
 
 
 def _is_summary(branches: Branches, turn: Turn) -> bool:
@@ -262,8 +267,8 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
     for root in branches.named_in(branch):
         longer = not branches.single(root) or (root.turn.reply.get("tool_calls") and not turn.reply.get("tool_calls"))
         # The root's first message unchanged, beside another message that asks something about it.
-        longer = longer or (root.user in branch.new and len(branch.users) > len(root.users))
-        named = root.user in (branch.text if len(root.user) >= 12 else branch.new)
+        longer = longer or (root.user in branch.users and len(branch.users) > len(root.users))
+        named = root.user in (branch.text if len(root.user) >= 12 else branch.users)
         if longer and named and root.system != branch.system and not branches.similar(root.system, branch.system):
             evidence = "one reply over the first user message of another branch"
             return edge("side_call", branch, root.turn.seq, evidence, 0.85)

@@ -235,6 +235,15 @@ class Interruptible(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsSessions(Protocol):
+    """An engine whose server keeps the prefix of a session until it learns that the session is over."""
+
+    def close_session(self, session_id: str) -> None:
+        """Tell the server in the background. A later call of the session opens it again."""
+        ...
+
+
 class MediaEngine(Engine, Protocol):
     """An engine that also takes prompts with images."""
 

@@ -16,6 +16,7 @@ from tokentape.engines._base import (
     ChatCall,
     ChatServer,
     EngineInfo,
+    KeepsSessions,
     SampleDelta,
     SamplingParams,
 )
@@ -152,6 +153,11 @@ class GuardedEngine:
     def interrupt(self, request_id: str) -> bool:
         """End a call early, as the engine does."""
         return self._engine.interrupt(request_id)
+
+    def close_session(self, session_id: str) -> None:
+        """Tell the server that a session is over; see `KeepsSessions`."""
+        if isinstance(self._engine, KeepsSessions):
+            self._engine.close_session(session_id)
 
     async def _settle(self, last: SampleDelta) -> None:
         """Check the server again if it may have changed since its last check. `last` is a completion's last delta.

@@ -11,7 +11,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from tokentape.engines._base import UNVERIFIED, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
+from tokentape.engines._base import (
+    UNVERIFIED,
+    Engine,
+    EngineInfo,
+    Interruptible,
+    KeepsSessions,
+    SampleDelta,
+    SamplingParams,
+)
 from tokentape.engines._guarded import marked
 from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TokentapeError
 from tokentape.types import TokenIds
@@ -143,6 +151,12 @@ class EnginePool:
     def interrupt(self, request_id: str) -> bool:
         """Make the call's replica end it with `abort`. Return False if the replica can't do that."""
         return any(engine.interrupt(request_id) for engine in self._engines() if isinstance(engine, Interruptible))
+
+    def close_session(self, session_id: str) -> None:
+        """Tell all replicas that a session is over, because it may have moved; see `KeepsSessions`."""
+        for engine in self._engines():
+            if isinstance(engine, KeepsSessions):
+                engine.close_session(session_id)
 
     def _engines(self) -> list[Engine]:
         return [replica.serving.engine for replica in self._replicas if replica.serving is not None]

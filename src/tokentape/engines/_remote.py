@@ -6,12 +6,15 @@ import asyncio
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import ClassVar, Self
 
-from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams, Timeouts
+import numpy as np
+
+from tokentape.engines._base import EngineInfo, PromptMedia, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._replies import DONE, EngineReply
@@ -126,7 +129,7 @@ class RemoteEngine(ABC):
         """Make the server end a call with `abort`. Return False if the call is not running or can't be aborted."""
         running = [call for call in self._calls if call.rpartition("-")[0] == request_id]
         for call in running:
-            self._in_background(self._abort(call))
+            self._abort(call)
         return bool(running)
 
     async def check(self) -> None:
@@ -181,13 +184,21 @@ class RemoteEngine(ABC):
             if abort_id is not None:
                 self._calls.discard(abort_id)
                 if running:
-                    self._in_background(self._abort(abort_id))
+                    self._abort(abort_id)
 
-    async def _abort(self, call: str) -> None:
+    def _abort(self, call: str) -> None:
         # If this fails, closing the connection has aborted the call too.
-        with suppress(EngineError, InvalidRequest, TimeoutError):
-            async with asyncio.timeout(self.http.timeouts.connect):
-                await self.http.post(self._abort_path, self._abort_body(call), {})
+        self._tell(self._abort_path, self._abort_body(call))
+
+    def _tell(self, path: str, body: bytes) -> None:
+        """Send something to the server in the background, and ignore errors."""
+
+        async def send() -> None:
+            with suppress(EngineError, InvalidRequest, TimeoutError):
+                async with asyncio.timeout(self.http.timeouts.connect):
+                    await self.http.post(path, body, {})
+
+        self._in_background(send())
 
     @staticmethod
     def _abort_body(call: str) -> bytes:
@@ -214,6 +225,19 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def any_id(info: EngineInfo) -> EngineInfo:
     """Return `info` without a vocabulary limit, for probes: a model may answer one token with an id of the padding."""
     return replace(info, vocab_size=1 << 31)
+
+
+def one_placeholder_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> TokenIds:
+    """Return the prompt with one placeholder for each image: servers repeat it themselves."""
+    kept = np.ones(len(prompt_ids), np.bool_)
+    for one in media:
+        kept[one.start + 1 : one.start + one.length] = False
+    return prompt_ids[kept]
+
+
+def data_url(image: PromptMedia) -> str:
+    """Return a URL with the bytes of an image. Servers read the format from the bytes, not from the URL."""
+    return f"data:image/png;base64,{b64encode(image.data).decode()}"
 
 
 def common_fields(params: SamplingParams) -> dict[str, object]:

@@ -11,18 +11,26 @@ docs/engines.md describes the route. Four facts explain most of this module:
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Self
 
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, OVER_SUPPORTS, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, OVER_SUPPORTS, EngineInfo, PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines._distributions import truncates
 from tokentape.engines._http import HttpClient, attempt
 from tokentape.engines._identity import served_cards
-from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
+from tokentape.engines._remote import (
+    RemoteEngine,
+    any_id,
+    common_fields,
+    data_url,
+    one_placeholder_each,
+    unique_id,
+    version_numbers,
+)
 from tokentape.engines._replies import decode, whole
 from tokentape.engines._sglang_reply import GENERATE, SglangReply
 from tokentape.engines._status_errors import safe_name
@@ -73,15 +81,27 @@ class SglangEngine(RemoteEngine):
             logprobs_mode="scaled_logprobs",
             sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
+            media=_media(server, started),
         )
         engine = cls(http, info, server, verify_prompt=verify_prompt)
         engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
         return engine
 
+    def close_session(self, session_id: str) -> None:
+        """See `KeepsSessions`. The server evicts the cache of an open session last."""
+        if self._server.enable_session_radix_cache:
+            self._tell("/close_session", msgspec.json.encode({"session_id": session_id}))
+
     def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        stream: bool,
+        request_id: str,
+        media: Sequence[PromptMedia] = (),
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. The server gets `request_id` with a random suffix."""
+        """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
@@ -92,14 +112,29 @@ class SglangEngine(RemoteEngine):
             # The alternatives can be converted to the mask's distribution only if they include the temperature.
             params = replace(params, top_logprobs=0)
         rid = unique_id(request_id)
+        if media and not self.info.media:
+            raise InvalidRequest("this SGLang server takes no images: it serves another kind of model", "prompt_ids")
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
+        # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
+        verify = self._verify_prompt or bool(media)
+        sent = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
         # SGLang refuses calls for more tokens than the context has room for. Other servers end them with `length`.
         room = self.info.max_context - len(prompt_ids)
-        body = self._request_body(prompt, replace(params, max_tokens=min(params.max_tokens, room)), stream, rid)
-        reply = SglangReply(prompt, len(prompt_ids), params, self.info.vocab_size, verify_prompt=self._verify_prompt)
+        limited = replace(params, max_tokens=min(params.max_tokens, room))
+        body = self._request_body(sent, limited, stream, rid, media, verify_prompt=verify)
+        reply = SglangReply(prompt, len(prompt_ids), params, self.info.vocab_size, verify_prompt=verify)
         return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 
-    def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str) -> bytes:
+    def _request_body(
+        self,
+        prompt: bytes,
+        params: SamplingParams,
+        stream: bool,
+        rid: str,
+        media: Sequence[PromptMedia],
+        *,
+        verify_prompt: bool,
+    ) -> bytes:
         sampling = _sampling_fields(params)
         if params.json_schema is not None:
             sampling["json_schema"] = params.json_schema
@@ -118,7 +153,9 @@ class SglangEngine(RemoteEngine):
             "top_logprobs_num": params.top_logprobs,
             "return_text_in_logprobs": False,
         }
-        if self._verify_prompt:
+        if media:
+            body["image_data"] = list(map(data_url, media))
+        if verify_prompt:
             body["return_prompt_token_ids"] = True
         if params.supports:
             body["return_sampling_mask"] = True
@@ -182,10 +219,18 @@ class _SglangServer(msgspec.Struct):
     sampling_mask_max_tokens: int = 0
     skip_tokenizer_init: bool = False
     grammar_backend: str | None = None
+    enable_session_radix_cache: bool = False
 
 
 class _SglangModelInfo(msgspec.Struct):
     preferred_sampling_params: dict[str, object] | str | None = None
+    has_image_understanding: bool = False
+
+
+def _media(server: _SglangServer, started: _SglangModelInfo) -> frozenset[str]:
+    """Return the media of prompts. The server may encode decoded text, so the ids that it used must come back."""
+    returned = version_numbers(server.version) >= _RETURN_PROMPT_TOKEN_IDS
+    return frozenset({"image"} if started.has_image_understanding and returned else ())
 
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from base64 import b64encode
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, TypeAlias
@@ -23,7 +22,15 @@ from tokentape.engines._base import DISTRIBUTION, EngineInfo, PromptMedia, Sampl
 from tokentape.engines._http import HttpClient, attempt, header_value
 from tokentape.engines._identity import Card, chosen, served_cards
 from tokentape.engines._prompt_json import prompt_json
-from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
+from tokentape.engines._remote import (
+    RemoteEngine,
+    any_id,
+    common_fields,
+    data_url,
+    one_placeholder_each,
+    unique_id,
+    version_numbers,
+)
 from tokentape.engines._replies import ROUNDING, decode, logits_error, whole
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
@@ -159,7 +166,7 @@ class VllmEngine(RemoteEngine):
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
         # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
-        sent = prompt_json(_one_each(prompt_ids, media), self.info.vocab_size) if media else prompt
+        sent = prompt_json(one_placeholder_each(prompt_ids, media), self.info.vocab_size) if media else prompt
         body = self._request_body(sent, params, rows_from, stream=stream, request_id=unique, media=media)
         path = _PATHS[self._server.route]
         reply = VllmReply(
@@ -203,9 +210,7 @@ class VllmEngine(RemoteEngine):
             "return_token_ids": self._verify_prompt or bool(media),
         }
         if media:
-            # The server reads the format from the data.
-            urls = [f"data:image/png;base64,{b64encode(one.data).decode()}" for one in media]
-            body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
+            body["content_parts"] = [{"type": "image_url", "url": data_url(one)} for one in media]
         if self._server.route == "generate":
             sampling["routed_experts_prompt_start"] = rows_from
             sampling["logprobs"] = alternatives_to_ask(params)
@@ -319,14 +324,6 @@ def _described(info: EngineInfo, server: _VllmServer, mode: str, offers: Collect
     images = images and version_numbers(info.version) >= _CONTENT_PARTS
     media = frozenset({"image"}) if images else frozenset[str]()
     return replace(info, logprobs_mode=mode, sampling=sampling, capabilities=capabilities, media=media)
-
-
-def _one_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> TokenIds:
-    """Return the prompt with one placeholder for each image."""
-    kept = np.ones(len(prompt_ids), np.bool_)
-    for one in media:
-        kept[one.start + 1 : one.start + one.length] = False
-    return prompt_ids[kept]
 
 
 class _VllmVersion(msgspec.Struct):

@@ -124,10 +124,13 @@ class SessionCache:
         store: Store,
         limits: Limits,
         loaded: Callable[[OpenSession, StoredSession, bool], None] = lambda *_: None,
+        dropped: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._loaded = loaded
         """Called with the loaded part of a session, and whether that is the whole session."""
+        self._dropped = dropped
+        """Called with the id of a session that was deleted or leaves the memory."""
         self._limits = limits
         self._open: OrderedDict[str, OpenSession] = OrderedDict()
         """Sessions by id, least recently used first."""
@@ -247,6 +250,7 @@ class SessionCache:
         for sessions in (self._open, self._at_hand):
             if sessions.get(opened.session_id) is opened:
                 del sessions[opened.session_id]
+        self._dropped(opened.session_id)
 
     def drop_unused(self, opened: OpenSession) -> None:
         """Drop a session without records and without calls: its calls were refused or have failed."""

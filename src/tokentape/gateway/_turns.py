@@ -21,7 +21,7 @@ from tokentape._session.tree import ContinuationPoint, Session
 from tokentape.chat._parse import PlainReader, ReplyParser
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._splice import History, StopMismatch
-from tokentape.engines._base import ChatServer, Engine, MediaEngine
+from tokentape.engines._base import ChatServer, Engine, KeepsSessions, MediaEngine
 from tokentape.engines._distributions import truncates
 from tokentape.errors import CommitRace, EngineContractError, EngineError
 from tokentape.gateway._bridge_checks import BridgeChecks
@@ -107,7 +107,8 @@ class Turns:
             if check_bridges is None or capture is not None
             else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._prompts.revoke)
         )
-        self.sessions = SessionCache(store, self.limits, self._loaded)
+        dropped = engine.close_session if isinstance(engine, KeepsSessions) else lambda _: None
+        self.sessions = SessionCache(store, self.limits, self._loaded, dropped)
         self.unread = UnreadMarks(store, self.sessions, self.telemetry.metrics)
         self._recorder = Recorder(store, self.sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +14,17 @@ from openai import OpenAI
 from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
+from tokentape.gateway._events import TurnRequest
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 
-SYSTEM, QUESTION = "You look things up.", "How many pears and plums are there?"
+SYSTEM, QUESTION = ["You look things up.", "Answer in one line."], "How many pears and plums are there?"
 SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
 LOOK = {"name": "look", "description": "Look something up."}
+
+Agent = Callable[[str, bool], None]
+"""Talks to a gateway's session at a URL; with True it sends texts as lists of parts."""
 
 
 def call(item: str) -> str:
@@ -27,69 +33,155 @@ def call(item: str) -> str:
 
 REPLIES = [
     f"<think>\nPears first.\n</think>\n\nOne moment.\n{call('pears')}<|im_end|>",
-    f"{call('plums')}\n{call('figs')}<|im_end|>",
+    f"<think>\nBoth at once.\n</think>\n\n{call('plums')}\n{call('figs')}<|im_end|>",
     "<think>\nThat is all.\n</think>\n\nThree pears, 14 plums.<|im_end|>",
+    "Yes.<|im_end|>",
 ]
 RESULTS = {"pears": "3", "plums": "14\n", "figs": "none: “sold out”"}
+THANKS = "Sure?"
 
 
-def over_chat(url: str) -> None:
+def texts(said: list[str], kind: str, *, parts: bool) -> Any:
+    """The texts as one, or as the parts that an API has; a template writes parts one behind the other."""
+    return [{"type": kind, "text": one} for one in said] if parts else "".join(said)
+
+
+def over_chat(url: str, parts: bool) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+        messages: list[Any] = [
+            {"role": "system", "content": texts(SYSTEM, "text", parts=parts)},
+            {"role": "user", "content": texts([QUESTION], "text", parts=parts)},
+        ]
         tools: list[Any] = [{"type": "function", "function": {**LOOK, "parameters": SCHEMA}}]
         for _ in REPLIES:
             reply = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
             for one in messages[-1].get("tool_calls", ()):
-                item = one["function"]["arguments"].split('"')[3]
-                messages.append({"role": "tool", "tool_call_id": one["id"], "content": RESULTS[item]})
+                result = texts([RESULTS[json.loads(one["function"]["arguments"])["item"]]], "text", parts=parts)
+                messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
+            if messages[-1]["role"] == "assistant":
+                messages.append({"role": "user", "content": THANKS})
 
 
-def over_responses(url: str) -> None:
+def over_responses(url: str, parts: bool) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        given: list[Any] = [{"role": "user", "content": QUESTION}]
+        given: list[Any] = [{"role": "user", "content": texts([QUESTION], "input_text", parts=parts)}]
+        named: dict[str, Any] = {"instructions": "".join(SYSTEM)}
+        if parts:
+            given.insert(0, {"role": "system", "content": texts(SYSTEM, "input_text", parts=True)})
+            named = {}
         tools: list[Any] = [{"type": "function", **LOOK, "parameters": SCHEMA}]
         for _ in REPLIES:
-            reply = client.responses.create(model="m", instructions=SYSTEM, input=given, tools=tools)
+            reply = client.responses.create(model="m", input=given, tools=tools, **named)
             said = [item.model_dump(exclude_none=True) for item in reply.output]
             given += said
             for one in said:
                 if one["type"] == "function_call":
-                    output = RESULTS[one["arguments"].split('"')[3]]
+                    output = texts([RESULTS[json.loads(one["arguments"])["item"]]], "input_text", parts=parts)
                     given.append({"type": "function_call_output", "call_id": one["call_id"], "output": output})
+            if said[-1]["type"] == "message":
+                given.append({"role": "user", "content": THANKS})
 
 
-def over_messages(url: str) -> None:
+def over_messages(url: str, parts: bool) -> None:
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        messages: list[Any] = [{"role": "user", "content": texts([QUESTION], "text", parts=parts)}]
         tools: list[Any] = [{**LOOK, "input_schema": SCHEMA}]
+        system = "".join(SYSTEM)
         for _ in REPLIES:
-            reply = client.messages.create(model="m", system=SYSTEM, max_tokens=99, messages=messages, tools=tools)
+            reply = client.messages.create(model="m", system=system, max_tokens=99, messages=messages, tools=tools)
             said = [block.model_dump(exclude_none=True) for block in reply.content]
-            results = [
-                {"type": "tool_result", "tool_use_id": one["id"], "content": RESULTS[one["input"]["item"]]}
+            results: list[Any] = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": one["id"],
+                    "content": texts([RESULTS[one["input"]["item"]]], "text", parts=parts),
+                }
                 for one in said
                 if one["type"] == "tool_use"
             ]
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": results}]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": results or THANKS}]
 
 
-@pytest.mark.parametrize("agent", [over_responses, over_messages])
-def test_the_same_agent_has_the_same_ids_turn_by_turn(
-    renderer: Renderer, store: SqliteStore, agent: Callable[[str], None]
+def compare(
+    renderer: Renderer,
+    store: SqliteStore,
+    agent: Agent,
+    *,
+    parts: bool = False,
+    plant: Callable[[TurnRequest], TurnRequest] = lambda request: request,
 ) -> None:
+    """Assert that an agent has the ids of the one over chat. `plant` changes what the gateway reads from the other."""
     engine = ScriptedEngine(renderer, REPLIES * 2)
     engine.split_next = True
-    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
-        over_chat(f"{url}/sessions/chat")
+    turns = Turns(engine, renderer, store)
+    begin = turns.begin
+    turns.begin = lambda request: begin(plant(request) if request.session_id == "other" else request)  # type: ignore[method-assign]
+    with running(create_app(turns, model_id="m")) as url:
+        over_chat(f"{url}/sessions/chat", False)
         engine.split_next = True
-        agent(f"{url}/sessions/other")
+        agent(f"{url}/sessions/other", parts)
         chat, other = store.load_session("chat").turns, store.load_session("other").turns
-    assert [turn.parent for turn in chat] == [turn.parent for turn in other] == [None, 0, 1]
+    assert [turn.parent for turn in chat] == [turn.parent for turn in other] == [None, 0, 1, 2]
     for at, (one, same) in enumerate(zip(chat, other, strict=True)):
-        assert engine.asked[at][0] == engine.asked[at + 3][0]
+        assert engine.asked[at][0] == engine.asked[at + len(REPLIES)][0]
         assert one.added_ids.tolist() == same.added_ids.tolist()
         assert one.added_provenance.tolist() == same.added_provenance.tolist()
         assert one.completion_ids.tolist() == same.completion_ids.tolist()
     canonical = renderer.tokenizer.encode_plain(REPLIES[0])
     assert chat[0].completion_ids.tolist() != canonical
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("agent", [over_chat, over_responses, over_messages])
+def test_the_same_agent_has_the_same_ids_turn_by_turn(
+    renderer: Renderer, store: SqliteStore, agent: Agent, parts: bool
+) -> None:
+    compare(renderer, store, agent, parts=parts)
+
+
+def changed(of: str, **fields: Any) -> Callable[[TurnRequest], TurnRequest]:
+    """Changes fields of the messages of a role: a value, or a function of the old one."""
+
+    def message(one: Any) -> Any:
+        new = {name: value(one.get(name) or "") if callable(value) else value for name, value in fields.items()}
+        return {**one, **new} if one["role"] == of else one
+
+    return lambda request: replace(request, messages=tuple(map(message, request.messages)))
+
+
+def described(request: TurnRequest) -> TurnRequest:
+    tools = [
+        {**tool, "function": {**tool["function"], "description": tool["function"]["description"] + " "}}
+        for tool in request.tools
+    ]
+    return replace(request, tools=tuple(tools))
+
+
+def swapped(request: TurnRequest) -> TurnRequest:
+    messages = list(request.messages)
+    tools = [at for at, one in enumerate(messages) if one["role"] == "tool"]
+    if len(tools) > 2:
+        messages[tools[1]], messages[tools[2]] = messages[tools[2]], messages[tools[1]]
+    return replace(request, messages=tuple(messages))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(described, id="a space after a tool's description"),
+        pytest.param(swapped, id="results of parallel calls the other way round"),
+        pytest.param(changed("system", role="user"), id="the system prompt of another role"),
+        pytest.param(changed("system", content=lambda text: text + "\n"), id="a line break after the system prompt"),
+        pytest.param(changed("tool", content=lambda text: text.strip()), id="a result without its line break"),
+        pytest.param(changed("assistant", content=lambda text: text + "!"), id="one sign more in a reply"),
+        pytest.param(changed("assistant", tool_calls=None), id="replies without calls"),
+        pytest.param(lambda request: replace(request, tools=()), id="no tools"),
+    ],
+)
+@pytest.mark.parametrize("agent", [over_responses, over_messages])
+def test_an_api_that_is_read_otherwise_is_noticed(
+    renderer: Renderer, store: SqliteStore, agent: Agent, plant: Callable[[TurnRequest], TurnRequest]
+) -> None:
+    with pytest.raises(AssertionError):
+        compare(renderer, store, agent, plant=plant)
