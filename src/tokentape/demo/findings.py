@@ -19,7 +19,7 @@ from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._drift.report import Example
 from tokentape.audit._drift.rerender import through_messages
 from tokentape.audit._id_rows import session_rows
-from tokentape.audit._tokendiff import retokenized
+from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.errors import Conflict, TemplateRefused

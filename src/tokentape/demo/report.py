@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tokentape.audit._drift.report import Example
 from tokentape.audit._report import Block, Code, Facts, Heading, Paragraph, Report, Table
-from tokentape.audit._tokendiff import ARTIFACTS
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
 from tokentape.demo.findings import DemoReport, Group
 
 

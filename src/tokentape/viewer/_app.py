@@ -17,9 +17,8 @@ from tokentape.errors import TokentapeError, Unauthorized
 from tokentape.store._base import Store
 from tokentape.store._location import served_model, shown
 from tokentape.viewer._comparing import RecordReader, reader_of
-from tokentape.viewer._file_source import FileSource
 from tokentape.viewer._routes import Viewer, Visit, Visitor, routes
-from tokentape.viewer._source import StoreSource
+from tokentape.viewer._source import FileSource, StoreSource
 from tokentape.viewer._static_files import SECURITY
 
 

@@ -19,13 +19,12 @@ from urllib.parse import quote
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.store._listing import Listing
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import pack
 from tokentape.viewer._comparing import comparison
-from tokentape.viewer._measuring import Measures
 from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines, progress_of
-from tokentape.viewer._run import run_of
+from tokentape.viewer._run import Measures, run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import FOLDER
+from tokentape.viewer._views import pack
 
 MAX_BYTES = 64 * 2**20
 """Sessions of a run are added, newest first, until the file is about so large."""

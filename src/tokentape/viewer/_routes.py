@@ -22,13 +22,11 @@ from tokentape.errors import Forbidden, InvalidRequest, NotFound
 from tokentape.store._listing import Listing, SessionSummary, SortKey
 from tokentape.types import Trajectory
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import MEDIA_TYPE, pack
 from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison, recorded_side
-from tokentape.viewer._file_source import ViewerSource
-from tokentape.viewer._measuring import Measures, SessionMeasures, Unreadable
-from tokentape.viewer._run import GROUP_KEYS, group_value, run_of
-from tokentape.viewer._source import SessionView
+from tokentape.viewer._run import GROUP_KEYS, Measures, SessionMeasures, Unreadable, group_value, run_of
+from tokentape.viewer._source import SessionView, ViewerSource
 from tokentape.viewer._static_files import SECURITY, static_file
+from tokentape.viewer._views import MEDIA_TYPE, pack
 
 PAGE = "/view"
 API = "/view/api"

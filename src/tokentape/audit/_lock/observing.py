@@ -14,8 +14,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._lock.goldens import LockGolden, golden_ids
-from tokentape.audit._lock.lockfile import Components, Lock, certified, components_of, spec_parts, versions
+from tokentape.audit._lock.lockfile import (
+    Components,
+    Lock,
+    LockGolden,
+    certified,
+    components_of,
+    golden_ids,
+    spec_parts,
+    versions,
+)
 from tokentape.audit._skew.backends.base import with_text_arguments
 from tokentape.audit._skew.backends.server import introduced
 from tokentape.chat._certificate_cache import load_or_certify

@@ -36,8 +36,8 @@ from tokentape.audit._skew.parts import (
     with_tokens,
 )
 from tokentape.audit._skew.probing import smallest
-from tokentape.audit._skew.rewrites import OF_TEXT
-from tokentape.audit._tokendiff import first_difference
+from tokentape.audit._skew.template_causes import OF_TEXT
+from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _ADDED = "added"

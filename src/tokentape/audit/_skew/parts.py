@@ -19,7 +19,7 @@ from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import BackendFacts, BackendToken
 from tokentape.audit._skew.findings import Kind
 from tokentape.audit._skew.known_parts import SPLIT_NAMES
-from tokentape.audit._tokendiff import first_difference
+from tokentape.audit._tokendiff.alignment import first_difference
 
 Spec: TypeAlias = Mapping[str, Any]
 Merge: TypeAlias = tuple[str, ...]
