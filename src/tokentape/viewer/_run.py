@@ -38,19 +38,19 @@ _MOST_KEPT = 100_000
 
 @dataclass(slots=True)
 class WeightsTally:
-    """Counts over the turns of which one version of the weights sampled the first token."""
+    """Counts over the turns that began with one version of the weights."""
 
     turns: int = 0
     sampled_tokens: int = 0
     ended: int = 0
-    """Turns of which it is known why they ended, without aborted ones."""
+    """Turns with a known finish reason, without aborted turns."""
     truncated: int = 0
-    """Of these, turns that ended by the token budget."""
+    """Turns among them that ran out of tokens."""
     forks: Counter[str] = field(default_factory=Counter)
     aborts: Counter[str] = field(default_factory=Counter)
     resumes: Counter[str] = field(default_factory=Counter)
     begun_at: float = math.inf
-    """The latest time at which sampling can't have begun yet; infinite where that is not recorded, as the next two."""
+    """The latest known time before sampling began; infinite if times are not recorded, like the next two."""
     first_at: float = math.inf
     """When the first turn was recorded."""
     last_at: float = -math.inf
@@ -58,7 +58,7 @@ class WeightsTally:
     drift_changed: int = 0
     ratio: NumbersTally = field(default_factory=NumbersTally)
     not_comparable: Counter[str] = field(default_factory=Counter)
-    """Turns with a trainer's logprobs that the recorded ones can't be compared with, by why."""
+    """Turns with a trainer's logprobs that can't be compared with the recorded ones, by reason."""
 
     def add(self, turn: TurnNode, begun_at: float) -> None:
         """Count a turn that was not sampled before `begun_at`."""
@@ -88,14 +88,14 @@ class WeightsTally:
 
 @dataclass(frozen=True, slots=True)
 class SessionMeasures:
-    """A session in numbers, as it was in one version of it."""
+    """The measures of one version of a session."""
 
     info: SessionInfo
     version: str
     verdicts: tuple[str, ...]
     """One per trajectory that `export` writes."""
     roles: tuple[str, ...]
-    """Of these trajectories, each role once; empty for those of a file without roles."""
+    """The roles of these trajectories, each once."""
     reward: float | None
     """Mean over the trajectories that train a token and have a reward, as in GRPO's advantages."""
     sampled_tokens: int
@@ -105,7 +105,7 @@ class SessionMeasures:
     """By version, in the order of turns."""
 
     def shown(self) -> dict[str, Any]:
-        """Return what a list shows."""
+        """Return the measures for a list."""
         return {"verdicts": self.verdicts, "roles": self.roles, "weights": list(self.weights), "drift": self.drift}
 
 
@@ -130,16 +130,16 @@ class Measures:
         return None if self._reader.tokenizer is None else RowMeter(self._reader.tokenizer)
 
     def known(self, session_id: str, version: str) -> SessionMeasures | Unreadable | None:
-        """Return the measures of a session in this version or why it has none, None if they were not taken."""
+        """Return the measures of this version of a session, or why there are none; None if it was not measured."""
         found = self._known.get(session_id)
         return found if found is not None and found.version == version else None
 
     def measured(
         self, versions: Mapping[str, tuple[str, str]], seconds: float | None = None
     ) -> tuple[dict[str, SessionMeasures], dict[str, str]]:
-        """Return the measures of sessions, and of the unreadable ones why they are.
+        """Return the measures of sessions by id, and the reasons for sessions that can't be read.
 
-        Of those not yet measured only as many are as can be within so many seconds.
+        After `seconds`, no further session is measured.
         """
         until = None if seconds is None else time.monotonic() + seconds
         found, unreadable = {}, {}
@@ -241,7 +241,7 @@ def _add_ratios(weights: Mapping[str, WeightsTally], one: Trajectory) -> None:
 MAX_GROUPS = 500
 MAX_VERSIONS = 2000
 MAX_REWARDS = 64
-"""Rewards that are sent of a group."""
+"""The largest number of rewards to send per group."""
 
 GROUP_KEYS = ("group", "group_id", "prompt_id", "task", "problem_id")
 """Keys of the metadata that name a group, in order of preference, unless another one is asked for."""
@@ -260,7 +260,7 @@ def run_of(measured: Sequence[SessionMeasures], group: str = "", *, aborts_recor
 
 
 def _keys(measured: Sequence[SessionMeasures]) -> dict[str, int]:
-    """Return by key of the metadata how many values it has."""
+    """Return the number of values of each key of the metadata."""
     values: dict[str, set[str]] = {}
     for one in measured:
         for key in one.info.metadata:

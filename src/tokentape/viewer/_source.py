@@ -32,7 +32,7 @@ from tokentape.types import LineageEdge, SessionInfo, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TurnNode:
-    """A turn of the tree. What only a store knows is None for a file's."""
+    """A turn of the tree. Fields that only a store has are None for files."""
 
     seq: int
     parent: int | None
@@ -48,21 +48,21 @@ class TurnNode:
     reward: float | None = None
     digest: str | None = None
     resumes: tuple[str, ...] = ()
-    """Why each call was aborted that another one continued."""
+    """The reason of each abort after which another call continued the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """A session with everything that is shown of it."""
+    """A session with the data that pages show."""
 
     info: SessionInfo
     version: str
-    """Another one as soon as anything of it has changed."""
+    """Changes whenever the session changes."""
     turns: tuple[TurnNode, ...]
     trajectories: tuple[Trajectory, ...]
     """One per leaf, in order of commits."""
     stored: StoredSession | None = None
-    """The record itself, with the messages; None for a file's."""
+    """The recorded session with its messages; None for files."""
     edges: tuple[LineageEdge, ...] = ()
 
     def exported(self) -> Sequence[Trajectory]:
@@ -70,17 +70,17 @@ class SessionView:
         return self.trajectories if self.stored is None else self.stored.trajectories(edges=self.edges)
 
     def trajectory(self, leaf: int) -> Trajectory | None:
-        """The trajectory that ends with this turn, if there is one."""
+        """Return the trajectory that ends with this turn, or None."""
         return next((one for one in self.trajectories if one.leaf == leaf), None)
 
 
 class StoreSource:
-    """A store, which may be written to meanwhile. All methods block, and may be called from any thread."""
+    """A store, to which a gateway may be writing. All methods block, and may be called from any thread."""
 
     grows = True
-    """Whether there may be more of it later."""
+    """True if sessions may be added."""
     keeps_messages = True
-    """Whether there are messages that could be rendered again."""
+    """True if there are messages to render again."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -108,7 +108,7 @@ class StoreSource:
 
     def load(self, session_id: str) -> SessionView:
         """Return a session as it is recorded, its hash chain checked."""
-        # The version first: if the session grows in between, the next look finds another one and loads it again.
+        # Read the version first: if the session grows meanwhile, the next request finds a newer version and loads it.
         _, version = self.version(session_id)
         stored = self._store.load_session(session_id, per_token=True)
         edges = lineage_of(self._store.load_session, stored)
@@ -181,7 +181,7 @@ class FileSource:
     def page(self, wanted: Listing) -> ListedPage:
         """Return a page of sessions. Sessions of a file have no owner."""
         found = [one for one in self._listed if self._wanted(one, wanted)]
-        # What has no value comes last in either order.
+        # Sessions without a value come last in either order.
         found.sort(key=lambda one: (_sort_value(wanted.sort, one), one.position), reverse=wanted.descending)
         found.sort(key=lambda one: wanted.sort == "reward" and one.reward is None)
         return ListedPage(len(found), tuple(found[wanted.offset : wanted.offset + wanted.limit]))
@@ -248,7 +248,7 @@ class FileSource:
             and self._forked(one, wanted.fork)
             and (least is None or (one.reward is not None and one.reward >= least))
             and (most is None or (one.reward is not None and one.reward <= most))
-            # A file says nothing of when.
+            # A file has no times.
             and wanted.since is None
             and wanted.until is None
             and (not wanted.weights or any(wanted.weights in line.weights for line in self._lines[one.info.session_id]))
@@ -284,7 +284,7 @@ class FileSource:
 
 
 ViewerSource: TypeAlias = StoreSource | FileSource
-"""What the viewer reads sessions from."""
+"""A source of sessions."""
 
 
 def _cause(verdict: str) -> str | None:

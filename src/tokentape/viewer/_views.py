@@ -89,7 +89,7 @@ def tree(view: SessionView) -> dict[str, Any]:
 
 
 def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> list[Any] | None:
-    """Return per sampled token of a turn what else was likely, as [id, logprob, text]; None if it is not recorded."""
+    """Return the alternatives of each sampled token of a turn, as [id, logprob, text]; None if none are recorded."""
 
     def text(token_id: int) -> str | None:
         try:
@@ -114,12 +114,11 @@ def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
 def trajectory(
     view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None, start: int = 0
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Return what a page shows of a trajectory, and its arrays: the arguments of `pack`.
+    """Return the header and the arrays of a trajectory, the arguments of `pack`. Without a tokenizer there is no text.
 
-    Of what never changes (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) from token `start` on;
-    `text_ends` then count from there too. A loss mask and columns can change, for a branch that is recorded later can
-    train what this one did, and values can be added later: they are always whole. Without a tokenizer there is
-    no text.
+    Arrays that never change (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) begin at token
+    `start`. The loss mask and the columns are whole, because a branch that is recorded later can train these turns, and
+    columns can be added later.
     """
     arrays: dict[str, npt.NDArray[Any]] = {
         "token_ids": shown.token_ids[start:],
@@ -161,7 +160,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
         node = nodes[seq]
         sampled, recorded = shown.sampled_from[n], shown.logprobs_of[n]
         logprobs = shown.logprobs[completion_start:end]
-        # NaN where nothing was sampled, or nothing here: a sample of supervised fine-tuning. JSON has none.
+        # Turns of supervised fine-tuning have no logprobs. JSON has no NaN.
         mean_logprob = float(logprobs.mean()) if len(logprobs) else math.nan
         reward = float(shown.turn_rewards[n])
         found.append(

@@ -115,7 +115,6 @@ async def observe_server(
     kind: str | None = None,
     model: str | None = None,
     api_key: str | None = None,
-    progress: Callable[[str], None] = lambda what: None,
 ) -> Observed:
     """Observe the ids that a running server returns.
 
@@ -131,7 +130,6 @@ async def observe_server(
             kind, first = await introduced(http, kind)
             model = model or first
         for golden in lock.goldens:
-            progress(golden.name)
             why, ids = await _server_ids(kind, http, model, lock, golden)
             if why:
                 unknown.setdefault(why, []).append(golden.name)

@@ -15,9 +15,10 @@ from typing import Any, Literal, TypeAlias
 
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
+from tokentape.audit._skew.backends.spec import render_text
 from tokentape.audit._skew.findings import Cause, Kind
 from tokentape.audit._tokendiff.alignment import first_difference
-from tokentape.chat._template import ChatTemplate, plain_message
+from tokentape.chat._template import ChatTemplate
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message
 
@@ -306,13 +307,7 @@ def template_writer(source: str, variables: Mapping[str, object], date: str) -> 
 
     def write(conversation: SkewChat) -> str | None:
         try:
-            return template.render(
-                [plain_message(message) for message in conversation.messages],
-                tools=conversation.tools,
-                add_generation_prompt=conversation.generate,
-                date=date,
-                variables=variables,
-            )
+            return render_text(template, conversation, date, variables)
         except (TemplateRefused, InvalidRequest):
             return None
 

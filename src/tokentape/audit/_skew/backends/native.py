@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +21,7 @@ from tokentape.audit._skew.backends.base import (
     with_text_arguments,
 )
 from tokentape.audit._skew.backends.spec import BackendOptions, TemplateBackend, find_template, hash_file, require
-from tokentape.audit._skew.known_parts import SPLITS, byte_level
+from tokentape.audit._skew.parts import SPLITS, byte_level
 from tokentape.chat._byte_level import byte_piece
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable, UnsupportedParameter
@@ -159,15 +157,10 @@ class TiktokenBackend(TemplateBackend):
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """See `Backend`. tiktoken puts nothing around a text."""
-        found: list[list[int]] = self._encoding.encode_batch(list(texts), num_threads=1, allowed_special="all")
-        return found
+        return list(self._encoding.encode_batch(list(texts), num_threads=1, allowed_special="all"))
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._encoding.decode(list(ids)) for ids in sequences]
-
-    def render(self, conversation: SkewChat) -> Rendering:
-        text = self.rendered_text(self._template, conversation)
-        return Rendering(self.encode([text])[0], text)
 
     def token(self, token_id: int) -> str | None:
         try:
@@ -222,29 +215,18 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-_FIELDS = {"pieces": 1, "settings": 2, "normalizer": 3}
-"""Fields of SentencePiece's ModelProto (sentencepiece_model.proto) by the names of tables."""
-_SETTINGS: Mapping[int, tuple[str, Any]] = {
-    3: ("model_type", 1),
-    24: ("treat_whitespace_as_suffix", 0),
-    35: ("byte_fallback", 0),
-    40: ("unk_id", 0),
-    41: ("bos_id", 1),
-    42: ("eos_id", 2),
-    43: ("pad_id", 2**64 - 1),
-    44: ("unk_surface", " \u2047 ".encode()),
-    45: ("unk_piece", b"<unk>"),
-    46: ("bos_piece", b"<s>"),
-    47: ("eos_piece", b"</s>"),
-    48: ("pad_piece", b"<pad>"),
-}
-_NORMALIZER: Mapping[int, tuple[str, Any]] = {
-    2: ("precompiled_charsmap", b""),
-    3: ("add_dummy_prefix", 1),
-    4: ("remove_extra_whitespaces", 1),
-    5: ("escape_whitespaces", 1),
-}
-"""Names and defaults of the fields of TrainerSpec and NormalizerSpec that change ids or text, by number."""
+_SETTINGS = (
+    "model_type",
+    "treat_whitespace_as_suffix",
+    "byte_fallback",
+    *(f"{which}_id" for which in ("unk", "bos", "eos", "pad")),
+    "unk_surface",
+    *(f"{which}_piece" for which in ("unk", "bos", "eos", "pad")),
+)
+_NORMALIZER = ("precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces", "escape_whitespaces")
+"""The fields of SentencePiece's TrainerSpec and NormalizerSpec that change ids or text."""
+_FIELDS = {"pieces": "pieces", "settings": "trainer_spec", "normalizer": "normalizer_spec"}
+"""Fields of SentencePiece's ModelProto by the names of tables."""
 _TYPES = ("", "normal", "unknown", "control", "user-defined", "unused", "byte")
 _LONGEST = 40
 
@@ -275,8 +257,7 @@ class SentencePieceBackend(Backend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        found: list[list[int]] = self._model.encode(list(texts), out_type=int, add_bos=special, add_eos=False)
-        return found
+        return list(self._model.encode(list(texts), out_type=int, add_bos=special, add_eos=False))
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._model.decode(list(ids)) for ids in sequences]
@@ -285,67 +266,41 @@ class SentencePieceBackend(Backend):
         """See `Backend`."""
         if not isinstance(other, SentencePieceBackend):
             return None
-        taken = {_FIELDS[name] for name in names}
-        kept = [raw for number, _, raw in _fields(self._data) if number not in taken]
-        kept += [raw for number, _, raw in _fields(other._data) if number in taken]
+        made, theirs = _parsed(self._data), _parsed(other._data)
+        for field in (_FIELDS[name] for name in names):
+            made.ClearField(field)
+            getattr(made, field).MergeFrom(getattr(theirs, field))
         try:
-            model = require("sentencepiece").SentencePieceProcessor(model_proto=b"".join(kept))
+            model = require("sentencepiece").SentencePieceProcessor(model_proto=made.SerializeToString())
         except (OSError, RuntimeError):
             return None
-        return partial(_encode, model)
+        return lambda texts: list(model.encode(list(texts), out_type=int))
 
     def token(self, token_id: int) -> str | None:
         return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._model.vocab_size() else None
 
 
-def _encode(model: Any, texts: Sequence[str]) -> list[list[int]]:
-    found: list[list[int]] = model.encode(list(texts), out_type=int)
-    return found
-
-
 def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
     """Return pieces, settings and normalizer of a SentencePiece model. Raises `TokenizerUnusable` if it is damaged."""
-    pieces: dict[str, Any] = {}
-    found = {"settings": dict(_SETTINGS.values()), "normalizer": dict(_NORMALIZER.values())}
-    tables = {2: ("settings", _SETTINGS), 3: ("normalizer", _NORMALIZER)}
+    model = _parsed(data)
+    return {
+        "normalizer": {name: _short(getattr(model.normalizer_spec, name)) for name in _NORMALIZER},
+        "settings": {name: _short(getattr(model.trainer_spec, name)) for name in _SETTINGS},
+        "pieces": {one.piece: (at, round(one.score, 6), _TYPES[one.type]) for at, one in enumerate(model.pieces)},
+    }
+
+
+def _parsed(data: bytes) -> Any:
+    """Return the ModelProto of a model's file. Raises `TokenizerUnusable` if it is damaged."""
+    damaged = require("google.protobuf.message").DecodeError
     try:
-        for number, value, _ in _fields(data):
-            if number == 1:
-                one = {key: part for key, part, _ in _fields(value)}
-                score = struct.unpack("<f", one.get(2, bytes(4)))[0]
-                pieces[one[1].decode()] = (len(pieces), round(score, 6), _TYPES[one.get(3, 1)])
-            elif number in tables:
-                name, known = tables[number]
-                found[name] |= {known[key][0]: part for key, part, _ in _fields(value) if key in known}
-    except (LookupError, TypeError, ValueError, struct.error) as error:
+        return require("sentencepiece.sentencepiece_model_pb2").ModelProto.FromString(data)
+    except damaged as error:
         raise TokenizerUnusable(f"this is no SentencePiece model: {error}") from error
-    settings = {name: {key: _short(value) for key, value in table.items()} for name, table in found.items()}
-    return {"normalizer": settings["normalizer"], "settings": settings["settings"], "pieces": pieces}
 
 
-def _short(value: Any) -> Any:
-    if not isinstance(value, bytes):
-        return value
-    return value.decode(errors="replace") if len(value) <= _LONGEST else f"SHA-256 {sha256(value).hexdigest()}"
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any, bytes]]:
-    """Yield number, value and encoding of each field of a protobuf message."""
-    at = 0
-    while at < len(data):
-        start = at
-        key, at = _varint(data, at)
-        value: Any
-        if key & 7 == 0:
-            value, at = _varint(data, at)
-        else:
-            size, at = _varint(data, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
-            value, at = data[at : at + size], at + size
-        yield key >> 3, value, data[start:at]
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while data[at] & 0x80:
-        number, shift, at = number | (data[at] & 0x7F) << shift, shift + 7, at + 1
-    return number | data[at] << shift, at + 1
+def _short(value: bytes | str | int) -> str | int:
+    if isinstance(value, int):
+        return int(value)
+    data = value.encode() if isinstance(value, str) else value
+    return data.decode(errors="replace") if len(data) <= _LONGEST else f"SHA-256 {sha256(data).hexdigest()}"
