@@ -13,9 +13,16 @@ from tokentape.audit._lock.comparing import RULES as LOCK_RULES
 from tokentape.audit._lock.comparing import LockChange, LockReport, lock_cases
 from tokentape.audit._report import CiCase, CiFinding, ci_report
 from tokentape.audit._skew.backends.base import BackendFacts
-from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Skew, SkewResult
+from tokentape.audit._skew.findings import (
+    RULES,
+    AuditReport,
+    CorpusStatistics,
+    Skew,
+    SkewResult,
+    audit_cases,
+    audit_layout,
+)
 from tokentape.audit._skew.probing import as_text
-from tokentape.audit._skew.report_text import RULES, audit_cases, audit_layout
 
 SIDE = BackendFacts("model", "tokenizer.json", frozenset())
 AUDIT = AuditReport(

@@ -27,8 +27,8 @@ from tokentape.audit._report import (
     TokenIds,
     escape_invisible,
     json_text,
+    round_numbers,
 )
-from tokentape.audit._report.blocks import round_numbers
 from tokentape.audit._statistics import Rate
 from tokentape.errors import InvalidRequest
 

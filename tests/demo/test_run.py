@@ -13,8 +13,7 @@ from rich.console import Console
 
 from tokentape._session.files import read_trajectories
 from tokentape.demo import findings
-from tokentape.demo.findings import DemoReport, new_directory, replay
-from tokentape.demo.report import print_report
+from tokentape.demo.findings import DemoReport, new_directory, print_report, replay
 from tokentape.demo.run import run_demo
 from tokentape.errors import Conflict
 from tokentape.store import SqliteStore

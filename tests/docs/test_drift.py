@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tokentape
 from tests.test_client import talk
-from tokentape.audit._tokendiff import ARTIFACTS, KINDS
+from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.chat._renderer import Renderer
 from tokentape.cli import app
 from tokentape.store._served_model import ServedModel, write_served_model

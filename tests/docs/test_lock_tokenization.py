@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tokentape.audit._lock.goldens import TEXTS
+from tokentape.audit._lock.lockfile import TEXTS
 from tokentape.cli import app
 from tokentape.errors import TokenizationChanged
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_metrics import ask, samples
-from tokentape.audit._tokendiff import Retokenizer
+from tokentape.audit._tokendiff.retokenizing import Retokenizer
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway import _telemetry as live_drift
 from tokentape.gateway._app import create_app

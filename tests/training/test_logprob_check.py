@@ -20,7 +20,7 @@ import tokentape
 from tests.conftest import ServeTiny
 from tests.test_client import talk
 from tokentape.audit._statistics import K3_CLAMP, logprob_numbers
-from tokentape.audit._tokendiff import retokenized
+from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines import _loading as loading

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.viewer.packed import header, unpack
-from tokentape.viewer._binary import pack
+from tokentape.viewer._views import pack
 
 any_array = st.sampled_from([np.uint8, np.int32, np.float32, np.bool_]).flatmap(
     lambda dtype: arrays(dtype, st.integers(0, 40))

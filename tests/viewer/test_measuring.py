@@ -20,7 +20,7 @@ from tokentape.store._listing import Listing
 from tokentape.training import assemble
 from tokentape.types import Reward, SessionInfo, TokenDistribution, TurnColumn
 from tokentape.viewer._comparing import RecordReader
-from tokentape.viewer._measuring import Measures, SessionMeasures, WeightsTally
+from tokentape.viewer._run import Measures, SessionMeasures, WeightsTally
 from tokentape.viewer._source import StoreSource
 
 

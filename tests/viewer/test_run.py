@@ -20,10 +20,8 @@ from tokentape.store._listing import Listing
 from tokentape.training import assemble, group_advantages
 from tokentape.types import Reward, SessionInfo, Turn
 from tokentape.viewer._comparing import RecordReader
-from tokentape.viewer._file_source import FileSource, ViewerSource
-from tokentape.viewer._measuring import Measures
-from tokentape.viewer._run import run_of
-from tokentape.viewer._source import StoreSource
+from tokentape.viewer._run import Measures, run_of
+from tokentape.viewer._source import FileSource, StoreSource, ViewerSource
 
 
 def summed(source: ViewerSource, renderer: Renderer | None = None, group: str = "", **more: Any) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from tokentape.store import SqliteStore
 from tokentape.store._listing import Listing
 from tokentape.types import Reward, SessionInfo, TurnColumn
 from tokentape.viewer import _views as views
-from tokentape.viewer._file_source import FileSource, ViewerSource
-from tokentape.viewer._source import StoreSource
+from tokentape.viewer._source import FileSource, StoreSource, ViewerSource
 
 
 def fill(store: SqliteStore) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tokentape.audit._skew.backends.spec import BackendOptions
     from tokentape.audit._skew.findings import AuditReport, Skew
     from tokentape.audit._statistics import Numbers, logprob_numbers
-    from tokentape.audit._tokendiff import Comparison, Difference, compare, pair_ids, retokenized
+    from tokentape.audit._tokendiff.comparing import Comparison, Difference, compare
+    from tokentape.audit._tokendiff.retokenizing import pair_ids, retokenized
 
 __all__ = [
     "AuditReport",
@@ -93,6 +94,7 @@ __getattr__ = lazy_names(
         "tokentape.audit._skew.backends.base": "Backend BackendFacts Rendering SkewChat",
         "tokentape.audit._skew.backends.spec": "BackendOptions",
         "tokentape.audit._skew.findings": "AuditReport Skew",
-        "tokentape.audit._tokendiff": "Comparison Difference compare pair_ids retokenized",
+        "tokentape.audit._tokendiff.comparing": "Comparison Difference compare",
+        "tokentape.audit._tokendiff.retokenizing": "pair_ids retokenized",
     },
 )

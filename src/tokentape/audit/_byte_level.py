@@ -1,10 +1,8 @@
 """Compute the probability of bytes under a token model, summed over all their tokenizations, and the price of drift.
 
-A text can be spelled by many token sequences, and a model gives each its own probability. The probability of the text
-is their sum. If a completion only *begins* with the bytes, the spellings are the cover encodings of the Byte-Token
-Representation Lemma (arXiv 2410.09303): all tokens but the last lie within the bytes, and the last token reaches their
-end or beyond. If the completion *equals* the bytes, the spellings are the sequences of exactly these bytes, followed by
-a stop token.
+Many token sequences spell the same text, and the probability of the text is the sum of theirs. If a completion only
+*begins* with the bytes, the spellings are the cover encodings of the Byte-Token Representation Lemma (arXiv
+2410.09303): the last token reaches the end of the bytes or beyond. If it *equals* them, a stop token follows.
 
 The number of spellings grows exponentially with the bytes. The search extends the most probable prefix first. The sum
 over the spellings found is a lower bound. Adding the probabilities of all unextended prefixes gives an upper bound.
@@ -17,6 +15,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,10 +91,8 @@ class Spellings:
         pieces = {}
         for token_id in range(tokenizer.vocab_size):
             if tokenizer.control_by_id(token_id) is None:
-                try:
+                with suppress(InvalidRequest):  # a hole in the vocabulary
                     pieces[token_id] = tokenizer.token_bytes(token_id)
-                except InvalidRequest:
-                    continue  # a hole in the vocabulary
         return cls(pieces)
 
     def within(self, rest: bytes) -> Iterator[tuple[int, int]]:
@@ -114,17 +111,14 @@ class Spellings:
 def canonical_only(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
     """Return a filter for `bytes_logprob` that accepts only ids that decoding and encoding leaves unchanged.
 
-    Few spellings pass it, however long the bytes. Tokens at the end that stop within a character are accepted, because
-    they can't be encoded alone.
+    Tokens at the end that stop within a character are accepted, because they can't be encoded alone.
     """
 
     def canonical(ids: Sequence[int]) -> bool:
         pieces = [tokenizer.token_bytes(token_id) for token_id in ids]
         for end in range(len(ids), 0, -1):
-            try:
+            with suppress(UnicodeDecodeError):
                 return tokenizer.encode_plain(b"".join(pieces[:end]).decode()) == list(ids[:end])
-            except UnicodeDecodeError:
-                continue
         return True
 
     return canonical
@@ -140,7 +134,7 @@ def bytes_logprob(
     max_evaluations: int = 2048,
     tolerance: float = 1e-9,
 ) -> Bounds:
-    """Compute the log-probability of bytes after the model's context.
+    """Compute the log-probability of bytes after the model's context. Raises `InvalidRequest` if `text` is empty.
 
     Args:
         model: see `TokenModel`.
@@ -150,9 +144,6 @@ def bytes_logprob(
         allowed: a filter of sequences of ids, such as `canonical_only`.
         max_evaluations: the largest number of contexts to compute, one forward pass each.
         tolerance: the search ends when the bounds are this close, in nats.
-
-    Raises:
-        InvalidRequest: `text` is empty.
 
     """
     if not text:
@@ -276,5 +267,4 @@ class TransformersModel:
             return self._model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
 
     def _logprobs(self, logits: Any) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = logits.double().log_softmax(-1).cpu().numpy()
-        return found
+        return np.asarray(logits.double().log_softmax(-1).cpu(), np.float64)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tokentape.audit._lock.goldens import TEXTS
-from tokentape.audit._tokendiff import first_difference
+from tokentape.audit._lock.lockfile import TEXTS
+from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo

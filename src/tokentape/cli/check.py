@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from tokentape.audit._lock import LockReport, examine, read_lock
-from tokentape.audit._lock.comparing import RULES, compare, lock_cases, lock_layout
-from tokentape.audit._lock.observing import observe_server
+from tokentape.audit._lock import LockReport, examine, examine_server, read_lock
+from tokentape.audit._lock.comparing import RULES, lock_cases, lock_layout
 from tokentape.audit._report import ci_report
 from tokentape.audit._report import escape_for_terminal as readable
 from tokentape.cli.arguments import (
@@ -68,9 +66,8 @@ def check(
             reports.append(examine(lock, path, given, chat_template, strict=strict))
         if engine is not None:
             status.update("asking the server")
-            server = observe_server(lock, engine, kind=kind, model=model_name, api_key=api_key)
-            kwargs_in_use = lock.template_kwargs if given is None else given
-            reports.append(compare(lock, asyncio.run(server), kwargs_in_use, strict=strict))
+            server = {"kind": kind, "model": model_name, "api_key": api_key}
+            reports.append(examine_server(lock, engine, given, strict=strict, **server))
     ok = all(report.ok for report in reports)
     if file_format == "text":
         text = "\n".join(readable(line) for report in reports for line in str(report).splitlines())

@@ -15,7 +15,7 @@ from tokentape.audit._mismatch import Attribution
 from tokentape.audit._report import CiCase, CiFinding, ci_report
 from tokentape.audit._report import escape_for_terminal as readable
 from tokentape.audit._statistics import Numbers
-from tokentape.audit._tokendiff import TokenDrift as Drift
+from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.cli.arguments import (

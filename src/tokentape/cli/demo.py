@@ -11,9 +11,8 @@ import typer
 from tokentape.cli.arguments import AsJson, flag, option
 from tokentape.cli.extras import require
 from tokentape.cli.output import print_json, working
-from tokentape.demo.findings import new_directory
+from tokentape.demo.findings import new_directory, print_report
 from tokentape.demo.findings import replay as replayed
-from tokentape.demo.report import print_report
 from tokentape.errors import TokentapeError
 
 

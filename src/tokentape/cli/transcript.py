@@ -21,7 +21,9 @@ from rich.text import Text
 
 from tokentape._session.tree import Session
 from tokentape.audit._report import escape_for_terminal as readable
-from tokentape.audit._tokendiff import ARTIFACTS, Difference, compare, retokenized
+from tokentape.audit._tokendiff.comparing import Difference, compare
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
+from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.cli.edited_message import edited_message
 from tokentape.types import Codes, LineageEdge, Provenance, Trajectory, Turn

@@ -1,25 +1,30 @@
-"""The results of a demo run, computed from its record, its file and the engine's log. Needs no torch."""
+"""Compute the results of a demo run from its record, its file and the engine's log, and print them. Needs no torch."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from tokentape._session.files import read_trajectories, write_trajectories
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._drift.report import Example
 from tokentape.audit._drift.rerender import through_messages
 from tokentape.audit._id_rows import session_rows
-from tokentape.audit._tokendiff import retokenized
+from tokentape.audit._report import Block, Code, Facts, Heading, Paragraph, Report, Table
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
+from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.errors import Conflict, TemplateRefused
@@ -74,7 +79,7 @@ class DemoReport:
 
     @property
     def exact(self) -> bool:
-        """Whether the record has exactly what was sampled."""
+        """True if the record has exactly what was sampled."""
         return not self.turns_unlike_engine and not self.findings
 
 
@@ -151,16 +156,14 @@ def group_of(renderer: Renderer, temperature: float, sessions: list[StoredSessio
             not np.array_equal(one.token_ids, retokenized(tokenizer, one.token_ids)) for _, one in branches
         ),
         rerendered_trajectories=sum(not _comes_back(renderer, stored, one) for stored, one in branches),
-        example=max(drift.examples, key=_how_telling, default=None),
+        example=max(
+            drift.examples, key=lambda one: ("".join(one.sampled_pieces).isalpha(), len(one.sampled)), default=None
+        ),
     )
 
 
-def _how_telling(example: Example) -> tuple[bool, int]:
-    return "".join(example.sampled_pieces).isalpha(), len(example.sampled)
-
-
 def _comes_back(renderer: Renderer, stored: StoredSession, one: Trajectory) -> bool:
-    """Return whether the messages of a branch render to its ids."""
+    """Return True if the messages of a branch render to its ids."""
     path = stored.tree().path(one.leaf)
     try:
         return np.array_equal(one.token_ids, through_messages(renderer, path, stored.setups[path[-1].setup]))
@@ -188,3 +191,66 @@ def call_digest(prompt_ids: Any, token_ids: Any, logprobs: Any) -> str:
     prompt, ids = np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)
     arrays = (prompt, ids, np.asarray(logprobs, np.float32))
     return sha256(b"".join([len(prompt).to_bytes(8, "little"), *(one.tobytes() for one in arrays)])).hexdigest()
+
+
+def print_report(report: DemoReport, console: Console | None = None) -> None:
+    """Print the run, the effect of retokenizing, the exactness of the record, and commands to look further."""
+    # Prefer an example at temperature 1, where spellings vary most.
+    example = next((group.example for group in reversed(report.groups) if group.example), None)
+    console = console or Console(highlight=False)
+    Report("Demo", list(_blocks(report, example))).print(console)
+    started = "python -m tokentape" if sys.argv[0].endswith("__main__.py") else os.path.relpath(sys.argv[0])
+    command = "tokentape" if shutil.which("tokentape") else started
+    session_id = "demo-00" if example is None else example.row.rpartition(":")[0]
+    for line in (
+        f"{report.trajectories} trajectories are in",
+        f"  {report.trajectories_file}",
+        "Look further:",
+        f"  {command} view {report.directory}",
+        f"  {command} drift {report.directory}",
+        f"  {command} show {report.directory} {session_id} --ids",
+        f"  {command} verify {report.directory}",
+    ):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _blocks(report: DemoReport, example: Example | None) -> Iterator[Block]:
+    groups = report.groups
+    names = [f"temperature {group.temperature:g}" if group.temperature else "greedy" for group in groups]
+
+    def row(label: str, count: Callable[[Group], int], of: Callable[[Group], int] | None = None) -> list[str]:
+        counts = [f"{sum(map(count, some)):,}" for some in (*([group] for group in groups), groups)]
+        wholes = [f" of {sum(map(of, some)):,}" if of else "" for some in (*([group] for group in groups), groups)]
+        return [label, *map(str.__add__, counts, wholes)]
+
+    rows = [
+        row("sessions", lambda g: g.sessions),
+        row("  of these streamed", lambda g: g.streamed),
+        row("  tasks solved", lambda g: g.solved, lambda g: g.sessions),
+        row("turns", lambda g: g.completions),
+        row("sampled tokens", lambda g: g.tokens),
+        ["all tokens", *[""] * len(groups), f"{report.tokens:,}"],
+        ["retokenizing would change", *[""] * (len(groups) + 1)],
+        row("  completions", lambda g: g.changed_completions, lambda g: g.completions),
+        row("  sampled tokens", lambda g: g.changed_tokens, lambda g: g.tokens),
+        row("  trajectories", lambda g: g.retokenized_trajectories, lambda g: g.trajectories),
+        row("  the same, re-rendered", lambda g: g.rerendered_trajectories, lambda g: g.trajectories),
+    ]
+    yield Table(["", *names, "all"], rows, range(1, len(groups) + 2))
+    yield Paragraph(
+        "Re-rendered: rebuilt from messages, as stateless servers and trainers do. Like\n"
+        "many, this template also drops the reasoning of earlier turns."
+    )
+    if example is not None:
+        kind = ARTIFACTS[example.artifact].kind
+        yield Heading(f"For example in {example.row}, the same text in other ids ({kind})")
+        sides = ((example.sampled, example.sampled_pieces), (example.retokenized, example.retokenized_pieces))
+        spelled = ["  ".join(f"{one} {piece!r}" for one, piece in zip(*side, strict=True)) for side in sides]
+        yield Facts(list(zip(("sampled", "retokenized"), spelled, strict=True)))
+    yield Heading("The record against the engine's own log of what it sampled")
+    yield Paragraph(
+        f"  {report.turns_unlike_engine} of {report.turns} turns differ in prompt, sampled ids or logprobs; "
+        f"verify: {report.findings} findings",
+        "ok" if report.exact else "fail",
+    )
+    yield Code("")

@@ -33,7 +33,7 @@ from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessi
 from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire import completions, responses
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages, count_routes
-from tokentape.gateway._wire.anthropic_replies import error_body as anthropic_error
+from tokentape.gateway._wire.anthropic_messages import error_body as anthropic_error
 from tokentape.gateway._wire.chat_completions import ChatCompletions
 from tokentape.gateway._wire.completions import Completions
 from tokentape.gateway._wire.responses import Responses

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from tokentape._session.verdict import verdict
-from tokentape.audit._tokendiff import Retokenizer
+from tokentape.audit._tokendiff.retokenizing import Retokenizer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._limits import InFlightCounter

@@ -12,11 +12,11 @@ from tokentape.gateway._endpoint import Gateway
 from tokentape.gateway._keys import may_be_session_id
 from tokentape.gateway._openapi import WHOLE_NUMBER, ApiRoute
 from tokentape.gateway._telemetry import Metrics
-from tokentape.viewer._binary import MEDIA_TYPE as PACKED
 from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader
 from tokentape.viewer._routes import ALTERNATIVES, API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor
 from tokentape.viewer._routes import routes as viewer_routes
 from tokentape.viewer._source import StoreSource
+from tokentape.viewer._views import MEDIA_TYPE as PACKED
 
 _DESCRIBED: dict[str, dict[str, Any]] = {
     "/": {"summary": "Redirects to the viewer", "status": 307, "media": ()},

@@ -11,7 +11,6 @@ import os
 import pickle
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -26,9 +25,8 @@ from tokentape.audit._id_rows import Columns, iter_rows, parquet_rows
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.backends.base import Backend
-from tokentape.audit._skew.corpus import Compared, Range, compare_range, corpus_files, merged, ranges_of
-from tokentape.audit._skew.findings import AuditReport, CorpusStatistics
-from tokentape.audit._skew.text_probes import Differing
+from tokentape.audit._skew.corpus import Compared, Range, compare_corpus, compare_range
+from tokentape.audit._skew.findings import AuditReport
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import Conflict, InvalidRequest, NotFound, TokentapeError
 from tokentape.store import StoredSession, open_record
@@ -196,26 +194,10 @@ def audit_corpus(
     False
     """
 
-    def compare(
-        a: Backend, b: Backend, paths: Sequence[Path], workers: int | None, progress: Callable[[str], None]
-    ) -> tuple[CorpusStatistics, list[Differing]]:
-        names = a.reopened_as, b.reopened_as
-        if None in names:
-            raise InvalidRequest(
-                "a server is a side here, which actors would ask all at once; compare with it by `tokentape audit`"
-            )
-        began = time.monotonic()
-        files = [path.resolve() for path in corpus_files(paths)]
-        ranges = list(ranges_of(files))
-        total = sum(one.end - one.start for one in ranges)
-        found: list[Compared] = []
-        done = 0
-        for one in in_order(ranges, partial(_comparing, *map(str, names)), actors=actors, cpus=cpus):
-            found.append(one)
-            done += one.bytes
-            progress(f"corpus: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
-        return merged(len(files), found, time.monotonic() - began)
+    def compare_ranges(names: tuple[str, str], ranges: Sequence[Range]) -> Iterator[Compared]:
+        return in_order(ranges, partial(_comparing, *names), actors=actors, cpus=cpus)
 
+    compare = partial(compare_corpus, elsewhere=compare_ranges)
     return audit(_absolute(a), _absolute(b), corpus=_listed(paths), progress=progress, compare=compare)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokentape.audit._tokendiff import compare
+from tokentape.audit._tokendiff.comparing import compare
 from tokentape.audit._tokendiff.rows import comparison_lines, summary
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.types import Codes, TokenIds

@@ -25,8 +25,8 @@ from tokentape._session.arrow import read_rows as read_table_rows
 from tokentape.audit._mismatch import LOOK_TOP, Attribution, Mismatch
 from tokentape.audit._rescaling import RAW
 from tokentape.audit._statistics import Numbers, NumbersTally
-from tokentape.audit._tokendiff import Channel, Pairing, pair_ids, retokenized
-from tokentape.audit._tokendiff import TokenDrift as Drift
+from tokentape.audit._tokendiff.retokenizing import Channel, Pairing, pair_ids, retokenized
+from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._scoring import Scores
 from tokentape.errors import InvalidRequest

@@ -14,7 +14,7 @@ import numpy as np
 
 from tokentape.audit._drift.rerender import whole_conversation
 from tokentape.audit._statistics import Numbers, NumbersTally
-from tokentape.audit._tokendiff import compare
+from tokentape.audit._tokendiff.comparing import compare
 from tokentape.chat._renderer import Renderer
 from tokentape.store import StoredSession
 from tokentape.training._logprob_check import Forward

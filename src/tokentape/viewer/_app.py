@@ -1,4 +1,4 @@
-"""The viewer by itself, for what no gateway serves: a data directory, or a file of trajectories."""
+"""Serve the viewer without a gateway, for a data directory or a file of trajectories."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tokentape.errors import TokentapeError, Unauthorized
 from tokentape.store._base import Store
 from tokentape.store._location import served_model, shown
 from tokentape.viewer._comparing import RecordReader, reader_of
-from tokentape.viewer._file_source import FileSource
 from tokentape.viewer._routes import Viewer, Visit, Visitor, routes
-from tokentape.viewer._source import StoreSource
+from tokentape.viewer._source import FileSource, StoreSource
 from tokentape.viewer._static_files import SECURITY
 
 
@@ -44,7 +43,7 @@ def store_viewer(store: Store, location: str, model: Path | None = None) -> View
 def file_viewer(path: Path, model: Path | None = None) -> Viewer:
     """Return a viewer of a file of trajectories; its tokenizer is in the folder `model`.
 
-    Raises `InvalidRequest` for what is no such file.
+    Raises `InvalidRequest` for another kind of file.
     """
     reader = RecordReader(why_none="a file of trajectories doesn't say which tokenizer its ids are of")
     return Viewer(FileSource(path), reader if model is None else RecordReader(Tokenizer.load(model)))

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 from tokentape.audit._drift.rerender import through_messages
-from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Difference, compare, retokenized
+from tokentape.audit._tokendiff.comparing import Difference, compare
+from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
+from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.store._served_model import ServedModel, served_tokenizer
 from tokentape.types import Trajectory
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import pack
-from tokentape.viewer._file_source import ViewerSource
-from tokentape.viewer._source import SessionView
+from tokentape.viewer._source import SessionView, ViewerSource
 from tokentape.viewer._texts import token_texts
+from tokentape.viewer._views import pack
 
 RETOKENIZED = "retokenized"
 RERENDERED = "rerendered"

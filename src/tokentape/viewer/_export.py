@@ -1,6 +1,6 @@
-"""A session or a run as one HTML file: the page with the server's answers in it. It loads nothing and needs no server.
+"""Export a session or a run as one HTML file: the page with the server's answers in it. It needs no server.
 
-The answers are compressed and in base64, so that nothing that a prompt says is markup of the file. Its policy allows
+The answers are compressed and in base64, so that text of prompts can't become markup. The policy of the file allows
 only its own script and style, by their hashes.
 """
 
@@ -19,13 +19,12 @@ from urllib.parse import quote
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.store._listing import Listing
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import pack
 from tokentape.viewer._comparing import comparison
-from tokentape.viewer._measuring import Measures
 from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines, progress_of
-from tokentape.viewer._run import run_of
+from tokentape.viewer._run import Measures, run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import FOLDER
+from tokentape.viewer._views import pack
 
 MAX_BYTES = 64 * 2**20
 """Sessions of a run are added, newest first, until the file is about so large."""
@@ -36,7 +35,7 @@ _MAX_KEYS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file, and how many sessions are in it."""
+    """The file, and the number of sessions in it."""
 
     html: bytes
     whole: int
@@ -52,7 +51,7 @@ class Exported:
 def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = MAX_BYTES) -> Exported:
     """Return the file of a session, or of the newest sessions. Raises `NotFound` for an unknown session.
 
-    A session that is named is there with all its tokens, however large the file gets.
+    A named session is exported with all its tokens, whatever its size.
     """
     source, measures = viewer.source, Measures(viewer.source, viewer.reader)
     if session_id is not None:

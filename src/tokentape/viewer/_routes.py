@@ -1,7 +1,7 @@
-"""The endpoints of the viewer: the page under /view, to which / leads, its data under /view/api.
+"""Serve the viewer's page at /view, to which / redirects, and its data below /view/api.
 
-The application that mounts them decides by a `Visitor` per request who may see what. A session that is not there
-and one that a visitor may not see get the same answer.
+The application that mounts the routes decides with a `Visitor` per request who may see what. Sessions that do not exist
+and sessions that a visitor may not see get the same answer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from tokentape.errors import Forbidden, InvalidRequest, NotFound
 from tokentape.store._listing import Listing, SessionSummary, SortKey
 from tokentape.types import Trajectory
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import MEDIA_TYPE, pack
 from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison, recorded_side
-from tokentape.viewer._file_source import ViewerSource
-from tokentape.viewer._measuring import Measures, SessionMeasures, Unreadable
-from tokentape.viewer._run import GROUP_KEYS, group_value, run_of
-from tokentape.viewer._source import SessionView
+from tokentape.viewer._run import GROUP_KEYS, Measures, SessionMeasures, Unreadable, group_value, run_of
+from tokentape.viewer._source import SessionView, ViewerSource
 from tokentape.viewer._static_files import SECURITY, static_file
+from tokentape.viewer._views import MEDIA_TYPE, pack
 
 PAGE = "/view"
 API = "/view/api"
@@ -38,13 +36,13 @@ ALTERNATIVES = SESSION + "/turns/{turn}/alternatives"
 
 MAX_PAGE = 500
 MAX_MEASURED = 50
-"""So many sessions are measured in one request that names them."""
+"""The largest number of sessions that a request to /measures may name."""
 
 MAX_COMPARED = 10_000
-"""So many sessions, the newest, are measured to be filtered by it or to be summed up."""
+"""The number of newest sessions that are measured for the run page, and for filters by measures."""
 
 MEASURING_SECONDS = 0.5
-"""Time that a request takes to measure them; it says how many are measured, and is sent again."""
+"""The time that a request may spend measuring. The page asks again until all sessions are measured."""
 
 LISTING_QUERY: Mapping[str, Any] = {
     "search": {"type": "string"},
@@ -65,23 +63,23 @@ LISTING_QUERY: Mapping[str, Any] = {
     "offset": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
 }
-"""Schemas of what a list can be asked for."""
+"""Schemas of the query parameters of a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """What the sender of a request may see."""
+    """The access of the sender of a request."""
 
     owner: str | None = None
-    """Sessions of this API key; None for all."""
+    """Only sessions of this API key are visible; None means all."""
     session_id: str | None = None
-    """This session only."""
+    """Only this session is visible; None means all."""
     metrics: bool = True
-    """Whether the numbers of the whole gateway are shown."""
+    """True if the metrics of the gateway are visible."""
 
 
 Visit: TypeAlias = Callable[[Request], Visitor]
-"""Tells who sent a request. Raises `Unauthorized`."""
+"""Returns the access of the sender of a request. Raises `Unauthorized`."""
 
 Overview: TypeAlias = Callable[[], Mapping[str, Any]]
 """The current values of all counters and gauges: name -> [{labels, value}]."""
@@ -89,18 +87,18 @@ Overview: TypeAlias = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """What is shown, and to whom."""
+    """The data that a viewer shows, and its access check."""
 
     source: ViewerSource
     reader: RecordReader
-    """What ids are read with."""
+    """The tokenizer and renderer of the ids."""
     visit: Visit = lambda request: Visitor()
     overview: Overview | None = None
-    """None where no gateway is running."""
+    """None if no gateway is running."""
 
 
 def routes(viewer: Viewer) -> list[Route]:
-    """The endpoints."""
+    """Return the endpoints of a viewer."""
     source, reader = viewer.source, viewer.reader
 
     # A page asks for several parts of a session.
@@ -225,7 +223,7 @@ def routes(viewer: Viewer) -> list[Route]:
 
 
 def about_of(viewer: Viewer, visitor: Visitor) -> dict[str, Any]:
-    """Return what a visitor is shown, and what not."""
+    """Return what the page can show a visitor."""
     source, reader = viewer.source, viewer.reader
     return {
         "name": source.name,
@@ -296,7 +294,7 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
 
 
 def listed_lines(source: ViewerSource, measures: Measures, sessions: Sequence[SessionSummary]) -> list[dict[str, Any]]:
-    """Return what a list shows of sessions, with their measures if these are of what is recorded now."""
+    """Return the lines of a list of sessions, with the measures of their current versions if those are known."""
     ids = [one.info.session_id for one in sessions]
     versions = source.versions(Listing(session_ids=ids, limit=MAX_PAGE)) if ids else {}
     lines = []
@@ -312,14 +310,14 @@ def listed_lines(source: ViewerSource, measures: Measures, sessions: Sequence[Se
 def progress_of(
     measured: Mapping[str, SessionMeasures], unreadable: Mapping[str, str], versions: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Return how many of the sessions are measured; unreadable ones are, with nothing found."""
+    """Return how many of the sessions are measured. Unreadable sessions count as measured."""
     return {"measured": len(measured) + len(unreadable), "of": len(versions), "unreadable": len(unreadable)}
 
 
 def _measured_page(
     source: ViewerSource, measures: Measures, wanted: Listing, query: Mapping[str, str], by_drift: bool
 ) -> dict[str, Any]:
-    """Return a page of the sessions that are measured, of the newest `MAX_COMPARED`, by their measures."""
+    """Return a page of the newest `MAX_COMPARED` sessions, filtered or sorted by their measures."""
     versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
     measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
     chosen = [one.info.session_id for one in _chosen(measured, query)]
@@ -337,7 +335,7 @@ def _measured_page(
 
 
 def _chosen(measured: Mapping[str, SessionMeasures], query: Mapping[str, str]) -> list[SessionMeasures]:
-    """Return the sessions of a group, with a branch of a verdict, one of a role, and drift, as far as asked for."""
+    """Return the sessions that match the verdict, role, drift and group of a query."""
     verdict, role, drift, key = (query.get(name, "") for name in ("verdict", "role", "drift", "group_key"))
     return [
         one
@@ -350,7 +348,7 @@ def _chosen(measured: Mapping[str, SessionMeasures], query: Mapping[str, str]) -
 
 
 def _drifts(one: SessionMeasures) -> str:
-    """Return whether sampled tokens drift: any, none, or empty where none was measured."""
+    """Return `any` if sampled tokens drift, `none` if not, and an empty string if no token was measured."""
     if not one.drift or not one.drift["tokens"]:
         return ""
     return "any" if one.drift["changed_tokens"] else "none"
@@ -400,7 +398,7 @@ def _real(request: Request, name: str) -> float | None:
 
 
 _PRIVATE = {**SECURITY, "Cache-Control": "private, no-cache"}
-"""Only the browser may cache it, and asks each time whether it has changed."""
+"""Headers of replies that only the browser may cache, and that it has to revalidate each time."""
 
 
 def _etag(version: str) -> str:

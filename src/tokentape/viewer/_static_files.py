@@ -1,7 +1,6 @@
-"""The page itself: files that are shipped with the package, and their headers.
+"""Serve the files of the page, which ship with the package, with security headers.
 
-Nothing is loaded from anywhere else, no script is inline in a page, and what prompts say can't become one: the policy
-forbids it, and it is only ever set as text.
+The policy forbids other origins and inline scripts. Pages insert text of prompts as text only.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SECURITY = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of everything that the viewer sends."""
+"""Headers of all replies of the viewer."""
 
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 

@@ -1,4 +1,4 @@
-"""What ids say: the bytes of each token, and which of them are control tokens or only look like one."""
+"""Decode ids to the bytes of each token, and mark control tokens and text that only spells one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Mark(IntFlag):
     CONTROL = 1
     """A control token."""
     UNKNOWN = 2
-    """No id of this tokenizer; it has no bytes."""
+    """An id that the tokenizer does not have. It has no bytes."""
     LETTERS = 4
-    """One of the tokens that spell a control token and are none: letters of a caller's or model's text."""
+    """A token of text that spells a control token, or a part of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TokenTexts:
     ends: npt.NDArray[np.int32]
     """Offset after each token's last byte, shape [tokens]."""
     data: bytes
-    """All of them; a control token's are its spelling."""
+    """The bytes of all tokens; of a control token, its spelling."""
     marks: npt.NDArray[np.uint8]
     """`Mark`s, shape [tokens]."""
 
@@ -58,7 +58,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> TokenTexts:
             marks[n] = Mark.UNKNOWN
     marks[controls] = Mark.CONTROL
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int32)
-    # Control tokens become a character that no text holds, so that only letters are found.
+    # Control tokens become a byte that no text has, so that only text that spells them is found.
     blank = set(controls)
     letters = b"".join(b"\xff" * len(piece) if n in blank else piece for n, piece in enumerate(pieces))
     for match in _spelled(tokenizer).finditer(letters):

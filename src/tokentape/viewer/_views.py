@@ -1,9 +1,10 @@
-"""What the pages are sent: lists and trees as JSON, trajectories as arrays."""
+"""Encode what the pages get: lists and trees as JSON, trajectories as arrays."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +18,37 @@ from tokentape.store._listing import SessionSummary
 from tokentape.types import Provenance, Trajectory
 from tokentape.viewer._source import SessionView, TurnNode
 from tokentape.viewer._texts import token_texts
+
+MAGIC = b"TTV1"
+MEDIA_TYPE = "application/octet-stream"
+
+_ALIGNED = 8
+_KINDS = {"u1": "|u1", "i4": "<i4", "f4": "<f4"}
+
+
+def pack(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Return `meta` and `arrays` (uint8, bool, int32 or float32, one-dimensional) as one reply of little-endian bytes.
+
+        "TTV1", uint32 length of the header, the header (JSON, UTF-8), padding to a multiple of 8, the arrays
+
+    In the header, `arrays` maps each name to its `dtype` (`u1`, `i4`, `f4`), `offset` in bytes from the end of the
+    padding, a multiple of 8, and `length` in elements. A browser makes typed arrays over these bytes without parsing.
+    """
+    layout: dict[str, Any] = {}
+    pieces: list[bytes] = []
+    offset = 0
+    for name, array in arrays.items():
+        kind = {"b": "u1", "u": "u1", "i": "i4", "f": "f4"}[array.dtype.kind]
+        if array.dtype.itemsize not in (1, 4) or (kind == "u1") != (array.dtype.itemsize == 1):
+            raise ValueError(f"array {name!r} is of {array.dtype}, none of the types that are sent")
+        data = np.ascontiguousarray(array, _KINDS[kind]).tobytes()
+        layout[name] = {"dtype": kind, "offset": offset, "length": array.size}
+        pieces += [data, bytes(-len(data) % _ALIGNED)]
+        offset += len(data) + -len(data) % _ALIGNED
+    header = json.dumps({**meta, "arrays": layout}, allow_nan=False).encode()
+    head = MAGIC + len(header).to_bytes(4, "little") + header
+    return b"".join([head, bytes(-len(head) % _ALIGNED), *pieces])
+
 
 PROVENANCE = {int(code): code.name.lower() for code in Provenance}
 
@@ -57,7 +89,7 @@ def tree(view: SessionView) -> dict[str, Any]:
 
 
 def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> list[Any] | None:
-    """Return per sampled token of a turn what else was likely, as [id, logprob, text]; None if it is not recorded."""
+    """Return the alternatives of each sampled token of a turn, as [id, logprob, text]; None if none are recorded."""
 
     def text(token_id: int) -> str | None:
         try:
@@ -82,12 +114,11 @@ def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
 def trajectory(
     view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None, start: int = 0
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Return what a page shows of a trajectory, and its arrays: the arguments of `pack`.
+    """Return the header and the arrays of a trajectory, the arguments of `pack`. Without a tokenizer there is no text.
 
-    Of what never changes (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) from token `start` on;
-    `text_ends` then count from there too. A loss mask and columns can change, for a branch that is recorded later can
-    train what this one did, and values can be added later: they are always whole. Without a tokenizer there is
-    no text.
+    Arrays that never change (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) begin at token
+    `start`. The loss mask and the columns are whole, because a branch that is recorded later can train these turns, and
+    columns can be added later.
     """
     arrays: dict[str, npt.NDArray[Any]] = {
         "token_ids": shown.token_ids[start:],
@@ -129,7 +160,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
         node = nodes[seq]
         sampled, recorded = shown.sampled_from[n], shown.logprobs_of[n]
         logprobs = shown.logprobs[completion_start:end]
-        # NaN where nothing was sampled, or nothing here: a sample of supervised fine-tuning. JSON has none.
+        # Turns of supervised fine-tuning have no logprobs. JSON has no NaN.
         mean_logprob = float(logprobs.mean()) if len(logprobs) else math.nan
         reward = float(shown.turn_rewards[n])
         found.append(

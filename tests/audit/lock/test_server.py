@@ -14,7 +14,7 @@ import tokentape
 from tests.engines.fake_server import FakeServer, running
 from tokentape.audit._lock import Lock, make_lock, write_lock
 from tokentape.audit._lock.comparing import compare
-from tokentape.audit._lock.goldens import golden_ids
+from tokentape.audit._lock.lockfile import golden_ids
 from tokentape.audit._lock.observing import observe_server
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest, TokenizationChanged

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit._byte_level import Spellings
 from tokentape.audit._probe.trials import Trial, outcome, read_texts
-from tokentape.audit._tokendiff import ARTIFACTS
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 

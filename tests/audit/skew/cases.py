@@ -17,7 +17,7 @@ from tests.chat.conftest import model_path
 from tokentape.audit._skew.backends.base import Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
 from tokentape.audit._skew.findings import Kind
-from tokentape.audit._skew.known_parts import byte_level, metaspace
+from tokentape.audit._skew.parts import byte_level, metaspace
 from tokentape.chat._template import ChatTemplate
 from tokentape.demo import MODEL
 

@@ -19,7 +19,7 @@ from tokentape.audit._skew.backends.base import SkewChat
 from tokentape.audit._skew.backends.gguf import merges_of
 from tokentape.audit._skew.backends.spec import BackendOptions, open_json
 from tokentape.audit._skew.findings import AuditReport
-from tokentape.audit._skew.known_parts import SPLITS
+from tokentape.audit._skew.parts import SPLITS
 from tokentape.chat._byte_level import BYTE_OF
 from tokentape.demo import MODEL
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable

@@ -17,8 +17,7 @@ from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends.base import Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
 from tokentape.audit._skew.file_findings import configuration_findings
-from tokentape.audit._skew.findings import Skew
-from tokentape.audit._skew.report_text import quoted
+from tokentape.audit._skew.findings import Skew, quoted
 from tokentape.audit._skew.template_causes import TemplateCauses
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable

@@ -13,8 +13,7 @@ from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import auto
 from tokentape.audit._skew.file_findings import _same_template
-from tokentape.audit._skew.findings import AuditReport
-from tokentape.audit._skew.report_text import audit_cases
+from tokentape.audit._skew.findings import AuditReport, audit_cases
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.corpus import compare_corpus, corpus_files, documents_of, merged, ranges_of
+from tokentape.audit._skew.corpus import compare_corpus, corpus_files, documents_of, ranges_of
 from tokentape.errors import InvalidRequest
 
 RECORDS = [
@@ -63,4 +63,4 @@ def test_records_without_text_are_no_corpus(tmp_path: Path) -> None:
     pq.write_table(pa.table({"number": [1, 2]}), path)
     assert [text for one in ranges_of([path]) for text in documents_of(one)] == []
     with pytest.raises(InvalidRequest, match="holds no text"):
-        merged(1, [], 0.0)
+        compare_corpus(healthy(TINY), healthy(TINY), [path], workers=1)

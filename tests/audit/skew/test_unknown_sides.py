@@ -12,8 +12,7 @@ from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import SpecBackend
-from tokentape.audit._skew.findings import AuditReport
-from tokentape.audit._skew.report_text import audit_layout
+from tokentape.audit._skew.findings import AuditReport, audit_layout
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokentape.audit._tokendiff import ARTIFACTS, CLASSES, boundary_artifact, text_artifact
+from tokentape.audit._tokendiff.kinds import ARTIFACTS, CLASSES, boundary_artifact, text_artifact
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit._tokendiff import KINDS, Comparison, compare
 from tokentape.audit._tokendiff import comparing as compare_module
+from tokentape.audit._tokendiff.comparing import Comparison, compare
+from tokentape.audit._tokendiff.kinds import KINDS
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit._tokendiff import CLASSES, pair_ids, retokenized
+from tokentape.audit._tokendiff.kinds import CLASSES
+from tokentape.audit._tokendiff.retokenizing import pair_ids, retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 

@@ -31,7 +31,9 @@ from tokentape.audit._drift.report import (
 )
 from tokentape.audit._id_rows import IdRow, Span
 from tokentape.audit._statistics import Shares
-from tokentape.audit._tokendiff import ARTIFACTS, Comparison, Retokenizer, RoundTrip, check_vocabulary
+from tokentape.audit._tokendiff.comparing import Comparison
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
+from tokentape.audit._tokendiff.retokenizing import Retokenizer, RoundTrip, check_vocabulary
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.types import Logprobs, TokenIds
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from tokentape.audit._statistics import Rate, Shares
-from tokentape.audit._tokendiff import Difference, compare, retokenized
+from tokentape.audit._tokendiff.comparing import Difference, compare
+from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import TokentapeError
 from tokentape.store import StoredSession

@@ -16,7 +16,17 @@ from tokentape.audit._lock.lockfile import Lock, make_lock, read_lock, write_loc
 from tokentape.audit._lock.observing import observe_folder, observe_live, observe_server
 from tokentape.errors import InvalidRequest, TokenizationChanged
 
-__all__ = ["Lock", "LockChange", "LockReport", "check", "examine", "make_lock", "read_lock", "write_lock"]
+__all__ = [
+    "Lock",
+    "LockChange",
+    "LockReport",
+    "check",
+    "examine",
+    "examine_server",
+    "make_lock",
+    "read_lock",
+    "write_lock",
+]
 
 
 def check(
@@ -57,9 +67,7 @@ def check(
     if tokenizer is not None:
         _raise_if_changed(examine(lock, tokenizer, template_kwargs, chat_template, strict=strict), lockfile)
     if engine is not None:
-        observed = asyncio.run(observe_server(lock, engine))
-        kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
-        _raise_if_changed(compare(lock, observed, kwargs, strict=strict), lockfile)
+        _raise_if_changed(examine_server(lock, engine, template_kwargs, strict=strict), lockfile)
 
 
 def examine(
@@ -77,6 +85,19 @@ def examine(
     else:
         observed = observe_live(lock, tokenizer, kwargs)
     return compare(lock, observed, kwargs, strict=strict)
+
+
+def examine_server(
+    lock: Lock,
+    url: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = False,
+    **server: str | None,
+) -> LockReport:
+    """Compare the ids of a running server with a lock. `server` has further arguments of `observe_server`."""
+    kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
+    return compare(lock, asyncio.run(observe_server(lock, url, **server)), kwargs, strict=strict)
 
 
 def _raise_if_changed(report: LockReport, lockfile: str | Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokentape.audit._lock.goldens import LockGolden
-from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, unpacked_merges
+from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, unpacked_merges
 from tokentape.audit._lock.observing import Observed
 from tokentape.audit._model_files import (
     MAX_LENGTH,
@@ -24,8 +23,7 @@ from tokentape.audit._model_files import (
 )
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 from tokentape.audit._skew.parts import Merge
-from tokentape.audit._tokendiff import first_difference
-from tokentape.audit._tokendiff.alignment import anchors
+from tokentape.audit._tokendiff.alignment import anchors, first_difference
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 

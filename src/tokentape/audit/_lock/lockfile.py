@@ -1,5 +1,8 @@
 """Make, read and write lockfiles, which record the tokenization of a model as JSON.
 
+Golden inputs are conversations, and texts on which loaders of one tokenizer have differed: mixed case within words,
+digits, white space, normal forms, scripts and bytes.
+
 Each part has its own line, so that `git diff` shows which parts a new lock changes. Small parts are stored whole, large
 parts as digests of blocks, which show where they changed. Settings that change neither ids nor text are left out, such
 as offsets.
@@ -13,7 +16,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -24,7 +27,6 @@ import numpy as np
 import tokenizers
 
 from tokentape._durable import write_durably
-from tokentape.audit._lock.goldens import LockGolden, goldens_of
 from tokentape.audit._model_files import (
     MAX_LENGTH,
     PROCESSOR_TEMPLATE,
@@ -36,12 +38,101 @@ from tokentape.audit._model_files import (
     named_templates,
     require_known_files,
 )
+from tokentape.audit._skew.backends.base import with_text_arguments
 from tokentape.audit._skew.parts import Merge, merges_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certificate_cache import certifier_digest, load_or_certify
 from tokentape.chat._renderer import Renderer
-from tokentape.errors import InvalidRequest
+from tokentape.chat._tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest, TemplateRefused
+from tokentape.types import Message, Tool
+
+TEXTS: Mapping[str, str] = json.loads(Path(__file__).with_name("goldens.json").read_text(encoding="utf-8"))
+"""Texts by name. None of them spells a control token of a known model."""
+
+_MOST_CONTROLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LockGolden:
+    """An input and its ids. `messages` is empty for a text."""
+
+    name: str
+    text: str = ""
+    special: bool = False
+    """True if the tokenizer adds special tokens to the text, such as BOS."""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    ids: tuple[int, ...] | None = None
+    """None for a conversation that the template refuses."""
+
+    def written(self) -> dict[str, Any]:
+        """Return the input as a lockfile stores it."""
+        ids = None if self.ids is None else list(self.ids)
+        if self.messages:
+            tools = {"tools": list(self.tools)} if self.tools else {}
+            return {"name": self.name, "messages": list(self.messages), **tools, "ids": ids}
+        special = {"special": True} if self.special else {}
+        return {"name": self.name, "text": self.text, **special, "ids": ids}
+
+
+def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
+    """Return all golden inputs with their ids under a tokenizer and template."""
+    frozen = []
+    for golden in (*_texts(renderer.tokenizer), *_conversations()):
+        # Some templates take the arguments of calls only as text.
+        for tried in (golden, replace(golden, messages=tuple(map(with_text_arguments, golden.messages)))):
+            ids = golden_ids(renderer, template_kwargs, tried)
+            if ids is not None:
+                golden = replace(tried, ids=ids)
+                break
+        frozen.append(golden)
+    return tuple(frozen)
+
+
+def golden_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> tuple[int, ...] | None:
+    """Return the ids of a text, or of a conversation with its generation prompt; None if the template refuses it."""
+    if not golden.messages:
+        return tuple(renderer.tokenizer.encode_plain(golden.text, add_special_tokens=golden.special))
+    setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=golden.tools, date=grammar.DATE)
+    try:
+        return tuple(renderer.render(golden.messages, setup).ids.tolist())
+    except TemplateRefused:
+        return None
+
+
+def _texts(tokenizer: Tokenizer) -> Iterator[LockGolden]:
+    for name, text in TEXTS.items():
+        yield LockGolden(name, text)
+    yield LockGolden("with special tokens", "Hello, world!", special=True)
+    chosen = dict.fromkeys((*tokenizer.special_tokens.values(), *(control.content for control in tokenizer.controls)))
+    for content in list(chosen)[:_MOST_CONTROLS]:
+        yield LockGolden(f"control token {content}", f"a {content} b{content}\n{content}")
+
+
+def _conversations() -> Iterator[LockGolden]:
+    turns, system, question, then = grammar.TURNS, grammar.SYSTEM, grammar.QUESTION, grammar.NEXT
+    one, two = grammar.result(1, " a resultword\n"), grammar.result(2, "another {resultword}")
+    plain: dict[str, tuple[Message, ...]] = {
+        "question": (question,),
+        "system and question": (system, question),
+        "second question": (system, grammar.EARLIER, turns["content"], then),
+        "unicode and white space": (then, turns["unicode"], question, turns["white space"], question),
+        "reasoning": (question, turns["reasoning"], then),
+        "two user messages": (question, then),
+    }
+    calling: dict[str, tuple[Message, ...]] = {
+        "tools": (system, question),
+        "call and result": (question, turns["reasoning and call"], one),
+        "parallel calls": (question, turns["parallel calls"], one, two),
+        "typed arguments": (question, turns["typed arguments"], one, then),
+        "multi-line argument": (question, turns["multi-line argument"], one),
+    }
+    for tools, conversations in (((), plain), ((grammar.TOOL,), calling)):
+        for name, messages in conversations.items():
+            yield LockGolden(f"conversation: {name}", messages=messages, tools=tools)
+
 
 FORMAT = 1
 

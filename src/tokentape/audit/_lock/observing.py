@@ -14,8 +14,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._lock.goldens import LockGolden, golden_ids
-from tokentape.audit._lock.lockfile import Components, Lock, certified, components_of, spec_parts, versions
+from tokentape.audit._lock.lockfile import (
+    Components,
+    Lock,
+    LockGolden,
+    certified,
+    components_of,
+    golden_ids,
+    spec_parts,
+    versions,
+)
 from tokentape.audit._skew.backends.base import with_text_arguments
 from tokentape.audit._skew.backends.server import introduced
 from tokentape.chat._certificate_cache import load_or_certify
@@ -107,7 +115,6 @@ async def observe_server(
     kind: str | None = None,
     model: str | None = None,
     api_key: str | None = None,
-    progress: Callable[[str], None] = lambda what: None,
 ) -> Observed:
     """Observe the ids that a running server returns.
 
@@ -123,7 +130,6 @@ async def observe_server(
             kind, first = await introduced(http, kind)
             model = model or first
         for golden in lock.goldens:
-            progress(golden.name)
             why, ids = await _server_ids(kind, http, model, lock, golden)
             if why:
                 unknown.setdefault(why, []).append(golden.name)

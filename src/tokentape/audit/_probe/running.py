@@ -21,7 +21,7 @@ import numpy as np
 from tokentape.audit._probe.trials import KINDS, Outcome, Trial, outcome
 from tokentape.audit._report import Bars, Block, Details, Facts, Heading, Paragraph, Report, Table, rate_bar
 from tokentape.audit._statistics import Rate, Shares
-from tokentape.audit._tokendiff import ARTIFACTS
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import Engine, SamplingParams

@@ -17,7 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tokentape.audit._tokendiff import boundary_artifact, first_difference, is_canonical, text_artifact
+from tokentape.audit._tokendiff.alignment import first_difference
+from tokentape.audit._tokendiff.kinds import boundary_artifact, text_artifact
+from tokentape.audit._tokendiff.retokenizing import is_canonical
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NothingToMeasure
 from tokentape.types import Message

@@ -93,7 +93,6 @@ def audit(
         if stable:
             run.texts()
             run.decoding()
-        if stable:
             run.conversations(list(conversations_of(corpus_files(files))) if files else ())
         run.findings += file_findings(run.a, run.b, run.causes, run.findings)
         run.loading()

@@ -19,8 +19,7 @@ from jinja2 import nodes
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import Backend, SkewChat, with_text_arguments
 from tokentape.audit._skew.backends.spec import without_marks
-from tokentape.audit._skew.known_parts import is_byte_level
-from tokentape.audit._skew.parts import Merge, Spec, applied_merges, lacking_merges, part_of
+from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, lacking_merges, part_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.chat._template import ChatTemplate, parse_template

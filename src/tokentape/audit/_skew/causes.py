@@ -20,15 +20,18 @@ from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends.base import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Cause, Encoder, Kind
-from tokentape.audit._skew.known_parts import SENTENCEPIECE, is_byte_level, normalizers, pre_tokenizers
 from tokentape.audit._skew.parts import (
     PARTS,
+    SENTENCEPIECE,
     TABLES,
     Spec,
     added_words,
     differing_parts,
     differing_tables,
+    is_byte_level,
+    normalizers,
     part_words,
+    pre_tokenizers,
     table_words,
     unlike_tokens,
     with_only,
@@ -36,8 +39,8 @@ from tokentape.audit._skew.parts import (
     with_tokens,
 )
 from tokentape.audit._skew.probing import smallest
-from tokentape.audit._skew.rewrites import OF_TEXT
-from tokentape.audit._tokendiff import first_difference
+from tokentape.audit._skew.template_causes import OF_TEXT
+from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _ADDED = "added"
@@ -178,18 +181,19 @@ class TextCauses:
         """Find the cause by changing and cutting the text. If nothing fits, return kind `unknown`."""
         a, b = self._a, self._b
         for letter, gives, plain, wanted in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
-            for kind, what, fix, encoder in _rewritten(text, plain):
-                if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
-                    return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
+            for kind, what, change in _CHANGES:
+                encoder: Encoder = partial(_encode_changed, plain, change)
+                if change(text) != text and _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
+                    return Cause(kind, f"{letter} {what}", SAME_FILES, f"{letter}:{what}", encoder, gives)
             side, longer = (b if gives == "b" else a), text * 3
             most = max(len(ids[1] if gives == "b" else ids[0]) for _, *ids in self._tried)
-            for kind, what, fix, encoder in _cut(text, wanted, a_ids, b_ids, plain, most):
+            for what, encoder in _cut(text, wanted, a_ids, b_ids, plain, most):
                 if (
                     _gives(encoder, [text], [wanted])
                     and _gives(encoder, [longer], side.encode([longer]))
                     and self._keeps_agreed(encoder)
                 ):
-                    return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
+                    return Cause("truncation", f"{letter} {what}", _WHOLE, f"{letter}:{what}", encoder, gives)
         one, other = _pieces(a, a_ids), _pieces(b, b_ids)
         if one and one == other:
             return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
@@ -266,18 +270,8 @@ def _gives(encoder: Encoder, texts: list[str], wanted: list[list[int]]) -> bool:
         return False
 
 
-def _rewritten(text: str, plain: Backend) -> Iterator[tuple[Kind, str, str, Encoder]]:
-    """Yield changes that a side may make to text: kind, description, fix, and an encoder.
-
-    The encoder makes the change and encodes the result with `plain`, the side that is assumed to change nothing.
-    """
-
-    def encode(change: Callable[[str], str], texts: Sequence[str]) -> list[list[int]]:
-        return plain.encode([change(one) for one in texts])
-
-    for kind, what, change in _CHANGES:
-        if change(text) != text:
-            yield kind, what, SAME_FILES, partial(encode, change)
+def _encode_changed(plain: Backend, change: Callable[[str], str], texts: Sequence[str]) -> list[list[int]]:
+    return plain.encode([change(one) for one in texts])
 
 
 _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
@@ -289,10 +283,10 @@ _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
 
 def _cut(
     text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
-) -> Iterator[tuple[Kind, str, str, Encoder]]:
-    """Yield cuts that a side may make, as `_rewritten` does: ids up to a length, or text encoded in pieces.
+) -> Iterator[tuple[str, Encoder]]:
+    """Yield a description and an encoder for each cut that a side may make: ids up to a length, or text in pieces.
 
-    `most` is the largest number of ids that the cutting side gives any other text.
+    The encoder cuts what `plain` encodes. `most` is the largest number of ids that the cutting side gives other texts.
     """
     kept = len(wanted)
 
@@ -307,12 +301,12 @@ def _cut(
         return [[i for ids in plain.encode(some) for i in ids] if some else [] for some in pieces]
 
     if most <= kept < len(b_ids if wanted is a_ids else a_ids):
-        yield "truncation", f"cuts texts to their first {kept} ids", _WHOLE, ids_up_to
-        yield "truncation", f"cuts texts to their last {kept} ids", _WHOLE, ids_from
+        yield f"cuts texts to their first {kept} ids", ids_up_to
+        yield f"cuts texts to their last {kept} ids", ids_from
     same = first_difference(a_ids, b_ids)
     about = len(plain.decode([wanted[:same]])[0]) if same and "decode" in plain.facts.abilities else 0
     for size in range(max(about - _AROUND, 2), min(about + _AROUND, len(text))):
-        yield "truncation", f"encodes texts in pieces of {size} characters", _WHOLE, partial(in_pieces, size)
+        yield f"encodes texts in pieces of {size} characters", partial(in_pieces, size)
 
 
 def _first_ids_apart(a_ids: list[int], b_ids: list[int]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokentape._session.arrow import open_parquet
 from tokentape.audit._skew.backends import open_backend
@@ -65,44 +65,51 @@ class Compared:
     kept: tuple[Differing, ...]
 
 
+CompareRanges: TypeAlias = Callable[[tuple[str, str], Sequence[Range]], Iterator[Compared]]
+"""Compares ranges with two backends, given by the names that open them, and returns the results in order."""
+
+
 def compare_corpus(
     a: Backend,
     b: Backend,
     paths: Sequence[Path],
     workers: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    elsewhere: CompareRanges | None = None,
 ) -> tuple[CorpusStatistics, list[Differing]]:
     """Encode every document of files and folders with both backends; return what was compared and what differs.
 
-    Backends that can't be opened in another process (servers) are used from this one.
+    Ranges are compared by `elsewhere` if it is given, else in `workers` processes. Backends that can't be opened in
+    another process (servers) are used from this one.
 
     Raises `NothingToMeasure` if there is no text.
     """
-    files = corpus_files(paths)
+    files = [path.absolute() for path in corpus_files(paths)]
     ranges = list(ranges_of(files))
     total = sum(one.end - one.start for one in ranges)
     names = a.reopened_as, b.reopened_as
     workers = workers or os.cpu_count() or 1
     began = time.monotonic()
-    found: list[Compared] = []
-    done = 0
-    if workers == 1 or total <= _SMALL or None in names:
-        results: Iterator[Compared] = (compare_range(a, b, one) for one in ranges)
+    if elsewhere is not None and None in names:
+        raise InvalidRequest(
+            "a server is a side here, which actors would ask all at once; compare with it by `tokentape audit`"
+        )
+    if elsewhere is not None:
+        results = elsewhere((str(names[0]), str(names[1])), ranges)
+    elif workers == 1 or total <= _SMALL or None in names:
+        results = (compare_range(a, b, one) for one in ranges)
     else:
         results = _in_processes((str(names[0]), str(names[1])), ranges, workers)
+    found: list[Compared] = []
+    done = 0
     for one in results:
         found.append(one)
         done += one.bytes
         seconds = time.monotonic() - began
         progress(f"corpus: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {done / 1e6 / seconds:.1f} MB/s")
-    return merged(len(files), found, time.monotonic() - began)
-
-
-def merged(files: int, found: Sequence[Compared], seconds: float) -> tuple[CorpusStatistics, list[Differing]]:
-    """Merge the results of all ranges of `files` files. Raises `NothingToMeasure` if there is no text."""
-    names = ("documents", "characters", "bytes", "tokens", "differing")
-    sums = {name: sum(getattr(one, name) for one in found) for name in names}
-    statistics = CorpusStatistics(files=files, seconds=seconds, **sums)
+    counted = ("documents", "characters", "bytes", "tokens", "differing")
+    sums = {name: sum(getattr(one, name) for one in found) for name in counted}
+    statistics = CorpusStatistics(files=len(files), seconds=time.monotonic() - began, **sums)
     if not statistics.documents:
         raise NothingToMeasure("the corpus holds no text: records need a field such as `text` or `messages`")
     return statistics, [differing for one in found for differing in one.kept][:MOST_KEPT]

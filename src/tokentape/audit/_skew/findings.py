@@ -1,14 +1,29 @@
-"""The result of an audit: findings, and the report that holds them."""
+"""The report of an audit: its findings, and their layout for a terminal, a page or a CI system."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from tokentape.audit._report import json_value
+from tokentape.audit._report import (
+    Block,
+    CiCase,
+    CiFinding,
+    Code,
+    Details,
+    Facts,
+    Heading,
+    Paragraph,
+    Report,
+    Table,
+    TokenIds,
+    json_value,
+)
 from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
+from tokentape.audit._tokendiff.alignment import first_difference
 
 Kind: TypeAlias = Literal[
     "normalizer", "pre-tokenizer", "added token", "vocabulary", "merges", "model settings", "BOS/EOS", "decoder",
@@ -128,7 +143,7 @@ class AuditReport:
         """Return the report as `--json` prints it, without the tokenizer.json of either backend."""
         found: dict[str, Any] = json_value({name: getattr(self, name) for name in self.__slots__ if name not in "ab"})
         for one, written in zip(self.findings, found["findings"], strict=True):
-            written["example"] = _example(one.example)
+            written["example"] = _example_as_json(one.example)
             for side in (written["a"], written["b"]):
                 for name in [name for name in ("text", "refused") if side[name] is None]:
                     del side[name]
@@ -153,7 +168,7 @@ def _facts(facts: BackendFacts) -> dict[str, Any]:
     return {**found, "added_tokens": len(facts.added), "parts": parts(facts)}
 
 
-def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
+def _example_as_json(example: str | SkewChat | tuple[int, ...] | None) -> Any:
     match example:
         case SkewChat(messages, tools, generate):
             return {"messages": list(messages), "tools": list(tools), "add_generation_prompt": generate}
@@ -162,3 +177,181 @@ def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
         case str():
             return {"text": example}
     return None
+
+
+_TOKENS = 8
+_TEXT = 70
+_AROUND = 40
+"""The number of ids that a page shows on each side of the first difference."""
+
+_HARD_TO_SEE = ("Mn", "Mc", "Me", "Cc", "Cf", "Co", "Cn", "Cs", "Zs", "Zl", "Zp")
+
+_TRIED: Mapping[Probe, str] = {
+    "encode": "texts",
+    "corpus": "documents",
+    "special": "texts with BOS and EOS",
+    "decode": "decodings",
+    "render": "conversations",
+    "masks": "loss masks",
+    "echo": "prompts of a server",
+    "facts": "facts",
+}
+
+
+def audit_layout(report: AuditReport) -> Report:
+    """Return the audit as blocks: both backends, what was tried, each finding, and the verdict last."""
+    return Report(f"Audit of {report.a.name} and {report.b.name}", list(_blocks(report)))
+
+
+RULES = {kind: f"the sides differ in: {kind}" for kind in get_args(Kind)}
+
+
+def audit_cases(report: AuditReport) -> list[CiCase]:
+    """Return a case for each probe that was tried, with its findings, for CI systems."""
+    cases = []
+    for probe in dict.fromkeys([*report.tried, *(one.probe for one in report.findings)]):
+        found = [_ci_finding(one) for one in report.findings if one.probe == probe]
+        tried = f"{report.tried[probe]} " if probe in report.tried else ""
+        cases.append(CiCase(f"{tried}{_TRIED[probe]}", found))
+    return cases + [CiCase(f"not tried: {_TRIED[probe]}", skipped=why) for probe, why in report.skipped.items()]
+
+
+def _ci_finding(one: Skew) -> CiFinding:
+    lines = [f"{name}: {said}" if name != "cause" else f"{said}: {_inputs(one)}" for name, said in _rows(one)]
+    return CiFinding(one.kind, "warning" if one.severity == "caution" else "error", one.kind, "\n".join(lines))
+
+
+def _rows(one: Skew) -> Iterator[tuple[str, str]]:
+    """Yield pairs of label and text: the cause, the smallest input, the result of each side, and the fix."""
+    yield "cause", one.cause
+    if one.example is not None:
+        yield "smallest", _example(one.example)
+        for letter, outcome, other in (("A", one.a, one.b), ("B", one.b, one.a)):
+            yield from ((letter, line) for line in _outcome_lines(outcome, other))
+    yield "fix", one.fix
+
+
+def _blocks(report: AuditReport) -> Iterator[Block]:
+    yield Facts([("A (train)", _backend(report.a)), ("B (serve)", _backend(report.b))])
+    yield Details("Compare A and B", [Table(["", "A", "B"], _backend_rows(report.a, report.b))])
+    tried = ", ".join(f"{count} {_TRIED[probe]}" for probe, count in report.tried.items())
+    yield Paragraph(f"Tried {tried} in {report.seconds:.1f} s.", "dim")
+    if report.corpus is not None:
+        corpus = report.corpus
+        yield Paragraph(
+            f"Corpus: {corpus.files} files, {corpus.documents} documents, {corpus.bytes / 1e6:.1f} MB, {corpus.tokens} "
+            f"tokens at {corpus.megabytes_per_second:.1f} MB/s.",
+            "dim",
+        )
+        differing = [(corpus.differing, corpus.documents, "documents")]
+        differing += [(corpus.differing_conversations, corpus.conversations, "conversations")]
+        for many, of, what in differing:
+            if of:
+                said = f"Of your {of:,} {what}, {many:,} ({many / of:.1%}) have other ids on the serving side."
+                yield Paragraph(said, "fail" if many else "ok")
+    for reason in report.skipped.values():
+        yield Paragraph(f"Not tried: {reason}.", "dim")
+    for number, finding in enumerate(report.findings, 1):
+        yield from _finding(number, finding)
+    if report.notes:
+        yield Heading("Notes")
+        yield from map(Paragraph, report.notes)
+    ours, theirs = parts(report.a), parts(report.b)
+    for name in dict.fromkeys([*ours, *theirs]):
+        yield Details(name, [Code(f"A  {ours.get(name, 'not known')}\n\nB  {theirs.get(name, 'not known')}")])
+    skews = sum(finding.severity == "skew" for finding in report.findings)
+    yield Paragraph("")
+    if skews:
+        yield Paragraph(f"Skew: {skews} cause{'s' if skews > 1 else ''} found.", "fail")
+    else:
+        yield Paragraph(f"Not covered: {'; '.join(report.uncovered)}.", "dim")
+        yield Paragraph("No skew found: the sides agree on everything that was tried.", "ok")
+
+
+def _backend(facts: BackendFacts) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in facts.versions.items())
+    sha256 = facts.files.get("tokenizer.json") or next(iter(facts.files.values()), None)
+    hashed = f"  sha256 {sha256[:12]}" if sha256 else ""
+    return f"{facts.name}  {facts.kind}{f' ({versions})' if versions else ''}{hashed}"
+
+
+def _backend_rows(a: BackendFacts, b: BackendFacts) -> list[tuple[str, str, str]]:
+    sides: list[dict[str, str]] = []
+    for facts in (a, b):
+        sizes = {
+            "ids end at": str(facts.vocab_size or "not known"),
+            "added tokens": str(len(facts.added) or "not known"),
+        }
+        hashes = {f"{name}, SHA-256": sha256 for name, sha256 in facts.files.items()}
+        named = {"named": facts.name, "loaded as": facts.kind}
+        sides.append({**named, **sizes, **facts.versions, **facts.special_tokens, **hashes})
+    ours, theirs = sides
+    return [(name, ours.get(name, "-")[:64], theirs.get(name, "-")[:64]) for name in {**ours, **theirs}]
+
+
+def _finding(number: int, finding: Skew) -> Iterator[Block]:
+    caution = finding.severity == "caution"
+    note = f"{_inputs(finding)}{'  (caution)' if caution else ''}"
+    yield Heading(f"{number}. {finding.kind}", 3, note, "warn" if caution else "fail")
+    yield Facts(list(_rows(finding)))
+    at = first_difference(finding.a.ids, finding.b.ids)
+    start = max(at - _AROUND, 0)
+    both = {"A": finding.a.ids[start : at + _AROUND], "B": finding.b.ids[start : at + _AROUND]}
+    ids = {letter: some for letter, some in both.items() if some}
+    if finding.example is not None and ids:
+        yield Details("ids", [TokenIds(ids, (at - start, at - start + 1))])
+
+
+def _inputs(finding: Skew) -> str:
+    """Describe how many inputs differ, and the groups, conversations or files that they come from."""
+    if finding.probe == "facts":
+        return "from the files and facts of both sides"
+    what = _TRIED[finding.probe] if finding.count > 1 else _TRIED[finding.probe].replace("texts", "text").rstrip("s")
+    where = f": {', '.join(finding.where)}" if finding.where else ""
+    return f"{finding.count} {what}{where}"
+
+
+def _example(example: str | SkewChat | tuple[int, ...]) -> str:
+    match example:
+        case SkewChat():
+            prompt = "" if example.generate else ", no generation prompt"
+            tools = f", tools {json.dumps(list(example.tools))}" if example.tools else ""
+            return f"{json.dumps(list(example.messages))}{tools}{prompt}"
+        case tuple():
+            return f"ids {list(example)}"
+    return quoted(example)
+
+
+def _outcome_lines(outcome: SkewResult, other: SkewResult) -> list[str]:
+    if outcome.refused is not None:
+        return [f"refused: {outcome.refused}"]
+    line = _ids(outcome.ids, outcome.tokens, max(first_difference(outcome.ids, other.ids) - 2, 0))
+    if outcome.text is None:
+        return [line]
+    at = max(first_difference(outcome.text, other.text or "") - 12, 0)
+    before, after = "…" if at else "", "…" if at + _TEXT < len(outcome.text) else ""
+    return [line, f"{before}{quoted(outcome.text[at : at + _TEXT])}{after}"]
+
+
+def _ids(ids: Sequence[int], tokens: Sequence[str], start: int) -> str:
+    shown = range(start, min(start + _TOKENS, len(ids)))
+    listed = [f"{ids[n]} {_token(tokens[n])}" if tokens else str(ids[n]) for n in shown]
+    before, after = "… " if start else "", " …" if start + _TOKENS < len(ids) else ""
+    return f"[{before}{', '.join(listed)}{after}]" + (f" ({len(ids)} ids)" if before or after else "")
+
+
+def _token(token: str) -> str:
+    """Return a token in one line, in quotes if its ends can't be seen."""
+    return quoted(token) if token != token.strip() or "\n" in token or not token else token
+
+
+def quoted(text: str) -> str:
+    r"""Return text in quotes, with escapes for combining marks, odd spaces and invisible characters.
+
+    >>> print(quoted("e\u0301 \u00e9"))
+    "e\u0301 é"
+    """
+    return "".join(
+        char if char == " " or unicodedata.category(char) not in _HARD_TO_SEE else json.dumps(char)[1:-1]
+        for char in json.dumps(text, ensure_ascii=False)
+    )

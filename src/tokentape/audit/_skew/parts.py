@@ -1,4 +1,4 @@
-"""Compare, describe and exchange the parts of a tokenizer.json.
+"""Compare, describe and exchange the parts of a tokenizer.json, and make parts in common use, which `causes` tries.
 
 A merge can apply in a text only if it is also the last step of encoding its own result: the steps that make its two
 pieces are the same within a text as alone. So two lists of merges are equivalent if they differ only in other merges.
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import tokenizers
@@ -18,8 +19,92 @@ import tokenizers
 from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import BackendFacts, BackendToken
 from tokentape.audit._skew.findings import Kind
-from tokentape.audit._skew.known_parts import SPLIT_NAMES
-from tokentape.audit._tokendiff import first_difference
+from tokentape.audit._tokendiff.alignment import first_difference
+
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(parts)
+    for name, parts in json.loads(Path(__file__).with_name("splits.json").read_text(encoding="utf-8")).items()
+}
+"""Split expressions by name, from the models' own tokenizer.json or from tiktoken. Servers and converters mix them up.
+They are applied one after the other, and split text around their matches."""
+
+SPLIT_NAMES: Mapping[str, str] = {parts[0]: name for name, parts in SPLITS.items() if len(parts) == 1}
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def byte_level(name: str) -> dict[str, Any]:
+    """Return a pre-tokenizer in tokenizer.json form that splits by `SPLITS[name]` and writes bytes as characters."""
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+        for expression in SPLITS[name]
+    ]
+    return {"type": "Sequence", "pretokenizers": [*steps, _BYTES]}
+
+
+def metaspace(scheme: str, *, split: bool) -> dict[str, Any]:
+    """Return SentencePiece's handling of spaces. `scheme` says where to add one: `first`, `always` or `never`."""
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
+
+
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_FIRST = {"type": "Prepend", "prepend": "▁"}
+SENTENCEPIECE: Mapping[str, tuple[Any, Any]] = {
+    "a space before the text and after every control token, whatever stands there": (
+        {"type": "Sequence", "normalizers": [_FIRST, _SPACES]},
+        None,
+    ),
+    "no space put before anything": (_SPACES, None),
+    "several spaces taken for one": (
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}, _FIRST, _SPACES],
+        },
+        None,
+    ),
+}
+
+
+def normalizers() -> dict[str, Any]:
+    """Return normalizers to try, by description."""
+    return {
+        "no normalization": None,
+        **{form: {"type": form} for form in ("NFC", "NFKC", "NFD", "NFKD")},
+        **{
+            f"removal of white space {where} a text": {"type": "Strip", "strip_left": left, "strip_right": right}
+            for where, left, right in (("around", True, True), ("before", True, False), ("after", False, True))
+        },
+        "lower case": {"type": "Lowercase"},
+    }
+
+
+def pre_tokenizers(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return pre-tokenizers to try for a tokenizer like this one, by description."""
+    spaces = {
+        "a space before the first word": metaspace("first", split=False),
+        "a space before every piece": metaspace("always", split=False),
+        "no space before the first word": metaspace("never", split=False),
+    }
+    if not is_byte_level(spec):
+        return spaces
+    found = {f"the split of {name}": byte_level(name) for name in SPLITS}
+    found["no split at all"] = _BYTES
+    own = spec.get("pre_tokenizer")
+    if own is not None:
+        found["its own split, with a space put before the text"] = _with_prefix_space(own)
+    return {**found, "SentencePiece's handling of spaces (Metaspace)": metaspace("always", split=True)}
+
+
+def is_byte_level(spec: Mapping[str, Any]) -> bool:
+    """Return True if a tokenizer.json writes bytes as characters, as GPT-2 does."""
+    return "ByteLevel" in str(spec.get("pre_tokenizer"))
+
+
+def _with_prefix_space(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "Sequence":
+        return {**part, "pretokenizers": [_with_prefix_space(step) for step in part["pretokenizers"]]}
+    return {**part, "add_prefix_space": True} if part["type"] == "ByteLevel" else dict(part)
+
 
 Spec: TypeAlias = Mapping[str, Any]
 Merge: TypeAlias = tuple[str, ...]
@@ -138,14 +223,25 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
     for name in PARTS:
         if _raw(a.spec, name) == _raw(b.spec, name):
             continue
-        one, other = part_of(a.spec, name), part_of(b.spec, name)
-        if name == "vocabulary":
-            one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
-        if name == "settings":
-            one, other = ({**_DEFAULTS, **part} for part in (one, other))
+        one, other = _both(name, a, b)
         if one != other and not _equivalent(name, one, other, a.spec, b.spec):
             found.append(name)
     return found
+
+
+def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
+    """Return a part of both backends to compare. Only some files list added tokens in the vocabulary."""
+    parts = [part_of(side.spec or {}, name) for side in (a, b)]
+    if name == "settings":
+        return [{**_DEFAULTS, **part} for part in parts]
+    if name != "vocabulary":
+        return parts
+    return [
+        {token: number for token, number in vocab.items() if token not in a.added and token not in b.added}
+        if isinstance(vocab, Mapping)
+        else vocab
+        for vocab in parts
+    ]
 
 
 def _equivalent(name: str, one: Any, other: Any, a: Spec, b: Spec) -> bool:
@@ -173,11 +269,6 @@ def _raw(spec: Spec, name: str) -> Any:
         case "vocabulary":
             return model["vocab"]
     return spec.get(name)
-
-
-def _without(vocab: Any, added: Mapping[str, BackendToken]) -> Any:
-    """Return a vocabulary without added tokens, because only some files list them there."""
-    return {token: i for token, i in vocab.items() if token not in added} if isinstance(vocab, Mapping) else vocab
 
 
 def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
@@ -261,13 +352,10 @@ def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any
 
 def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     """Describe how two backends differ in a part."""
-    one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
+    one, other = _both(name, a, b)
     if name in ("merges", "vocabulary"):
-        if name == "vocabulary":
-            one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
         return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
     if name == "settings":
-        one, other = ({**_DEFAULTS, **part} for part in (one, other))
         changed = ", ".join(f"{key}={pair[0]} against {pair[1]}" for key, pair in unlike(one, other).items())
         return f"the model settings differ: {changed}"
     return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from tokentape.audit._id_rows import IdRow
 from tokentape.audit._report import CiCase, CiFinding, ci_report, json_text
 from tokentape.audit._report import escape_invisible as shown
-from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Comparison, Difference, compare
+from tokentape.audit._tokendiff.comparing import Comparison, Difference, compare
+from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.chat._tokenizer import Tokenizer
 
 _TEXT = 60

@@ -1,19 +1,7 @@
 """Convert Anthropic's messages, made of blocks, to chat messages with text, reasoning and tool calls.
 
-Replies are encoded such that decoding them gives the recorded message again, so that sessions recognize them:
-
-- Adjacent text blocks are concatenated: system blocks, blocks of a user, blocks between an assistant's calls. Text
-  blocks in a `tool_result` are joined with line breaks, because tools return them as items.
-- Consecutive assistant messages become one, as the protocol says. Consecutive user messages stay separate.
-- A system message after the first user message stays one if the template renders it. Otherwise its text is added to
-  the user's message before it, in `<system-reminder>` tags as Claude Code itself writes them.
-- Images keep their positions between texts, if the model supports them.
-- Each `tool_result` becomes a message; text before or after it becomes a user's message. Templates have no failed
-  results, so a result with `is_error` is prefixed with `Error: `, unless it already begins with such a word.
-- Arguments that are no JSON object are sent as `{"unparsed_arguments": TEXT}`, since `input` must be an object.
-- Call ids that the protocol does not allow are sent as `toolu_x` and their base64.
-- `thinking` is reasoning. Signatures and `redacted_thinking` are ignored.
-- A system block that begins with `x-anthropic-billing-header:` is left out: Claude Code writes it for servers.
+Replies are encoded such that decoding them gives the recorded message again, so that sessions recognize them. The rules
+are in docs/how-to/connect-an-agent.md.
 """
 
 from __future__ import annotations

@@ -1,20 +1,8 @@
 """OpenAI's chat completions: decode request bodies to turns, and encode replies, streamed and not.
 
-The protocol is https://platform.openai.com/docs/api-reference/chat as the `openai` package speaks it, with the
-extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `chat_template_kwargs` and
-`return_token_ids`. Unknown fields are refused with their name, except the fields in `IGNORED`.
-
-docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
-
-- `tool_choice: "required"` or a function, `parallel_tool_calls: false`, `reasoning_effort`, `verbosity` and a tool's
-  `strict` are accepted but not enforced. With `enforce_tools` the tool choice and `strict` are enforced or refused.
-- `tool_choice: "none"` removes the tools from the prompt, so that the model can't call them. The setup then differs
-  from that of a turn with tools, so the session forks.
-- Without `max_tokens` a reply may fill the context.
-- `logprobs` has one entry per sampled id, the stop token included. `return_tokens_as_token_ids` names tokens by id, as
-  vLLM's does.
-- With `n` > 1 and a seed, choice i samples with seed + i.
-- In streams the recorded turn is in the finish chunk, which is sent after the turns of all choices are durable.
+The protocol is https://platform.openai.com/docs/api-reference/chat as the `openai` package speaks it, with extensions
+of vLLM. Unknown fields are refused with their name, except the fields in `IGNORED`. docs/how-to/connect-an-agent.md has
+the choices that the protocol leaves open.
 """
 
 from __future__ import annotations
@@ -36,7 +24,7 @@ from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire import openai_fields as shared
-from tokentape.gateway._wire.tool_rules import call_rule, forced_tools
+from tokentape.gateway._wire.openai_fields import call_rule, forced_tools
 from tokentape.types import Message
 
 IGNORED = shared.HINTS | {"metadata", "store", "user"}

@@ -1,20 +1,7 @@
 """OpenAI's completions, for callers that build their own prompts: text or token ids in, text or token ids out.
 
 The protocol is https://platform.openai.com/docs/api-reference/completions as the `openai` package speaks it, with the
-extensions of vLLM, so that vLLM's clients work. Unknown fields are refused with their name.
-
-Choices that the protocol leaves open:
-
-- One prompt per call. Several texts or lists of ids are refused: they would be concurrent turns of one session.
-- A prompt of ids is sent unchanged. It continues the turn with the longest context and completion that it begins with,
-  turns of chat included.
-- A prompt of text is rendered by the caller: control tokens spelled in it are control tokens, and the tokenizer's
-  special tokens are added around it unless `add_special_tokens` is false, as in vLLM.
-- Replies are plain text and are not parsed. Special tokens, the stop token and stop strings are left out, unless
-  `skip_special_tokens: false` and `include_stop_str_in_output: true` are both set.
-- `logprobs` has one entry per sampled id, the stop token included. `text_offset` counts in the tokens' own spelling,
-  as vLLM's does. Alternatives that spell alike are one key; `return_tokens_as_token_ids` names all by their ids.
-- With `ignore_eos` the model's own stop ids don't end the completion; only `stop` and `stop_token_ids` do.
+extensions of vLLM, so that vLLM's clients work. docs/how-to/connect-an-agent.md has the choices that it leaves open.
 """
 
 from __future__ import annotations

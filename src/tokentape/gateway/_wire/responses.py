@@ -1,25 +1,8 @@
 """OpenAI's Responses API: decode request bodies to turns, and read responses from the record.
 
 The protocol is https://platform.openai.com/docs/api-reference/responses as the `openai` package speaks it, with the
-extensions that chat completions have here: `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop`, `stop_token_ids`,
-`chat_template_kwargs` and `return_token_ids`. Unknown fields are refused with their name, except the fields in
-`IGNORED`.
-
-docs/how-to/connect-an-agent.md has the rules that all wire APIs share. Other choices that the protocol leaves open:
-
-- A response's id contains its session's id, so `previous_response_id` works after a restart too. It does not carry
-  instructions over: a request without instructions after a response with instructions forks the session.
-- Every response is recorded, even with `store: false`, and GET returns it again.
-- Leading system and developer messages are joined with `instructions`: most templates accept one system message.
-- Reasoning is sent as `reasoning_text`, without summaries and encryption. A client may leave reasoning out of the items
-  that it sends back: the sampled reasoning stays in context.
-- Functions and namespaces of functions are supported. Tools that OpenAI runs itself and that harnesses add by default,
-  such as `web_search`, are not shown to the model; other kinds are refused.
-- Left-out tools, `strict`, a `tool_choice` that forces a call, `parallel_tool_calls: false`, `reasoning` (use
-  `chat_template_kwargs` for the template's options), `text.verbosity` and `truncation: "auto"` are not enforced. With
-  `enforce_tools` the tool choice and `strict` are enforced or refused.
-- The log-probabilities of a text part have one entry per sampled id of the whole completion.
-- With `return_token_ids` a response, in streams the last event's, has `prompt_token_ids` and `token_ids`.
+extensions that chat completions have here. Unknown fields are refused with their name, except the fields in `IGNORED`.
+docs/how-to/connect-an-agent.md has the choices that the protocol leaves open.
 """
 
 from __future__ import annotations
@@ -43,6 +26,7 @@ from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
 from tokentape.gateway._wire import openai_fields as shared
+from tokentape.gateway._wire.openai_fields import call_rule, forced_tools
 from tokentape.gateway._wire.responses_items import (
     ITEM_FIELDS,
     PART_FIELDS,
@@ -55,7 +39,6 @@ from tokentape.gateway._wire.responses_items import (
     without_instructions,
 )
 from tokentape.gateway._wire.responses_stream import ResponseEncoder, ended
-from tokentape.gateway._wire.tool_rules import call_rule, forced_tools
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 

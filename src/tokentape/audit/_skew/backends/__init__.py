@@ -29,7 +29,7 @@ _OPENERS = {
     "json": "spec:open_json",
     "auto": "auto:AutoBackend",
     "slow": "auto:SlowBackend",
-    "spm": "sentencepiece_model:SentencePieceBackend",
+    "spm": "native:SentencePieceBackend",
     "tiktoken": "native:TiktokenBackend",
     "mistral": "native:MistralBackend",
     "gguf": "gguf:open_gguf",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, hash_file, require
-from tokentape.audit._skew.known_parts import byte_level
+from tokentape.audit._skew.parts import byte_level
 from tokentape.chat._template import ChatTemplate, read_source
 from tokentape.errors import TokenizerUnusable
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from tokentape.audit._skew.backends.base import (
     SkewChat,
     with_text_arguments,
 )
-from tokentape.audit._skew.backends.sentencepiece_model import model_tables
 from tokentape.audit._skew.backends.spec import BackendOptions, TemplateBackend, find_template, hash_file, require
-from tokentape.audit._skew.known_parts import SPLITS, byte_level
+from tokentape.audit._skew.parts import SPLITS, byte_level
 from tokentape.chat._byte_level import byte_piece
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable, UnsupportedParameter
@@ -157,15 +157,10 @@ class TiktokenBackend(TemplateBackend):
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """See `Backend`. tiktoken puts nothing around a text."""
-        found: list[list[int]] = self._encoding.encode_batch(list(texts), num_threads=1, allowed_special="all")
-        return found
+        return list(self._encoding.encode_batch(list(texts), num_threads=1, allowed_special="all"))
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._encoding.decode(list(ids)) for ids in sequences]
-
-    def render(self, conversation: SkewChat) -> Rendering:
-        text = self.rendered_text(self._template, conversation)
-        return Rendering(self.encode([text])[0], text)
 
     def token(self, token_id: int) -> str | None:
         try:
@@ -218,3 +213,94 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         if (other := tokens.setdefault(number, found)) != found:
             raise TokenizerUnusable(f"{path} gives the rank {number} to {other!r} and to {found!r}")
     return ranks
+
+
+_SETTINGS = (
+    "model_type",
+    "treat_whitespace_as_suffix",
+    "byte_fallback",
+    *(f"{which}_id" for which in ("unk", "bos", "eos", "pad")),
+    "unk_surface",
+    *(f"{which}_piece" for which in ("unk", "bos", "eos", "pad")),
+)
+_NORMALIZER = ("precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces", "escape_whitespaces")
+"""The fields of SentencePiece's TrainerSpec and NormalizerSpec that change ids or text."""
+_FIELDS = {"pieces": "pieces", "settings": "trainer_spec", "normalizer": "normalizer_spec"}
+"""Fields of SentencePiece's ModelProto by the names of tables."""
+_TYPES = ("", "normal", "unknown", "control", "user-defined", "unused", "byte")
+_LONGEST = 40
+
+
+class SentencePieceBackend(Backend):
+    """Runs `sentencepiece` on a model file. It encodes control tokens in text as text, and has no chat template."""
+
+    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+        file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
+        try:
+            model: Any = require("sentencepiece").SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError) as error:
+            raise TokenizerUnusable(f"sentencepiece can't load {file}: {error}") from None
+        self._model, self.reopened_as, self._data = model, f"spm:{file}", file.read_bytes()
+        controls = [number for number in range(model.vocab_size()) if model.is_control(number)]
+        ends = {f"{which}_token": getattr(model, f"{which}_id")() for which in ("bos", "eos", "pad", "unk")}
+        self.facts = BackendFacts(
+            name=name,
+            kind="SentencePiece model",
+            abilities=frozenset({"decode"}),
+            versions={"sentencepiece": version("sentencepiece")},
+            files={file.name: hash_file(file)},
+            tables=model_tables(self._data),
+            added={model.id_to_piece(number): BackendToken(number, model.id_to_piece(number)) for number in controls},
+            vocab_size=model.vocab_size(),
+            special_tokens={key: model.id_to_piece(number) for key, number in ends.items() if number >= 0},
+            notes=("SentencePiece reads control tokens in text as text",),
+        )
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        return list(self._model.encode(list(texts), out_type=int, add_bos=special, add_eos=False))
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return [self._model.decode(list(ids)) for ids in sequences]
+
+    def with_tables(self, names: Collection[str], other: Backend) -> Callable[[Sequence[str]], list[list[int]]] | None:
+        """See `Backend`."""
+        if not isinstance(other, SentencePieceBackend):
+            return None
+        made, theirs = _parsed(self._data), _parsed(other._data)
+        for field in (_FIELDS[name] for name in names):
+            made.ClearField(field)
+            getattr(made, field).MergeFrom(getattr(theirs, field))
+        try:
+            model = require("sentencepiece").SentencePieceProcessor(model_proto=made.SerializeToString())
+        except (OSError, RuntimeError):
+            return None
+        return lambda texts: list(model.encode(list(texts), out_type=int))
+
+    def token(self, token_id: int) -> str | None:
+        return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._model.vocab_size() else None
+
+
+def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
+    """Return pieces, settings and normalizer of a SentencePiece model. Raises `TokenizerUnusable` if it is damaged."""
+    model = _parsed(data)
+    return {
+        "normalizer": {name: _short(getattr(model.normalizer_spec, name)) for name in _NORMALIZER},
+        "settings": {name: _short(getattr(model.trainer_spec, name)) for name in _SETTINGS},
+        "pieces": {one.piece: (at, round(one.score, 6), _TYPES[one.type]) for at, one in enumerate(model.pieces)},
+    }
+
+
+def _parsed(data: bytes) -> Any:
+    """Return the ModelProto of a model's file. Raises `TokenizerUnusable` if it is damaged."""
+    damaged = require("google.protobuf.message").DecodeError
+    try:
+        return require("sentencepiece.sentencepiece_model_pb2").ModelProto.FromString(data)
+    except damaged as error:
+        raise TokenizerUnusable(f"this is no SentencePiece model: {error}") from error
+
+
+def _short(value: bytes | str | int) -> str | int:
+    if isinstance(value, int):
+        return int(value)
+    data = value.encode() if isinstance(value, str) else value
+    return data.decode(errors="replace") if len(data) <= _LONGEST else f"SHA-256 {sha256(data).hexdigest()}"

@@ -65,17 +65,23 @@ class TemplateBackend(Backend):
     _options: BackendOptions
     _template: ChatTemplate | None
 
+    def render(self, conversation: SkewChat) -> Rendering:
+        text = self.rendered_text(self._template, conversation)
+        return Rendering(self.encode([text])[0], text)
+
     def rendered_text(self, template: ChatTemplate | None, conversation: SkewChat) -> str:
         """Return the rendered text. Raises `TemplateRefused`."""
         if template is None:
             raise TemplateRefused("there is no chat template")
-        return template.render(
-            [plain_message(message) for message in conversation.messages],
-            tools=conversation.tools,
-            add_generation_prompt=conversation.generate,
-            date=self._options.date or datetime.now(UTC).date().isoformat(),
-            variables=self.facts.template_variables,
-        )
+        date = self._options.date or datetime.now(UTC).date().isoformat()
+        return render_text(template, conversation, date, self.facts.template_variables)
+
+
+def render_text(template: ChatTemplate, conversation: SkewChat, date: str, variables: Mapping[str, Any]) -> str:
+    """Render a conversation as servers and trainers do. Raises `TemplateRefused` and `InvalidRequest`."""
+    messages = [plain_message(message) for message in conversation.messages]
+    how: dict[str, Any] = {"add_generation_prompt": conversation.generate, "date": date, "variables": variables}
+    return template.render(messages, tools=conversation.tools, **how)
 
 
 class SpecBackend(TemplateBackend):
@@ -99,7 +105,10 @@ class SpecBackend(TemplateBackend):
         self._tokenizer = load_spec(spec, source)
         config = config or {}
         self._template = template
-        self._marked = _marked_template(template) if template and makes_masks(template.source) else None
+        self._marked: ChatTemplate | None = None
+        if template is not None and makes_masks(template.source):
+            variant = template.tool_use_source
+            self._marked = ChatTemplate(_with_marks(template.source), variant and _with_marks(variant))
         self._options = options or BackendOptions()
         self.reopened_as = reopened_as
         special_tokens = named_special_tokens(config)
@@ -151,8 +160,7 @@ class SpecBackend(TemplateBackend):
 
     def render(self, conversation: SkewChat) -> Rendering:
         if self._marked is None:
-            text = self.rendered_text(self._template, conversation)
-            return Rendering(self.encode([text])[0], text)
+            return super().render(conversation)
         text, spans = _cut_marks(self.rendered_text(self._marked, conversation))
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         mask = [any(a < end and b > start for a, b in spans) for start, end in encoding.offsets]
@@ -245,11 +253,6 @@ def hash_file(path: Path) -> str:
 def makes_masks(template: str) -> bool:
     """Return True if a template marks tokens that carry loss with `{% generation %}` blocks."""
     return _GENERATION.search(_COMMENT.sub("", template)) is not None
-
-
-def _marked_template(template: ChatTemplate) -> ChatTemplate:
-    variant = template.tool_use_source
-    return ChatTemplate(_with_marks(template.source), variant and _with_marks(variant))
 
 
 def without_marks(template: str) -> str:
