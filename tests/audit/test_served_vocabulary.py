@@ -140,33 +140,43 @@ def test_llama_cpp_may_split_a_text_otherwise_if_its_ids_mean_the_same() -> None
     assert compared(Server(swap), SMALL / "qwen3", "llamacpp")[0] == "fail"
 
 
-def test_a_server_is_asked_once_while_it_can_not_have_changed() -> None:
+def test_a_server_is_asked_once_while_it_can_not_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer.load(MODEL)
-    texts: list[str] = []
+    size = renderer.tokenizer.vocab_size
+    long_texts: list[str] = []
 
     class Counting(StandIn):
+        started = ""
+
+        async def handle(self, request: Request) -> Response:
+            if request.url.path == "/metrics" and self.started:
+                return Response(f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started}\n")
+            return await super().handle(request)
+
         def _tokens(self, body: dict[str, Any]) -> list[int]:
-            texts.append(body["prompt"])
+            long_texts.extend([body["prompt"]] * (len(body["prompt"]) > size))
             return super()._tokens(body)
 
     server = Counting(renderer, root=str(MODEL))
 
-    async def run() -> list[int]:
+    async def asked(generation: int, started: str = "", context: int = 4096) -> bool:
+        monkeypatch.setattr(HttpClient, "generation", generation)
+        server.started, server.max_model_len = started, context
+        before = len(long_texts)
+        found = await serves_model("vllm", http, info, renderer, FolderModel.read(MODEL))
+        assert (found[0].status, "vocabulary" in found[0].found) == ("ok", True)
+        return len(long_texts) > before
+
+    async def run() -> list[bool]:
+        nonlocal http
         http = HttpClient(url)
-        counts: list[int] = []
-        info = EngineInfo("vllm", "0.33.0", "m", 4000, 4096, "raw_logprobs", frozenset())
         try:
-            for _ in range(3):
-                if len(counts) == 2:
-                    server.max_model_len += 1  # another /v1/models
-                found = await serves_model("vllm", http, info, renderer, FolderModel.read(MODEL))
-                assert (found[0].status, "vocabulary" in found[0].found) == ("ok", True)
-                counts.append(len(texts))
+            known = [await asked(1), await asked(1), await asked(2), await asked(2, context=4097)]
+            return [*known, await asked(2, "1.5e9"), await asked(3, "1.5e9"), await asked(4, "1.6e9")]
         finally:
             await http.close()
-        return counts
 
+    info = EngineInfo("vllm", "0.33.0", "m", size, 4096, "raw_logprobs", frozenset())
     with running(server.app) as url:
-        first, second, third = asyncio.run(run())
-    assert second - first < first
-    assert third - second == first
+        http = HttpClient(url)
+        assert asyncio.run(run()) == [True, False, True, True, True, False, True]

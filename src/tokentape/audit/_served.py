@@ -23,7 +23,7 @@ from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import ServedAs, served_as
+from tokentape.engines._identity import ServedAs, process_start, served_as
 from tokentape.engines._scoring import server_scores
 from tokentape.engines._tokenizing import server_chat_ids, server_text, server_text_ids
 from tokentape.errors import (
@@ -146,15 +146,16 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
     return CheckResult(name, "ok", f"the server's ids are ours for {len(TEXTS)} texts and all control tokens")
 
 
-_COMPARED: WeakKeyDictionary[HttpClient, tuple[int, ServedAs, str]] = WeakKeyDictionary()
-"""What the vocabulary was last found to be the same for: connections to a server that can't have restarted since."""
+_COMPARED: WeakKeyDictionary[HttpClient, tuple[str | int, ServedAs, str]] = WeakKeyDictionary()
+"""For the connections to a server: its process, models and our tokenizer, when their vocabularies were the same."""
 
 
 async def _whole_vocabulary(
     kind: str, http: HttpClient, model: str, renderer: Renderer, served: ServedAs
 ) -> CheckResult:
     """Compare the whole vocabulary with the server's, unless that was done and nothing has changed since."""
-    name, now = "tokenizer", (http.generation, served, renderer.tokenizer.sha256)
+    name, process = "tokenizer", (await process_start(http) if kind == "vllm" else None) or http.generation
+    now = process, served, renderer.tokenizer.sha256
     if _COMPARED.get(http) != now:
         try:
             status, found = await same_vocabulary(kind, http, model, renderer.tokenizer)

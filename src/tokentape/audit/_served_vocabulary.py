@@ -1,8 +1,8 @@
 """Compare the whole vocabulary of a model folder with a server's, in a few dozen requests.
 
-The server encodes the texts of all entries, joined to long texts of lines: once alone, and once with a rare character
-after each entry, so that it has to merge and can't look the entry up. It decodes the ids that none of these texts has,
-such as those of parts of characters. A change in the order of merges that only other texts show is not found.
+The server encodes the texts of all entries, joined to long texts of lines. If the tokenizer looks whole words up, it
+does so again with a rare character after each entry, so that it has to merge. It decodes the ids that none of these
+texts has, such as those of parts of characters. Merges in another order are not found if only other texts show them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
             continue
     spelled = dict.fromkeys(filter(None, map(_text, pieces.values())))
     entries = [text for text in spelled if not tokenizer.control_pattern.search(text)]
-    forms = ([f"{text}\n" for text in form] for form in (entries, [*map(merged_text, entries)]))
-    texts = [form[at : at + _ENTRIES] for form in forms for at in range(0, len(form), _ENTRIES)]
+    lines = [f"{text}\n" for text in entries]
+    if tokenizer.looks_words_up:
+        lines += [f"{merged_text(text)}\n" for text in entries]
+    texts = [lines[at : at + _ENTRIES] for at in range(0, len(lines), _ENTRIES)]
     ids = [tokenizer.array(one) for one in tokenizer.encode_plain_batch(["".join(parts) for parts in texts])]
     seen = {control.id for control in tokenizer.controls}.union(*(one.tolist() for one in ids))
     single = {piece: token_id for token_id, piece in pieces.items() if len(piece) == 1}

@@ -357,6 +357,11 @@ class Tokenizer:
             found = self._twins[start] = _Twin(twin, names, Sections(twin, frozenset(plain)))
         return found
 
+    @property
+    def looks_words_up(self) -> bool:
+        """True if a whole word that is in the vocabulary is not made by merges."""
+        return bool(self._spec["model"].get("ignore_merges"))
+
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         whole = {**self._spec, "truncation": None, "padding": None}
