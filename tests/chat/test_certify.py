@@ -307,6 +307,21 @@ def test_what_a_new_message_changes_is_found_where_no_question_alone_is_taken(mo
         assert (tool.strategy, tool.append_only) == ("contextual", append_only)
 
 
+NO_THOUGHT_AFTER = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and not (messages[-1].role == 'user' and messages[-1].content == '/no_think') -%}
+<think>{{ m.reasoning_content }}</think>{%- endif -%}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_reasoning_that_only_a_word_of_a_new_message_drops_is_not_append_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_THOUGHT_AFTER))).continuation("user/no-tools")
+    assert user is not None
+    assert (user.append_only, user.counterexample[-1]["content"]) == ("no", "/no_think")
+
+
 COUNTED_CALLS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {{ m.content }}{% for t in m.tool_calls or [] %}{{ ('one', 'two', 'three')[loop.index0] -}}
 [[call {{ t.function.name }} {{ t.function.arguments | tojson }}]]{%- endfor -%}<|im_end|>
