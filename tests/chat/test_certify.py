@@ -307,6 +307,21 @@ def test_what_a_new_message_changes_is_found_where_no_question_alone_is_taken(mo
         assert (tool.strategy, tool.append_only) == ("contextual", append_only)
 
 
+NO_THOUGHT_AFTER = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and not (messages[-1].role == 'user' and messages[-1].content == '/no_think') -%}
+<think>{{ m.reasoning_content }}</think>{%- endif -%}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_reasoning_that_only_a_word_of_a_new_message_drops_is_not_append_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user/no-tools")
+    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_THOUGHT_AFTER))).continuation("user/no-tools")
+    assert user is not None
+    assert (user.append_only, user.counterexample[-1]["content"]) == ("no", "/no_think")
+
+
 COUNTED_CALLS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {{ m.content }}{% for t in m.tool_calls or [] %}{{ ('one', 'two', 'three')[loop.index0] -}}
 [[call {{ t.function.name }} {{ t.function.arguments | tojson }}]]{%- endfor -%}<|im_end|>
@@ -441,22 +456,3 @@ def test_a_reply_may_merge_with_a_later_prompt_only(at: int, append_only: str, m
     assert user is not None
     assert user.append_only == append_only
     assert len(user.counterexample) == (0 if append_only == "yes" else 2 * at)
-
-
-DROPS_REASONING_WHEN_ASKED = """{%- set ns = namespace(quiet=false) -%}{%- for m in messages -%}
-{%- if m.role == 'user' and '/quiet' in m.content -%}{%- set ns.quiet = true -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}<|im_start|>{{ m.role }}
-{% if m.reasoning_content and not ns.quiet -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}
-{{ m.content }}<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}"""
-
-
-@pytest.mark.parametrize(("condition", "append_only"), [("'/quiet' in m.content", "no"), ("m.content == 42", "clean text")])
-def test_a_new_message_may_drop_the_reasoning_before_it(
-    condition: str, append_only: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only(monkeypatch, "user/no-tools")
-    template = DROPS_REASONING_WHEN_ASKED.replace("'/quiet' in m.content", condition)
-    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(template))).continuation("user/no-tools")
-    assert user is not None
-    assert user.append_only == append_only

@@ -1,4 +1,4 @@
-"""Check that a server serves the model of a folder, by its ids of texts, its likelihood of a text, and its names.
+"""Check that a server serves the model of a folder, by its vocabulary, its likelihood of a text, and its names.
 
 `tokentape doctor` prints the results, and a gateway refuses servers that fail. If a server does not offer what a check
 needs, the result is a warning, never ok.
@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from tokentape.audit._lock.lockfile import TEXTS
-from tokentape.audit._tokendiff.alignment import first_difference
+from tokentape.audit._served_vocabulary import around, same_vocabulary
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo
 from tokentape.engines._http import HttpClient
-from tokentape.engines._identity import ServedAs, served_as
+from tokentape.engines._identity import ServedAs, process_start, served_as
 from tokentape.engines._scoring import server_scores
 from tokentape.engines._tokenizing import server_chat_ids, server_text, server_text_ids
 from tokentape.errors import (
@@ -108,8 +109,10 @@ async def serves_model(
 
     Raises `EngineUnavailable` and `EngineTimeout`.
     """
-    tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     served = await served_as(kind, http)
+    tokenizer = await same_tokenizer(kind, http, info.model, renderer)
+    if tokenizer.status == "ok":
+        tokenizer = await _whole_vocabulary(kind, http, info.model, renderer, served)
     findings = [tokenizer, same_name(served, folder, expected)]
     # Some servers crash on an id outside of their vocabulary, so ids are sent only if the tokenizer is the same.
     if tokenizer.status == "fail":
@@ -136,11 +139,33 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
         ours = renderer.tokenizer.encode_plain(text)
         if theirs is not None and theirs != ours:
             shown = "the text of all control tokens" if text is controls else repr(text)
-            return CheckResult(name, "fail", f"{shown} has the ids {_around(ours, theirs)}", _OTHER_FOLDER)
+            return CheckResult(name, "fail", f"{shown} has the ids {around(ours, theirs)}", _OTHER_FOLDER)
     if more:
         found = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
         return CheckResult(name, "fail", found, _OLDER_FOLDER)
     return CheckResult(name, "ok", f"the server's ids are ours for {len(TEXTS)} texts and all control tokens")
+
+
+_COMPARED: WeakKeyDictionary[HttpClient, tuple[str | int, ServedAs, str]] = WeakKeyDictionary()
+"""For the connections to a server: its process, models and our tokenizer, when their vocabularies were the same."""
+
+
+async def _whole_vocabulary(
+    kind: str, http: HttpClient, model: str, renderer: Renderer, served: ServedAs
+) -> CheckResult:
+    """Compare the whole vocabulary with the server's, unless that was done and nothing has changed since."""
+    name, process = "tokenizer", (await process_start(http) if kind == "vllm" else None) or http.generation
+    now = process, served, renderer.tokenizer.sha256
+    if _COMPARED.get(http) != now:
+        try:
+            status, found = await same_vocabulary(kind, http, model, renderer.tokenizer)
+        except TokentapeError as error:
+            status, found = "warn", f"not compared: asking the server for its vocabulary failed: {error}"
+        if status != "ok":
+            return CheckResult(name, status, found, _OTHER_FOLDER if status == "fail" else "")
+        _COMPARED[http] = now
+    size = renderer.tokenizer.vocab_size
+    return CheckResult(name, "ok", f"the server's ids are ours for texts, control tokens and {size} vocabulary entries")
 
 
 async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
@@ -254,16 +279,7 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
             continue
         compared += 1
         if theirs != ours:
-            return CheckResult(name, "warn", f"{what}: rendered, it has the ids {_around(ours, theirs)}", advice)
+            return CheckResult(name, "warn", f"{what}: rendered, it has the ids {around(ours, theirs)}", advice)
     if not compared:
         return CheckResult(name, "warn", "not compared: this server renders none of the conversations")
     return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")
-
-
-def _around(ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Describe the first difference of two sequences."""
-    at = first_difference(ours, theirs)
-    return (
-        f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
-        f"({len(ours)} and {len(theirs)} in all)"
-    )

@@ -22,9 +22,14 @@ def byte_piece(data: bytes) -> str:
     return data.decode("latin-1").translate(CHAR_OF)
 
 
+def bytes_of_piece(piece: str) -> bytes:
+    """Return the bytes that a byte-level piece stands for; the UTF-8 of other pieces."""
+    try:
+        return piece.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return piece.encode()
+
+
 def text_of_byte_piece(piece: str) -> str:
     """Return the text of a byte-level piece without incomplete characters; other pieces are returned unchanged."""
-    try:
-        return piece.translate(_BYTES).encode("latin-1").decode(errors="ignore")
-    except UnicodeEncodeError:
-        return piece
+    return bytes_of_piece(piece).decode(errors="ignore")

@@ -152,14 +152,13 @@ class Continuations:
                     continue
                 if depends and rewritten is not None:
                     return depends, rewritten
-            if rewritten is None:
-                # Said by a new message, they may change what stands before it.
-                later = (*new[:-1], self._with(new[-1], content=words))
-                for turn in (reply, thinking):
-                    with contextlib.suppress(TemplateRefused):
-                        full = self._marked((*shortest, turn, *later), generate=True)
-                        reason = self._rewrites(shortest, turn, full, self._suffix(turn, later, shortest))
-                        rewritten = (reason, (*shortest, turn, *later)) if reason is not None else rewritten
+            # Said by a new message, they may change what stands before it.
+            later = (*new[:-1], self._with(new[-1], content=words))
+            for turn in (reply, thinking) if rewritten is None else ():
+                with contextlib.suppress(TemplateRefused):
+                    full = self._marked((*shortest, turn, *later), generate=True)
+                    reason = self._rewrites(shortest, turn, full, self._suffix(turn, later, shortest))
+                    rewritten = (reason, (*shortest, turn, *later)) if reason is not None else rewritten
         return depends, rewritten
 
     def _accepted(self, asked: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import tokenizers
 
 from tokentape.chat._added_tokens import AddedToken, any_of, config_values, is_control, read_added_tokens
-from tokentape.chat._byte_level import BYTE_OF, CHAR_OF
+from tokentape.chat._byte_level import byte_piece, bytes_of_piece
 from tokentape.chat._sections import LONG, Sections
 from tokentape.chat._tokenizer_files import NAMING_CONFIGS, from_text, highest_id, named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -309,7 +309,7 @@ class Tokenizer:
     def continuations(self, text: str, most: int = 64) -> list[str]:
         """Return the rests of vocabulary entries that begin with `text`, from the first `most` of them."""
         spelled = text.encode()
-        written = (text, text.replace(" ", "\u2581"), "".join(CHAR_OF[byte] for byte in spelled))
+        written = (text, text.replace(" ", "\u2581"), byte_piece(spelled))
         ids = (token_id for piece, token_id in self._entries() if piece.startswith(written) and piece not in written)
         whole = (self.token_bytes(token_id) for token_id in islice(ids, most))
         rests = (one[len(spelled) :].decode("utf-8", "ignore") for one in whole if one.startswith(spelled))
@@ -357,6 +357,11 @@ class Tokenizer:
             found = self._twins[start] = _Twin(twin, names, Sections(twin, frozenset(plain)))
         return found
 
+    @property
+    def looks_words_up(self) -> bool:
+        """True if a whole word that is in the vocabulary is not made by merges."""
+        return bool(self._spec["model"].get("ignore_merges"))
+
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         whole = {**self._spec, "truncation": None, "padding": None}
@@ -376,9 +381,7 @@ class Tokenizer:
         for step in self._decoders:
             match step["type"]:
                 case "ByteLevel":
-                    if all(char in BYTE_OF for char in piece):
-                        return bytes(BYTE_OF[char] for char in piece)
-                    return piece.encode()
+                    return bytes_of_piece(piece)
                 case "ByteFallback" if re.fullmatch("<0x[0-9A-F]{2}>", piece):
                     return bytes([int(piece[3:5], 16)])
                 case "Metaspace":

@@ -31,7 +31,7 @@ _log = logging.getLogger("tokentape.engines")
 FIRST_LOOK_SECONDS = 60.0
 """Time limit of the first check. The first requests to a fresh server take up to 17 s each (vLLM, SGLang)."""
 
-LOOK_SECONDS = 10.0
+LOOK_SECONDS = 30.0
 """Time limit of a later check, for which a call waits. If it is exceeded, the model is not verified."""
 
 NAMES_SECONDS = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import msgspec
 
 from tokentape.engines._http import HttpClient, Stage, attempt
 from tokentape.engines._replies import decode
-from tokentape.errors import EngineContractError, InvalidRequest
+from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 
 _ROUTES = (
     "/v1/completions",
@@ -79,6 +80,15 @@ async def served_cards(http: HttpClient, *, stage: Stage = "first_token") -> lis
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
     return cards
+
+
+async def process_start(http: HttpClient) -> str | None:
+    """Return when the server's process started, as its metrics say; None if they don't."""
+    try:
+        found = re.search(rb"^process_start_time_seconds (\S+)", await http.get("/metrics"), re.MULTILINE)
+    except (EngineError, InvalidRequest):
+        return None
+    return found and found[1].decode()
 
 
 async def refuse_gateway(http: HttpClient, *, stage: Stage = "first_token") -> None:

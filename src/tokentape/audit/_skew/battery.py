@@ -81,10 +81,10 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
     pieces = [side.facts.tables.get("pieces", {}) for side in (a, b)]
     spellings |= dict.fromkeys(_text(piece, byte_level=False) for piece in {**pieces[0], **pieces[1]})
     if len(specs) == 1:  # the merges of the other side are not known
-        spellings |= dict.fromkeys(map(_merged, spellings))
+        spellings |= dict.fromkeys(map(merged_text, spellings))
     found = {"vocabulary": tuple(spellings)}
     if len(specs) == 1:
-        found["competing merges"] = tuple(dict.fromkeys(map(_merged, _competing_texts(specs[0]))))
+        found["competing merges"] = tuple(dict.fromkeys(map(merged_text, _competing_texts(specs[0]))))
     if all(pieces):
         found["changed pieces"] = tuple(dict.fromkeys(_overlapping(unlike(*pieces), {**pieces[0], **pieces[1]})))
     parts = set(differing)
@@ -118,7 +118,7 @@ def vocabulary_texts(*specs: Spec) -> dict[str, None]:
     return found
 
 
-def _merged(text: str) -> str:
+def merged_text(text: str) -> str:
     """Append a rare character, so that a tokenizer must merge and can't look the whole word up in its vocabulary."""
     return text + _RARE.get(unicodedata.category(text[-1])[0], "")
 
