@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tokentape._session.chain import distribution_fields
 from tokentape._session.payloads import rows_as_bytes, rows_from_bytes
 from tokentape._session.verdict import verdict_read
 from tokentape.errors import InvalidRequest
@@ -68,7 +69,7 @@ def _distributions(name: str) -> FileField:
         kind,
         "turn",
         nullable=True,
-        write=lambda values: [one and asdict(one) for one in values],
+        write=lambda values: [one and distribution_fields(one) for one in values],
         read=_read_distributions,
         absent=_not_known,
     )
