@@ -58,6 +58,23 @@ def test_the_span_of_a_call_covers_its_tokens() -> None:
     assert renderer.tokenizer.decode(ids[start:end]) == CALL
 
 
+LAST_CALLS_END_OTHERWISE = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.tool_calls -%}
+[CALLS][{% for t in m.tool_calls -%}{{ ', ' if not loop.first }}{{ t.function | tojson }}{%- endfor -%}]
+{{- 'Final: ' if loop.last }}{%- endif -%}{{ m.content }}
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_what_only_the_last_turn_ends_with_closes_no_calls() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_CALLS_END_OTHERWISE))
+    parser = renderer.parser(setup_for(renderer))
+    call = '{"name": "add", "arguments": {"a": 7}}'
+    parser.feed(renderer.tokenizer.encode_plain(f"[CALLS][{call}, {call}]"))
+    reply = parser.finish()[1]
+    assert ([call.status for call in reply.tool_calls], reply.content) == (["ok", "ok"], "")
+
+
 def test_parallel_calls() -> None:
     reply = parse(f"{CALL}\n{CALL}<|im_end|>")
     assert [call.status for call in reply.tool_calls] == ["ok", "ok"]

@@ -170,6 +170,10 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         }
         with contextlib.suppress(TemplateRefused):
             calls_suffix = _after(ask([QUESTION, calling, result], True), VALUE)
+            only_last = calls_close.last[common_prefix(calls_close.last, calls_suffix) :]
+            if calls is not None and only_last.strip() and not MARK.search(only_last):
+                # Text that only the last turn of a conversation ends with closes no calls.
+                calls = replace(calls, section_close=calls.section_close.removesuffix(only_last))
             speaking = {**calling, "content": CONTENT}
             text = ask([QUESTION, speaking, result], True)
             after = text.partition(VALUE)[2].partition(OTHER_VALUE)[0]
