@@ -181,8 +181,13 @@ def test_the_mask_of_the_position_before_is_noticed(
 @pytest.mark.parametrize("text", PROMPTS)
 def test_every_reply_that_ends_follows_its_schema(renderer: Renderer, text: str, count: int) -> None:
     case = Case(renderer, text, json_schema=json.dumps(OBJECT))
-    ended = [reply for reply in case.sampled(count) if reply.last.finish_reason == "stop"]
+    replies = case.sampled(count)
+    ended = [reply for reply in replies if reply.last.finish_reason == "stop"]
+    cut = [reply for reply in replies if reply.last.finish_reason == "length"]
+    print(f"{len(ended)} of {count} ended, {len(cut)} were cut off")
     assert len(ended) > count // 2
+    assert len(ended) + len(cut) == count
+    assert {len(reply.ids) for reply in cut} <= {case.params.max_tokens}
     for reply in ended:
         jsonschema.validate(json.loads(case.text(reply)), OBJECT)
 

@@ -46,7 +46,7 @@ _CONTROL = re.compile(r"(<\|\w+\|>|</?\w+>)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([\w-]+)"')
 _DEAD_PROXY = "http://127.0.0.1:9"
 """Nothing listens there: what an agent asks of other hosts fails at once."""
-_OFFLINE = {
+OFFLINE = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "CONTINUE_TELEMETRY_ENABLED": "0",
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
@@ -200,7 +200,7 @@ def _run(
         "AGENT_BASE_URL": names["{base}"],
         "NO_PROXY": "127.0.0.1,localhost",
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), _DEAD_PROXY),
-        **_OFFLINE,
+        **OFFLINE,
         **{name: filled(value) for name, value in agent.environment.items()},
     }
     return subprocess.run(

@@ -64,7 +64,7 @@ def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(
     assert made["sessions"]["two versions"] == 1
     assert made["noticed"] >= 13
     page = table_after("exact")[name]
-    assert [cell.split(",")[0].split(":")[0].split(" by")[0] for cell in page[:4]] == cells(made)
+    assert [cell for cell, begin in zip(page, cells(made), strict=False) if not cell.startswith(begin)] == []
     assert failed in " ".join(page)
 
 

@@ -7,6 +7,7 @@ import queue
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -98,10 +99,22 @@ def trl_async() -> dict[str, Any]:
     with live.ledger_gateway() as url, Client(url) as client:
         worker = GatewayWorker(client, in_session, [{}], num_generations=6, concurrency=1, failures="skip")
         worker.start()
-        made = [worker.rollout_buffer.get(timeout=PATIENCE) for _ in range(6)]
-        worker.stop()
+        made = six_of(worker)
     rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
     return {"rows": packed_rows(made), "rewards": rewards, "failed": ""}
+
+
+def six_of(worker: Any) -> list[Any]:
+    """The samples of a worker of TRL's, as its trainer takes them: for as long as it is healthy. Ends the worker."""
+    made: list[Any] = []
+    try:
+        while len(made) < 6:
+            worker.check_health(PATIENCE)
+            with suppress(queue.Empty):
+                made.append(worker.rollout_buffer.get(timeout=1.0))
+    finally:
+        worker.stop()
+    return made
 
 
 def packed_rows(samples: Sequence[Any]) -> list[Row]:
@@ -158,16 +171,7 @@ def openenv() -> dict[str, Any]:
         )
         worker.update_model_version(7)
         worker.start()
-        made: list[Any] = []
-        try:
-            while len(made) < 6:
-                worker.check_health(PATIENCE)
-                try:
-                    made.append(worker.rollout_buffer.get(timeout=1.0))
-                except queue.Empty:
-                    continue
-        finally:
-            worker.stop()
+        made = six_of(worker)
     assert {one.model_version for one in made} == {7}
     rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
     return {"rows": packed_rows(made), "rewards": rewards, "failed": ""}

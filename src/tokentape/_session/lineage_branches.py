@@ -112,6 +112,8 @@ class Branches:
         self.by_client: dict[Any, list[Turn]] = {}
         """Turns by the harness's own session, which headers name."""
         self.all: dict[int, Branch] = {}
+        self.first_sent: dict[bytes, int] = {}
+        """By message key, the first turn that was sent the message as a new one."""
         sent: dict[Any, Turn] = {}
         for turn in self.turns:
             seq, parent = turn.seq, turn.parent
@@ -120,6 +122,8 @@ class Branches:
                 root = None if parent is None else self.branch_of(parent)
                 self.all[seq] = Branch(turn, self.texts[seq], self.keys[seq][:-1], root)
             self.children.setdefault(parent, []).append(turn)
+            for key in self.keys[seq][:-1]:
+                self.first_sent.setdefault(key, seq)
             self.length[seq] = self.length[parent] + len(self.keys[seq])
             request = parent, turn.setup, *self.keys[seq][:-1]
             if request in sent:

@@ -121,6 +121,11 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
     returned = branches.returned.get(branch.turn.seq)
     spawn, named = _spawner(branches, branches.earlier(branch), branch)
     if spawn is not None and named:
+        # A summary or a title quotes a call's arguments with the history around them.
+        exact = not branch.tasks.isdisjoint(branches.arguments(spawn))
+        aside = None if exact or not branches.single(branch) else _over_history(branches, branch)[1]
+        if aside is not None:
+            return aside
         parent = branches.branch_of(spawn.seq)
         other = parent.system != branch.system or spawn.setup != branch.turn.setup
         sure = 0.98 if returned else 0.9 if other else 0.6
@@ -147,11 +152,14 @@ def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
     keys = branches.keys[turn.seq]
     sent = zip(turn.messages, keys, branch.new, strict=False)
     text = " ".join(text for one, key, text in sent if _may_be_summary(branches, branch, one, key))
-    for one in branches.earlier(branch):
+    for one in branches.earlier(branch) if text else ():
         if one.finish_reason == "abort" or len(branches.replies[one.seq]) < 40 or not branches.quoted(one.seq, text):
             continue
         parent = _summarized(branches, one)
         if parent is None or branches.length[turn.parent] >= branches.length[parent]:
+            continue
+        if len(branches.replies[parent]) >= 24 and branches.quoted(parent, branch.text):
+            # The history itself is quoted too: a team, or a question about it.
             continue
         if branches.branch_of(parent).system == branch.system or branches.turns[parent].setup == turn.setup:
             evidence = f"a message quotes the reply of turn {one.seq}, which had the branch before"
@@ -160,6 +168,9 @@ def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _may_be_summary(branches: Branches, branch: Branch, message: Message, key: bytes) -> bool:
+    if branches.first_sent[key] < branch.turn.seq and message.get("role") != "system":
+        # An earlier branch has the summary.
+        return False
     seq = branches.reply_keys.get(key)
     if seq is None:
         # An assistant's message that nobody sampled is an edited reply: it quotes the reply that it was.
@@ -255,15 +266,9 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
     turn = branch.turn
     if turn.parent is not None or not branches.single(branch):
         return None
-    for one in branches.earlier(branch):
-        other = branches.branch_of(one.seq)
-        same = other.system == branch.system and one.setup == turn.setup
-        if not same and _has_reply(branches, branch, one):
-            if not _sent_on(branches, branch):
-                return edge("side_call", branch, one.seq, "one reply over the history of another branch", 0.85)
-            return None
-    if any(one.get("role") == "assistant" for one in turn.messages):
-        return None
+    over, aside = _over_history(branches, branch)
+    if over or any(one.get("role") == "assistant" for one in turn.messages):
+        return aside
     for root in branches.named_in(branch):
         longer = not branches.single(root) or (root.turn.reply.get("tool_calls") and not turn.reply.get("tool_calls"))
         # The root's first message unchanged, beside another message that asks something about it.
@@ -275,13 +280,28 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-def _sent_on(branches: Branches, branch: Branch) -> bool:
-    """Return whether a later turn of another branch got the reply of this branch's first turn in a message."""
+def _over_history(branches: Branches, branch: Branch) -> tuple[bool, LineageEdge | None]:
+    """Return whether a branch has the history of another one, and its edge if its reply is not sent on."""
+    for one in branches.earlier(branch):
+        other = branches.branch_of(one.seq)
+        same = other.system == branch.system and one.setup == branch.turn.setup
+        if not same and _has_reply(branches, branch, one):
+            if _sent_on(branches, branch, one):
+                return True, None
+            return True, edge("side_call", branch, one.seq, "one reply over the history of another branch", 0.85)
+    return False, None
+
+
+def _sent_on(branches: Branches, branch: Branch, over: Turn) -> bool:
+    """Return whether a later turn of another branch got the reply of this branch's first turn in a message.
+
+    A root also has to have the reply of `over`, from the history: otherwise the reply may be a summary.
+    """
     reply = branches.replies[branch.turn.seq]
     return len(reply) >= 12 and any(
         reply in text
         for one in branches.turns[branch.turn.seq + 1 : branch.turn.seq + WINDOW]
-        if one.parent is not None
+        if one.parent is not None or _has_reply(branches, branches.all[one.seq], over)
         for text in branches.texts[one.seq]
     )
 

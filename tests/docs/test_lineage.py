@@ -1,0 +1,38 @@
+"""The table of edges of real harnesses in the page is what was counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from tests.harness.lineage.__main__ import COUNTS
+from tests.session.lineage_traffic import KINDS
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/lineage.md"
+
+
+def table() -> list[str]:
+    """The rows of the table: edges, precision and recall of each kind, and what was missed or wrong."""
+    total: dict[str, Counter[str]] = {name: Counter() for name in ("right", "found", "true", "misses")}
+    for counts in json.loads(COUNTS.read_text()).values():
+        for name, one in total.items():
+            one.update(counts[name])
+    right, found, true = total["right"], total["found"], total["true"]
+    rows = [
+        f"| `{kind}` | {true[kind]} | {right[kind] / found[kind]:.2f} | {right[kind] / true[kind]:.2f} |"
+        for kind in KINDS
+    ]
+    return [*rows, *(f"| {count} | {what} |" for what, count in sorted(total["misses"].items()))]
+
+
+def test_the_page_has_the_counts_of_real_harnesses() -> None:
+    lines = PAGE.read_text("utf-8").splitlines()
+    assert [row for row in table() if row not in lines] == []
+
+
+def test_each_kind_is_found() -> None:
+    for row in table()[: len(KINDS)]:
+        edges, precision, recall = (float(one) for one in row.split("|")[2:5])
+        assert edges >= 25, row
+        assert min(precision, recall) >= 0.9, row
