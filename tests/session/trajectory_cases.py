@@ -69,7 +69,7 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reasons=tuple(
             draw(st.lists(st.none() | st.sampled_from(["stop", "length"]), min_size=turns, max_size=turns))
         ),
-        adapters=tuple(draw(st.lists(st.sampled_from([None, "a"]), min_size=turns, max_size=turns))),
+        adapters=tuple((None, "a")[(tokens >> n) % 2] for n in range(turns)),
     )
 
 
