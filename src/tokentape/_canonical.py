@@ -6,7 +6,10 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from tokentape.errors import InvalidRequest
 
@@ -22,6 +25,18 @@ def canonical_json(value: Any) -> str:
     return _encoded(_CANONICAL, value)
 
 
+def quick_json(value: Any) -> bytes:
+    """Return JSON of `value` that is mostly equal to `canonical_json`, in a sixth of the time.
+
+    Some floats can be written differently. Equal texts have equal values, but for NaN and infinities: these are null.
+    """
+    with suppress(TypeError, ValueError, OverflowError, RecursionError):
+        text = _QUICK.encode(value)
+        if text.isascii():
+            return text
+    return canonical_json(value).encode("ascii")
+
+
 def json_in_order(value: Any) -> str:
     """Return JSON with the keys of objects in the order given: a template writes tools and arguments in it.
 
@@ -32,7 +47,17 @@ def json_in_order(value: Any) -> str:
 
 def digest_of(*fields: bytes) -> str:
     """Return the hex SHA-256 of `fields`, each preceded by its length: no two sequences of fields encode alike."""
-    return hashlib.sha256(b"".join([part for field in fields for part in (_LENGTH(len(field)), field)])).hexdigest()
+    return hashlib.sha256(framed(*fields)).hexdigest()
+
+
+def framed(*fields: bytes) -> bytes:
+    """Return `fields`, each preceded by its length, as `digest_of` hashes them."""
+    return b"".join([part for field in fields for part in (length_of(field), field)])
+
+
+def length_of(field: bytes) -> bytes:
+    """Return the length that precedes a field."""
+    return _LENGTH(len(field))
 
 
 _LENGTH = struct.Struct("<Q").pack
@@ -48,6 +73,7 @@ def _plain(value: object) -> object:
 _CANONICAL = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain
 )
+_QUICK = msgspec.json.Encoder(order="deterministic")
 _IN_ORDER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain)
 
 

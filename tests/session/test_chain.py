@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import FROM_BEFORE, SETUP, json_values, make_turn, trees
-from tokentape._canonical import canonical_json
+from tokentape._canonical import canonical_json, quick_json
 from tokentape._session.chain import (
     array_bytes,
     array_from_bytes,
+    fits_digest,
     seal,
     session_digest,
     turn_digest,
@@ -99,6 +100,27 @@ def test_a_change_to_any_field_changes_the_digest(field: str) -> None:
     turn = make_turn("session", 3, root)
     changed = dataclasses.replace(turn, **{field: OTHER_VALUES[field]})
     assert turn_digest(changed, root.digest) != turn.digest
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_a_change_to_any_field_is_seen_with_the_digest(field: str) -> None:
+    root = make_turn("session", 0)
+    turn = make_turn("session", 3, root)
+    assert fits_digest(turn, root.digest)
+    assert not fits_digest(dataclasses.replace(turn, **{field: OTHER_VALUES[field]}), root.digest)
+
+
+@given(data=st.data())
+def test_every_sealed_turn_fits_its_digest(data: st.DataObject) -> None:
+    digests: dict[int | None, str | None] = {None: None}
+    for turn in data.draw(trees("session", "setup")):
+        assert fits_digest(turn, digests[turn.parent])
+        digests[turn.seq] = turn.digest
+
+
+@given(value=json_values)
+def test_quick_json_has_the_value(value: Any) -> None:
+    assert canonical_json(json.loads(quick_json(value))) == canonical_json(value)
 
 
 @pytest.mark.parametrize("field", ["tools", "template_kwargs", "date", "fingerprint"])

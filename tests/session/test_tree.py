@@ -34,7 +34,11 @@ def test_a_key_known_from_the_request_gives_the_same_tree() -> None:
     again = session()
     for turn, request in zip(LINE, ([user("a")], [user("a"), said("A"), user("b")]), strict=True):
         again.add(turn, again.continuation(request, "setup").key)
-    assert (again._history, again._answered) == (session(*LINE)._history, session(*LINE)._answered)
+    other = session(*LINE)
+    for one in (again, other):
+        one.continuation([], "setup")
+    assert (again._history, again._answered) == (other._history, other._answered)
+    assert len(again._answered) == len(LINE)
 
 
 def test_an_edited_last_turn_continues_the_one_before() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine, event
 
 from tests.postgres import Server
 from tokentape.store import Store, open_record
@@ -38,6 +40,20 @@ class Places:
             return Place(self.directory / str(self.count))
         self.made.append(self.server.new_place())
         return Place(self.made[-1])
+
+
+@contextmanager
+def counted(statements: list[str]) -> Iterator[None]:
+    """Add the statements that are executed in the context."""
+
+    def note(connection: Any, cursor: Any, statement: str, *more: Any) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

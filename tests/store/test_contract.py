@@ -28,7 +28,7 @@ from tests.records import (
     turn_payloads,
 )
 from tests.searching import examples
-from tests.store.conftest import Place, Places
+from tests.store.conftest import Place, Places, counted
 from tokentape._session.arrow import ExtraNames
 from tokentape._session.verdict import BRIDGE_CHECKED, BRIDGE_DUE, BRIDGE_SKIPPED
 from tokentape.errors import (
@@ -271,6 +271,21 @@ def test_iteration_yields_every_session_over_page_borders(store: Store) -> None:
     names = [f"s{number}" for number in range(120)]
     write(store, *map(session, names))
     assert [stored.info.session_id for stored in store.iter_sessions()] == names
+
+
+def test_sessions_loaded_together_are_those_loaded_alone(store: Store) -> None:
+    names = [f"s{9 - number}" for number in range(10)]
+    for name in names:
+        records = [session(name), SETUP, *make_chain(name, 3, tokens=9000 if name == "s4" else 8)]
+        records += [Reward(name, 1, 0.5, 1.0), Reward(name, None, 1.0, 2.0), Event(name, 2, BRIDGE_DUE, {}, 1.0)]
+        write(store, *records, TurnColumn(name, 0, "a", np.ones(records[2].completion_ids.size, np.float32), 1.0))
+    write(store, session("empty"))
+    statements: list[str] = []
+    with counted(statements):
+        loaded = list(store.iter_sessions(per_token=True, together=True))
+    assert bits(loaded) == bits([store.load_session(name, per_token=True) for name in [*names, "empty"]])
+    assert len(statements) < 40  # eight for each of three lots
+    assert [bool(one.columns) for one in store.iter_sessions(together=True)] == [False] * 11
 
 
 def test_iteration_passes_over_a_session_deleted_meanwhile(store: Store) -> None:

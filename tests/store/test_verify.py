@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.records import SETUP, bits, make_chain, make_turn
 from tests.searching import examples
+from tests.store.conftest import counted
 from tokentape.errors import StoreError
 from tokentape.store import SqliteStore
 from tokentape.store._head import read_head
@@ -123,6 +125,33 @@ def test_a_changed_field_is_found_and_named(directory: Path, change: str) -> Non
     findings = verify(directory).findings
     assert ("a", 2) in where(findings)
     assert ("b", 0) not in where(findings)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_number_that_json_lacks_is_not_taken_for_null(tmp_path: Path, number: str) -> None:
+    with SqliteStore.open(tmp_path, synchronous="NORMAL") as store:
+        turn = make_turn("s", 0, messages=({"role": "user", "content": None},))
+        asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn))
+    messages = zlib.compress(f'[{{"role":"user","content":{number}}}]'.encode())
+    execute(tmp_path, "UPDATE turns SET messages = ?", parameters=(messages,))
+    assert where(verify(tmp_path).findings) == [("s", 0)]
+
+
+def test_many_short_sessions_take_few_statements(tmp_path: Path) -> None:
+    names = [f"s{number}" for number in range(100)]
+    with SqliteStore.open(tmp_path, synchronous="NORMAL") as store:
+        chains = [make_chain(name, 2) for name in names]
+        for name, chain in zip(names, chains, strict=True):
+            asyncio.run(store.write(SessionInfo(name, 1.0), SETUP, *chain, Reward(name, 1, 0.5, 1.0)))
+    statements: list[str] = []
+    with counted(statements):
+        report = verify(tmp_path)
+    assert (report.sessions, report.turns, report.findings) == (100, 200, ())
+    assert len(statements) < len(names)
+    # A session with damage is checked alone, and its turns are counted once.
+    execute(tmp_path, "UPDATE turns SET reply = 17 WHERE session_id = 's50' AND seq = 1")
+    report = verify(tmp_path)
+    assert (report.sessions, report.turns, where(report.findings)) == (100, 199, [("s50", 1)])
 
 
 def test_a_changed_digest_breaks_the_children_too(directory: Path) -> None:

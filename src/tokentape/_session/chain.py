@@ -19,15 +19,18 @@ float and has no negative zero: 1.0, never 1.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import lru_cache
+from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tokentape._canonical import canonical_json, digest_of
+from tokentape._canonical import canonical_json, digest_of, framed, length_of, quick_json
 from tokentape.errors import InvariantViolation
 from tokentape.types import TokenDistribution, Turn
 
@@ -44,13 +47,24 @@ _LITTLE_ENDIAN = {
     "logprobs": "<f4",
     "values": "<f4",
 }
-_DTYPES = {name: (np.dtype(code), np.dtype(code).newbyteorder("=")) for name, code in _LITTLE_ENDIAN.items()}
-"""By array, as it is hashed and stored, and as it is in memory."""
+_DTYPES = {name: np.dtype(code).newbyteorder("=") for name, code in _LITTLE_ENDIAN.items()}
+"""By array, as it is in memory."""
+_SWAPPED = sys.byteorder != "little"
+_TURN = framed(b"tokentape turn 1")
+_HEADS = [(name, framed(name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"))) for name in _ARRAYS]
 
 
 def session_digest(session_id: str) -> str:
     """Return the digest used in place of a parent for a session's root turns."""
     return digest_of(b"tokentape session 1", canonical_json(session_id).encode("ascii"))
+
+
+def fits_digest(turn: Turn, parent_digest: str | None) -> bool:
+    """Return whether `turn.digest` is the digest of `turn`. Raises as `turn_digest`.
+
+    Values read from a database have neither NaN nor infinities, so a digest over `quick_json` that fits is a proof.
+    """
+    return _digest(turn, parent_digest, quick_json) == turn.digest or turn_digest(turn, parent_digest) == turn.digest
 
 
 def turn_digest(turn: Turn, parent_digest: str | None) -> str:
@@ -60,31 +74,35 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
     array isn't one-dimensional int32, uint8 or float32 as `Turn` says, and `InvalidRequest` if a field is not
     JSON.
     """
+    return _digest(turn, parent_digest, lambda scalars: canonical_json(scalars).encode("ascii"))
+
+
+def _digest(turn: Turn, parent_digest: str | None, written: Callable[[dict[str, Any]], bytes]) -> str:
     if (turn.parent is None) != (parent_digest is None):
         raise InvariantViolation(
             f"turn {turn.seq} of session {turn.session_id!r} has parent {turn.parent}, but "
             f"{'no' if parent_digest is None else 'a'} parent digest was given"
         )
+    scalars = dict(zip(_SCALARS, _scalars_of(turn), strict=True))
     # A database may drop the sign of a zero.
-    scalars = dict(zip(_SCALARS, _scalars_of(turn), strict=True)) | {"created_at": float(turn.created_at) + 0.0}
-    younger = {
-        "weight_changes": turn.weight_changes or None,
-        "abort_cause": turn.abort_cause,
-        "sampled_from": turn.sampled_from and _fields(turn.sampled_from),
-        "logprobs_of": turn.logprobs_of and _fields(turn.logprobs_of),
-        "resumes": [asdict(one) for one in turn.resumes] or None,
-        "adapter": turn.adapter,
-    }
-    scalars |= {name: value for name, value in younger.items() if value is not None}
-    fields = [
-        b"tokentape turn 1",
-        (parent_digest or session_digest(turn.session_id)).encode("ascii"),
-        canonical_json(scalars).encode("ascii"),
-    ]
-    for name in _ARRAYS:
-        array = array_bytes(name, getattr(turn, name))
-        fields += name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"), array
-    return digest_of(*fields)
+    scalars["created_at"] = float(turn.created_at) + 0.0
+    younger = (
+        ("weight_changes", turn.weight_changes or None),
+        ("abort_cause", turn.abort_cause),
+        ("sampled_from", turn.sampled_from and _fields(turn.sampled_from)),
+        ("logprobs_of", turn.logprobs_of and _fields(turn.logprobs_of)),
+        ("resumes", [asdict(one) for one in turn.resumes] or None),
+        ("adapter", turn.adapter),
+    )
+    for name, value in younger:
+        if value is not None:
+            scalars[name] = value
+    parent = parent_digest or session_digest(turn.session_id)
+    parts = [_TURN, framed(parent.encode("ascii"), written(scalars))]
+    for name, head in _HEADS:
+        data = array_bytes(name, getattr(turn, name))
+        parts += head, length_of(data), data
+    return sha256(b"".join(parts)).hexdigest()
 
 
 @lru_cache(maxsize=256)
@@ -102,12 +120,12 @@ def array_bytes(name: str, array: npt.NDArray[Any]) -> bytes:
 
     Raises `InvariantViolation` if the array is not what its class says: a silent cast could change an id.
     """
-    dtype, native = _DTYPES[name]
+    native = _DTYPES[name]
     if array.ndim != 1 or array.dtype != native:
         raise InvariantViolation(
-            f"{name} must be a one-dimensional array of {dtype.name}, not {array.ndim}-dimensional {array.dtype}"
+            f"{name} must be a one-dimensional array of {native.name}, not {array.ndim}-dimensional {array.dtype}"
         )
-    return array.astype(dtype, copy=False).tobytes()
+    return (array.byteswap() if _SWAPPED else array).tobytes()
 
 
 def array_from_bytes(name: str, data: bytes) -> npt.NDArray[Any]:
@@ -115,5 +133,5 @@ def array_from_bytes(name: str, data: bytes) -> npt.NDArray[Any]:
 
     Raises ValueError if `data` is not a whole number of elements.
     """
-    dtype, native = _DTYPES[name]
-    return np.frombuffer(data, dtype).astype(native, copy=False)
+    array = np.frombuffer(data, _DTYPES[name])
+    return array.byteswap() if _SWAPPED else array

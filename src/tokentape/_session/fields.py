@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,11 @@ def _read_distributions(values: Iterable[Mapping[str, Any] | None]) -> tuple[Tok
     return tuple(TokenDistribution(**one) if one else None for one in values)
 
 
+@lru_cache(maxsize=256)
+def _plain_distribution(value: TokenDistribution) -> dict[str, Any]:
+    return asdict(value)
+
+
 def _spans_of_turns(values: Mapping[str, Any]) -> tuple[tuple[int, int, str], ...]:
     turns = zip(values["completion_starts"], values["completion_ends"], values["weight_versions"], strict=True)
     return tuple((int(start), int(end), version) for start, end, version in turns)
@@ -68,7 +74,7 @@ def _distributions(name: str) -> FileField:
         kind,
         "turn",
         nullable=True,
-        write=lambda values: [one and asdict(one) for one in values],
+        write=lambda values: [one and _plain_distribution(one) for one in values],
         read=_read_distributions,
         absent=_not_known,
     )

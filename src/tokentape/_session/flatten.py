@@ -26,6 +26,8 @@ from tokentape.types import (
     TurnPayload,
 )
 
+_SAMPLED = int(Provenance.SAMPLED)
+
 
 def trajectories(
     session: Session,
@@ -92,20 +94,20 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
     sizes = np.array([[len(turn.added_ids), len(turn.completion_ids)] for turn in path], dtype=np.int32)
     ends = np.cumsum(sizes.ravel(), dtype=np.int32).reshape(-1, 2)
     starts = np.concatenate([[0], ends[:-1, 1]])
-    sampled = [np.full(len(turn.completion_ids), Provenance.SAMPLED, dtype=np.uint8) for turn in path]
-    loss_mask = np.repeat([[False, turn.seq not in trained] for turn in path], sizes.ravel())
+    sampled = np.repeat(np.tile([False, True], len(path)), sizes.ravel())
+    provenance = np.full(len(sampled), _SAMPLED, np.uint8)
+    provenance[~sampled] = np.concatenate([turn.added_provenance for turn in path])
+    logprobs = np.zeros(len(sampled), np.float32)
+    logprobs[sampled] = np.concatenate([turn.logprobs for turn in path])
+    loss_mask = np.repeat([[False, turn.seq not in trained] for turn in path], sizes.ravel()) if trained else sampled
     leaf = path[-1].seq
     return Trajectory(
         session_id=session.info.session_id,
         leaf=leaf,
         token_ids=np.concatenate([ids for turn in path for ids in (turn.added_ids, turn.completion_ids)]),
-        provenance=np.concatenate(
-            [codes for turn, own in zip(path, sampled, strict=True) for codes in (turn.added_provenance, own)]
-        ),
+        provenance=provenance,
         loss_mask=loss_mask,
-        logprobs=np.concatenate(
-            [values for turn in path for values in (np.zeros(len(turn.added_ids), np.float32), turn.logprobs)]
-        ),
+        logprobs=logprobs,
         turns=tuple(turn.seq for turn in path),
         completion_starts=ends[:, 0],
         completion_ends=ends[:, 1],
@@ -128,6 +130,10 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
 def _weight_spans(path: Sequence[Turn], starts: Sequence[int]) -> tuple[tuple[int, int, str], ...]:
     spans = []
     for turn, start in zip(path, starts, strict=True):
+        if not turn.weight_changes:
+            if len(turn.completion_ids):
+                spans.append((start, start + len(turn.completion_ids), turn.weight_version))
+            continue
         changes = [(0, turn.weight_version), *turn.weight_changes]
         ends = [at for at, _ in turn.weight_changes] + [len(turn.completion_ids)]
         spans += [
@@ -142,6 +148,8 @@ def _columns(
     loss_mask: npt.NDArray[np.bool_],
     given: Mapping[int, Mapping[str, TokenValues]],
 ) -> dict[str, TokenValues]:
+    if not given:
+        return {}
     names = sorted({name for turn in path for name in given.get(turn.seq, ())})
     # A forgotten value must not train as if it were zero, and a context token must not make a masked sum NaN.
     columns = {name: np.where(loss_mask, np.float32(np.nan), np.float32(0)) for name in names}

@@ -103,6 +103,8 @@ class Session:
         self._call_ids: set[Any] = set()
         """Ids of all tool calls in the replies of the turns in `_numbered_history`."""
         self._last_context: tuple[int, TokenIds] | None = None
+        self._sent: list[bytes] = []
+        """The history keys of the requests of the turns that are not in `_history` yet, as far as they are known."""
         for turn in turns:
             self.add(turn)
 
@@ -113,28 +115,36 @@ class Session:
         """
         if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
-        start = None if turn.parent is None else self._history[turn.parent]
-        reply = message_key(turn.reply)
-        answered = sent or [start, *history_keys(turn.setup, turn.messages, start)][-1]
-        (key,) = chained(turn.setup, [reply], answered)
         self.turns.append(turn)
-        self._history.append(key)
-        spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
-        self._system.append(spoken or (turn.parent is not None and self._system[turn.parent]))
+        self._sent.append(sent)
         if turn.finish_reason != "abort":
-            if key in self._by_history:
-                self._same_history[turn.seq] = self._by_history[key]
-            if reply in self._by_reply:
-                self._same_reply[turn.seq] = self._by_reply[reply]
-            self._by_history[key] = self._by_reply[reply] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
-            self._answered.add((turn.parent, turn.setup, answered))
+
+    def _index_turns(self) -> None:
+        """Index the turns added since the last call by the keys of their messages. Reading a record needs no keys."""
+        for turn, sent in zip(self.turns[len(self._history) :], self._sent, strict=True):
+            start = None if turn.parent is None else self._history[turn.parent]
+            reply = message_key(turn.reply)
+            answered = sent or [start, *history_keys(turn.setup, turn.messages, start)][-1]
+            (key,) = chained(turn.setup, [reply], answered)
+            self._history.append(key)
+            spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
+            self._system.append(spoken or (turn.parent is not None and self._system[turn.parent]))
+            if turn.finish_reason != "abort":
+                if key in self._by_history:
+                    self._same_history[turn.seq] = self._by_history[key]
+                if reply in self._by_reply:
+                    self._same_reply[turn.seq] = self._by_reply[reply]
+                self._by_history[key] = self._by_reply[reply] = turn.seq
+                self._answered.add((turn.parent, turn.setup, answered))
+        self._sent.clear()
 
     def continuation(self, messages: Sequence[Message], setup: str) -> ContinuationPoint:
         """Find the deepest turn under the same setup with a history that is a prefix of `messages`.
 
         If several turns have the same history, prefer the one with the reasoning that was sent back, then the newest.
         """
+        self._index_turns()
         if isinstance(messages, LazyMessages) and messages.setup == setup:
             found = self._after(messages.tail, history_keys(setup, messages.tail, messages.key), None)
             if found is not None:
@@ -275,6 +285,7 @@ class Session:
         messages; `template_history`, `history="template"` dropped part of earlier turns; `other_stop`, the parent ended
         with another stop token than the template writes, and `stop_mismatch="fork"`.
         """
+        self._index_turns()
         if not self._children.get(parent) and (parent is not None or not self._by_history):
             return None
         start = None if parent is None else self._history[parent]
@@ -286,6 +297,7 @@ class Session:
 
     def turn_of_reply(self, message: Message) -> Turn | None:
         """Return the newest turn with this reply; one with the same reasoning comes first. None if there is none."""
+        self._index_turns()
         newest = self._by_reply.get(message_key(message)) if self.turns else None
         if newest is None:
             return None

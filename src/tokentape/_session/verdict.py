@@ -34,6 +34,8 @@ RESERVATIONS = (
 """A verdict may add these after a comma: something about a turn of the path is unknown or was found to be wrong, or its
 logprobs are not those of the distribution that it was sampled from."""
 
+_CLOSE = int(Provenance.CLOSE)
+
 BRIDGE_DUE, BRIDGE_SKIPPED, BRIDGE_CHECKED = "bridge_due", "bridge_skipped", "bridge_checked"
 """Kinds of events: a turn's bridge will be compared with the template's own rendering, will not be, was."""
 
@@ -76,8 +78,11 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
       recorded for each token, so no trainer can compute these logprobs.
     """
     found = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
-    found |= {_of_logprobs(turn.sampled_from, turn.logprobs_of) for turn in path}
-    if any(UNVERIFIED in engine.split() for turn in path for engine in _engines(turn)):
+    # By identity, because turns from a store share these objects, and to hash them takes longer.
+    kinds = {(id(turn.sampled_from), id(turn.logprobs_of)): (turn.sampled_from, turn.logprobs_of) for turn in path}
+    found |= {_of_logprobs(*kind) for kind in kinds.values()}
+    engines = {turn.engine for turn in path} | {one.engine or "" for turn in path for one in turn.resumes}
+    if any(UNVERIFIED in engine.split() for engine in engines):
         found.add(MODEL_UNVERIFIED)
     if any(turn.sampling.get("aborted", {}).get("outcome") == "kept" for turn in path):
         found.add(KEPT_PARTIAL)
@@ -90,10 +95,6 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
 
 def _lacks_supports(turn: Turn) -> bool:
     return bool(turn.sampling.get("supports", "all") != "all")
-
-
-def _engines(turn: Turn) -> list[str]:
-    return [turn.engine, *(one.engine for one in turn.resumes if one.engine is not None)]
 
 
 @lru_cache(maxsize=256)
@@ -122,7 +123,7 @@ def _verdict(path: Sequence[Turn]) -> str:
         return "captured with drift"
     if forks:
         return f"forked: {forks[-1]}"
-    if any((turn.added_provenance == Provenance.CLOSE).any() for turn in path):
+    if any(_CLOSE in turn.added_provenance.tobytes() for turn in path):
         return "closed"
     return "captured" if any(turn.engine.endswith(f" {CAPTURED}") for turn in path) else "exact"
 

@@ -199,7 +199,7 @@ def _wait(store: Store, wanted: Sequence[str] | None) -> int:
 
 def _sessions(store: Store, wanted: Sequence[str] | None) -> Iterator[StoredSession]:
     if not wanted:
-        yield from store.iter_sessions(per_token=True)
+        yield from store.iter_sessions(per_token=True, together=True)
         return
     for session_id in dict.fromkeys(wanted):
         yield store.load_session(session_id, per_token=True)

@@ -241,7 +241,7 @@ def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None,
 
     hasher, found = hashlib.sha256(), []
     with SqliteStore.open(directory, read_only=True) as read:
-        for stored in read.iter_sessions(per_token=True):
+        for stored in read.iter_sessions(per_token=True, together=True):
             found.append(stored.info.session_id)
             for one in stored.trajectories():
                 hasher.update(json_line(one))

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 from tokentape._session.arrow import ExtraNames, named_only
 from tokentape._session.verdict import wanted_verdict
 from tokentape.store._base import Store
@@ -64,5 +66,5 @@ def exported(
                 continue
             counts.trajectories += 1
             counts.tokens += len(one.token_ids)
-            counts.trained_tokens += int(one.loss_mask.sum())
+            counts.trained_tokens += np.count_nonzero(one.loss_mask)
             yield named_only(one, extra)

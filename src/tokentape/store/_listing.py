@@ -224,6 +224,7 @@ _FORKS = of_turns(func.count(schema.turns.c.fork))
 _ABORTED = of_turns(func.count(case((schema.turns.c.finish_reason == "abort", 1))))
 _ADDED_BYTES = _bytes_of(schema.turns.c.added_ids)
 _SAMPLED_BYTES = _bytes_of(schema.turns.c.completion_ids)
+TOKENS = (_ADDED_BYTES + _SAMPLED_BYTES) // _BYTES_PER_ID
 _REWARD = func.coalesce(_newest_reward("session"), _newest_reward("trajectory"))
 
 _SORT_KEYS: dict[SortKey, ColumnElement[Any]] = {

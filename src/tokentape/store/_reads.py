@@ -101,6 +101,8 @@ _ROWS_AT_ONCE = 64
 
 _SETUPS = select(schema.setups).where(schema.setups.c.digest.in_(bindparam("digests", expanding=True)))
 
+_SEQ = schema.turns.c.seq
+
 _WHOLE = Extent(0, 2**31 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 
 
@@ -108,85 +110,109 @@ def load_session(
     connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
 ) -> StoredSession:
     """See `Store.load_session`."""
-    read = _Reading(connection, session_id)
-    info = read.info(None if extent is None else extent.position)
-    last = extent or _WHOLE
-    turns = read.turns(lt, last.turns)
-    return StoredSession(
-        info=info,
-        setups=read.setups(turns),
-        turns=turns,
-        rewards=read.records(schema.rewards.c.position, le, last.last_reward),
-        answers=read.records(schema.answers.c.first_turn, lt, last.turns),
-        events=read.records(schema.events.c.position, le, last.last_event),
-        columns=read.records(schema.token_columns.c.position, le, last.last_column) if per_token else (),
-        payloads=read.records(schema.token_payloads.c.turn, lt, last.turns) if per_token else (),
-    )
+    found = load_sessions(connection, [session_id], per_token=per_token, extent=extent)
+    if not found:
+        raise NotFound(f"there is no session {session_id!r}")
+    return found[0]
+
+
+def load_sessions(
+    connection: Connection, session_ids: Sequence[str], *, per_token: bool = False, extent: Extent | None = None
+) -> list[StoredSession]:
+    """Load the sessions that exist, like `Store.load_session`. A few statements read all of them."""
+    read, last = _Reading(connection, session_ids), extent or _WHOLE
+    infos = read.records(schema.sessions.c.position, ge if extent is None else eq, last.position)
+    turns = {one: read.checked(one, found) for one, found in read.records(_SEQ, lt, last.turns).items()}
+    setups = read.setups(turn for of_session in turns.values() for turn in of_session)
+    rewards = read.records(schema.rewards.c.position, le, last.last_reward)
+    answers = read.records(schema.answers.c.first_turn, lt, last.turns)
+    events = read.records(schema.events.c.position, le, last.last_event)
+    columns = read.records(schema.token_columns.c.position, le, last.last_column) if per_token else {}
+    payloads = read.records(schema.token_payloads.c.turn, lt, last.turns) if per_token else {}
+    return [
+        StoredSession(
+            info=infos[one][0],
+            setups={turn.setup: setups[turn.setup] for turn in turns.get(one, ()) if turn.setup in setups},
+            turns=turns.get(one, ()),
+            rewards=rewards.get(one, ()),
+            answers=answers.get(one, ()),
+            events=events.get(one, ()),
+            columns=columns.get(one, ()),
+            payloads=payloads.get(one, ()),
+        )
+        for one in session_ids
+        if one in infos
+    ]
 
 
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
     """See `Store.load_newer`."""
-    read = _Reading(connection, session_id)
-    info = read.info()
-    turns = read.turns(ge, len(known), known)
+    read = _Reading(connection, [session_id])
+    info = read.records(schema.sessions.c.position, ge, 0).get(session_id)
+    if info is None:
+        raise NotFound(f"there is no session {session_id!r}")
+    turns = read.checked(session_id, read.records(_SEQ, ge, len(known)).get(session_id, ()), known)
     return StoredSession(
-        info=info,
+        info=info[0],
         setups=read.setups(turns),
         turns=turns,
         rewards=(),
-        answers=read.records(schema.answers.c.first_turn, ge, len(known)),
-        events=read.records(schema.events.c.turn, ge, len(known)),
+        answers=read.records(schema.answers.c.first_turn, ge, len(known)).get(session_id, ()),
+        events=read.records(schema.events.c.turn, ge, len(known)).get(session_id, ()),
     )
 
 
 def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Event, ...]:
-    return _Reading(connection, session_id).records(schema.events.c.position, eq, kind, schema.events.c.kind)
+    read = _Reading(connection, [session_id])
+    return read.records(schema.events.c.position, eq, kind, schema.events.c.kind).get(session_id, ())
 
 
 @cache
 def _statement(
-    columns: tuple[ColumnElement[Any], ...], order: Column[int], compare: _Compare, column: Column[Any]
+    columns: tuple[ColumnElement[Any], ...], order: Column[int], compare: _Compare, column: Column[Any], several: bool
 ) -> Select[Any]:
-    """Return the statement that reads the records of one session. To make it costs more than to run it."""
-    of_session = order.table.c.session_id == bindparam("session_id")
-    return select(*columns).where(of_session, compare(column, bindparam("value"))).order_by(order)
+    """Return the statement that reads the records of one session or several. To make it costs more than to run it."""
+    of = order.table.c.session_id
+    wanted = of.in_(bindparam("session_ids", expanding=True)) if several else of == bindparam("session_id")
+    return select(*columns).where(wanted, compare(column, bindparam("value"))).order_by(of, order)
 
 
 class _Reading:
-    """Reads the records of one session in one transaction."""
+    """Reads the records of some sessions in one transaction."""
 
-    def __init__(self, connection: Connection, session_id: str) -> None:
-        self._connection, self._session_id = connection, session_id
-
-    def info(self, position: int | None = None) -> SessionInfo:
-        sessions = schema.sessions.c
-        found = self.records(sessions.position, ge if position is None else eq, position or 0)
-        if not found:
-            raise NotFound(f"there is no session {self._session_id!r}")
-        info: SessionInfo = found[0]
-        return info
+    def __init__(self, connection: Connection, session_ids: Sequence[str]) -> None:
+        self._connection, self._session_ids = connection, session_ids
 
     def records(
         self, order: Column[int], compare: _Compare, value: int | str, column: Column[Any] | None = None
-    ) -> tuple[Any, ...]:
-        """Load the records of a table for which `compare(column, value)`; `column` is `order` if it is None."""
+    ) -> dict[str, tuple[Any, ...]]:
+        """Load the records of a table for which `compare(column, value)`, by session.
+
+        `column` is `order` if it is None.
+        """
         table = order.table
         assert isinstance(table, Table)
         if table is schema.events and not schema.has_events(self._connection):
-            return ()
+            return {}
         columns = schema.readable(self._connection, table)
-        statement = _statement(columns, order, compare, order if column is None else column)
-        rows = self._connection.execute(statement, {"session_id": self._session_id, "value": value})
-        return tuple(decode(table, row) for some in rows.partitions(_ROWS_AT_ONCE) for row in some)
+        several = len(self._session_ids) > 1
+        statement = _statement(columns, order, compare, order if column is None else column, several)
+        ids = {"session_ids": self._session_ids} if several else {"session_id": self._session_ids[0]}
+        rows = self._connection.execute(statement, {**ids, "value": value})
+        found: dict[str, list[Any]] = {}
+        for some in rows.partitions(_ROWS_AT_ONCE):
+            for row in some:
+                record = decode(table, row)
+                found.setdefault(record.session_id, []).append(record)
+        return {session_id: tuple(records) for session_id, records in found.items()}
 
-    def turns(self, compare: _Compare, seq: int, known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
-        """Load the turns for which `compare(turn.seq, seq)` and check their hash chain, which follows `known` turns."""
-        turns: tuple[Turn, ...] = self.records(schema.turns.c.seq, compare, seq)
+    def checked(self, session_id: str, turns: tuple[Turn, ...], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
+        """Return the turns, after a check of their hash chain, which follows `known` turns."""
         digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
         for seq, turn in enumerate(turns, len(known)):
             if turn.seq != seq or not chained(turn, digests.get(turn.parent)):
                 raise StoreCorrupt(
-                    f"turn {turn.seq} of session {self._session_id!r} doesn't fit the hash chain; "
+                    f"turn {turn.seq} of session {session_id!r} doesn't fit the hash chain; "
                     "run `tokentape verify` to see what else is damaged"
                 )
             digests[turn.seq] = turn.digest
@@ -202,6 +228,21 @@ def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
     """Yield `items` in lists of up to `size`."""
     iterator = iter(items)
     while some := list(islice(iterator, size)):
+        yield some
+
+
+def together(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
+    """Yield the ids of sessions in order, in lists of sessions that have at most `most` tokens. `sizes` are theirs."""
+    some: list[str] = []
+    room = most
+    for session_id, tokens in sizes:
+        size = tokens + 256  # so that there are at most some hundred
+        if some and size > room:
+            yield some
+            some, room = [], most
+        some.append(session_id)
+        room -= size
+    if some:
         yield some
 
 

@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, fields
 from functools import cache, lru_cache, partial
-from operator import attrgetter
+from operator import itemgetter
 from sys import intern
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from sqlalchemy import Row, Table
 
@@ -86,7 +87,7 @@ def encode(record: Record) -> tuple[Table, Values]:
 
 
 def decode(table: Table, row: Row[Any]) -> Any:
-    """Return the record of a table's row. Its arrays can be read-only views of the row.
+    """Return the record of a row, which begins with the table's columns in order. Arrays can be read-only views of it.
 
     Raises `StoreCorrupt` for an invalid row, and for setups and media that don't fit their digest. The digest of a turn
     is not checked, since that takes its parent.
@@ -101,10 +102,10 @@ def decode(table: Table, row: Row[Any]) -> Any:
 def _record(kind: Any, row: Row[Any], **more: Any) -> Any:
     """Return a record with the fields of the row's columns, and `more` for fields without a column."""
     names, values_of, readers = _reading(kind, tuple(more))
-    values = dict(zip(names, values_of(row), strict=True))
-    for name, read in readers:
-        values[name] = read(values[name])
-    return kind(**values, **more)
+    values = [*values_of(row)]
+    for at, read in readers:
+        values[at] = read(values[at])
+    return kind(**dict(zip(names, values, strict=True)), **more) if more else kind(*values)
 
 
 def _setup(row: Row[Any]) -> Setup:
@@ -139,7 +140,7 @@ def _column(row: Row[Any]) -> Any:
 
 
 def _payload(row: Row[Any]) -> Any:
-    packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
+    packed = rows_from_bytes(row.packed, _parsed(row.shape), _unspoiled(row.data, row.crc32))
     if row.dtype not in ROW_DTYPES:
         raise ValueError("rows of a type that is not stored")
     rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
@@ -163,18 +164,18 @@ _DECODERS = {table: (name, read) for _, table, name, read in _KINDS}
 
 @lru_cache(maxsize=256)
 def _sampling(text: str) -> Mapping[str, Any]:
-    parameters: dict[str, Any] = json.loads(text)
+    parameters: dict[str, Any] = _parsed(text)
     return parameters
 
 
 @lru_cache(maxsize=256)
 def _stop(text: str) -> Any:
-    return json.loads(text)
+    return _parsed(text)
 
 
 @lru_cache(maxsize=256)
 def _distribution(text: str | None) -> TokenDistribution | None:
-    return None if text is None else TokenDistribution(*json.loads(text))
+    return None if text is None else TokenDistribution(*_parsed(text))
 
 
 @lru_cache(maxsize=256)
@@ -213,14 +214,32 @@ def _deflate_messages(messages: tuple[Message, ...]) -> bytes:
 
 
 def _inflate(data: bytes) -> Any:
-    text = zlib.decompress(data).decode("ascii")
-    value, end = _JSON.raw_decode(text)
-    if end != len(text):
-        raise ValueError("more than one JSON value")
+    return _parsed(zlib.decompress(data))
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Return a JSON value. Raises ValueError for NaN and infinities, which are never written."""
+    try:
+        return _QUICK.decode(text)
+    except msgspec.DecodeError:  # it does not take lone surrogates
+        return _JSON.decode(text if isinstance(text, str) else text.decode("ascii"))
+
+
+def _real(value: float) -> float:
+    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which not every database stores."""
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{value} is not a finite number")
+    return float(value)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError("a number that JSON does not have")
     return value
 
 
-_JSON = json.JSONDecoder()
+_QUICK = msgspec.json.Decoder()
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _plain(value: Any) -> Any:
@@ -235,13 +254,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _real(value: float) -> float:
-    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which not every database stores."""
-    if not math.isfinite(value):
-        raise InvalidRequest(f"{value} is not a finite number")
-    return float(value)
-
-
 def _array(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     return partial(array_bytes, name), partial(array_from_bytes, name)
 
@@ -249,11 +261,11 @@ def _array(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "created_at": (_real, float),
     "value": (_real, float),
-    "metadata": (canonical_json, lambda text: dict(json.loads(text))),
-    "body": (canonical_json, lambda text: dict(json.loads(text))),
+    "metadata": (canonical_json, lambda text: dict(_parsed(text))),
+    "body": (canonical_json, lambda text: dict(_parsed(text))),
     "body_digest": (bytes.fromhex, bytes.hex),
-    "tools": (json_in_order, lambda text: tuple(json.loads(text))),
-    "template_kwargs": (json_in_order, json.loads),
+    "tools": (json_in_order, lambda text: tuple(_parsed(text))),
+    "template_kwargs": (json_in_order, _parsed),
     # Equal setups, engines and versions become one object, because gateways keep many turns in memory.
     "setup": (_plain, intern),
     "engine": (_plain, intern),
@@ -264,11 +276,11 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "logprobs_of": (_distribution_text, _distribution),
     "weight_changes": (
         lambda changes: canonical_json(changes) if changes else None,
-        lambda text: tuple((at, version) for at, version in json.loads(text)) if text else (),
+        lambda text: tuple((at, version) for at, version in _parsed(text)) if text else (),
     ),
     "resumes": (
         lambda resumes: canonical_json([asdict(one) for one in resumes]) if resumes else None,
-        lambda text: tuple(Resume(**one) for one in json.loads(text)) if text else (),
+        lambda text: tuple(Resume(**one) for one in _parsed(text)) if text else (),
     ),
     "added_ids": _array("added_ids"),
     "added_provenance": (
@@ -298,10 +310,12 @@ COLUMNS = {
 @cache
 def _reading(
     kind: type[Any], more: tuple[str, ...]
-) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
+) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[tuple[int, Callable[[Any], Any]]]]:
     """Return the names of the columns of a kind of record, a function that takes them from a row, and the decoders.
 
-    `more` are names of fields without a column.
+    Each decoder has the place of its column. `more` are names of fields without a column.
     """
     names = tuple(one.name for one in fields(kind) if one.name not in more)
-    return names, attrgetter(*names), [(name, _READ[name]) for name in names if name in _READ]
+    # Values are taken by place, because taking 20 by name takes 7 us.
+    places = [_TABLES[kind].c.keys().index(name) for name in names]
+    return names, itemgetter(*places), [(at, _READ[name]) for at, name in enumerate(names) if name in _READ]

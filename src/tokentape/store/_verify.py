@@ -7,24 +7,19 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from sqlalchemy import (
     Connection,
-    Dialect,
     Engine,
-    Result,
     Row,
     Select,
     Table,
-    UniqueConstraint,
     bindparam,
     exists,
     func,
-    inspect,
     select,
 )
-from sqlalchemy.engine.interfaces import ReflectedColumn
 
 from tokentape._durable import durable_file
 from tokentape.chat._media import image_parts
@@ -32,15 +27,20 @@ from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import _postgres as postgres
 from tokentape.store import _schema as schema
 from tokentape.store._archive import is_archive, restored
-from tokentape.store._checks import chained, per_token_faults, turn_faults
+from tokentape.store._checks import chained, per_token_faults, schema_faults, turn_faults
 from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead, read_head
+from tokentape.store._listing import TOKENS
 from tokentape.store._location import refuse_output
+from tokentape.store._reads import together
 from tokentape.store._rows import decode
 from tokentape.store._snapshots import decode_snapshot
 from tokentape.store._sqlite import DATABASE_NAME, explained, reading_engine
 from tokentape.types import Turn, TurnColumn, TurnPayload
 
 _ROWS_AT_ONCE = 32
+_TOKENS_AT_ONCE = 2**16
+
+_RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Row[Any]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class _Check:
 
     def sessions_in_order(self) -> Iterator[SessionHead]:
         """Run all checks. Yield the digests of each session, in order of creation."""
-        session_ids: list[str] = []
+        sizes: list[tuple[str, int]] = []
         other_version: StoreError | None = None
         with self._damage_found(), self._one_state() as connection:
             try:
@@ -185,20 +185,42 @@ class _Check:
                 raise
             for problem in schema_faults(connection):
                 self._found(problem)
-            session_ids += connection.execute(_SESSION_IDS).scalars()
-            session_ids += connection.execute(_WITHOUT_SESSION).scalars()
+            sizes += [(one, _TOKENS_AT_ONCE) for one in connection.execute(_SESSION_IDS).scalars()]
+            with suppress(Exception):  # damaged sessions are checked one by one
+                sizes = [(one, size) for one, size in connection.execute(_SIZES)]
+            sizes += [(one, _TOKENS_AT_ONCE) for one in connection.execute(_WITHOUT_SESSION).scalars()]
             self._check_file(connection)
             self._check_snapshots(connection)
             self._check_media(connection)
         if other_version is not None:
             raise other_version  # nothing can be said about the record
-        for session_id in session_ids:
-            head = SessionHead(session_id)
-            # One read transaction per session: a long one would keep a running writer's log from being recycled.
-            with self._damage_found(session_id), self._one_state() as connection:
-                self._check_session(connection, head)
-            if head.parts:
-                yield head
+        for some in together(sizes, _TOKENS_AT_ONCE):
+            # A long read transaction would keep a running writer's log from being recycled.
+            heads = self._checked_together(some) if len(some) > 1 else []
+            yield from (head for head in heads if head.parts)
+            for session_id in () if heads else some:
+                head = SessionHead(session_id)
+                with self._damage_found(session_id), self._one_state() as connection:
+                    self._check_session(connection, head)
+                if head.parts:
+                    yield head
+
+    def _checked_together(self, session_ids: Sequence[str]) -> list[SessionHead]:
+        """Check sessions with rows that a few statements read. Return nothing if there is a finding or an error.
+
+        Then the sessions have to be checked alone, so that damage of one is not taken for another's.
+        """
+        before, heads = (self.sessions, self.turns, self.tokens), [SessionHead(one) for one in session_ids]
+        known = len(self.findings)
+        with suppress(Exception), self._one_state() as connection:
+            rows = _rows_of_sessions(connection, session_ids)
+            for head in heads:
+                self._check_session(connection, head, rows)
+            if len(self.findings) == known:
+                return heads
+        self.sessions, self.turns, self.tokens = before
+        del self.findings[known:]
+        return []
 
     def _check_file(self, connection: Connection) -> None:
         if self.engine.dialect.name != "sqlite":
@@ -226,14 +248,20 @@ class _Check:
                     schema.media, connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one()
                 )
 
-    def _check_session(self, connection: Connection, head: SessionHead) -> None:
+    def _check_session(self, connection: Connection, head: SessionHead, found: _RowsOfSessions | None = None) -> None:
+        """Check a session. Its rows are in `found`, or are read from the database."""
         session_id = head.session_id
 
-        def rows(table: Table, *columns: Any, **key: Any) -> Result[Any]:
-            return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
+        def rows(table: Table, *columns: Any, **key: Any) -> Sequence[Row[Any]]:
+            if found is not None and not key:
+                return found[table].get(session_id, ())
+            if table is schema.events and not schema.has_events(connection):
+                return ()
+            return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key}).all()
 
-        row = rows(schema.sessions).one_or_none()
-        seqs = rows(schema.turns, schema.turns.c.seq).scalars().all()
+        [row] = rows(schema.sessions) or [None]
+        listed = rows(schema.turns, schema.turns.c.seq)
+        seqs = [one.seq for one in listed]
         if row is None and not seqs:
             return  # deleted since the listing was read
         self.sessions += 1
@@ -243,14 +271,15 @@ class _Check:
             head.add(decode(schema.sessions, row))
         for table in (schema.rewards, schema.events, schema.answers):
             with self._damage_found(session_id):
-                for one in rows(table) if table is not schema.events or schema.has_events(connection) else ():
+                for one in rows(table):
                     with self._damage_found(session_id):
                         head.add(decode(table, one))
         columns, payloads = schema.token_columns, schema.token_payloads
         for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
-            for key in rows(table, *names).mappings().all():
+            for key in rows(table, *names):
                 with self._damage_found(session_id):
-                    record = decode(table, rows(table, **key).one())
+                    [one] = rows(table, **{name.name: getattr(key, name.name) for name in names})
+                    record = decode(table, one)
                     head.add(record)
                     self._check_per_token(connection, record)
         digests: dict[int | None, str] = {}
@@ -258,7 +287,8 @@ class _Check:
         with self._damage_found(session_id):
             for one in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
                 media.setdefault(one.turn, set()).add(one.sha256)
-        for before, (seq, row_of_turn) in zip([-1, *seqs], _turn_rows(connection, session_id, seqs), strict=False):
+        turn_rows = zip(seqs, listed, strict=True) if found is not None else _turn_rows(connection, session_id, seqs)
+        for before, (seq, row_of_turn) in zip([-1, *seqs], turn_rows, strict=False):
             if seq != before + 1:
                 self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
             try:
@@ -278,7 +308,7 @@ class _Check:
                 with self._damage_found(session_id, seq):
                     raise error
         with self._damage_found(session_id):
-            for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}):
+            for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}) if media else ():
                 head.add_media(turn_seq, sha256, mime)
             # Each database sorts text differently.
             head.parts.get("payloads", []).sort()
@@ -327,6 +357,25 @@ def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) ->
     return select(*(columns or [table])).where(*equal).order_by(*columns or table.primary_key)
 
 
+def _rows_of_sessions(connection: Connection, session_ids: Sequence[str]) -> _RowsOfSessions:
+    """Read the rows of some sessions by table and session. Of columns and payloads only the keys are read."""
+    found: _RowsOfSessions = {}
+    for table, keys in _KEYS.items():
+        rows = found[table] = {}
+        if table is not schema.events or schema.has_events(connection):
+            statement = _of_sessions(table, keys or schema.readable(connection, table))
+            for row in connection.execute(statement, {"session_ids": session_ids}).all():
+                rows.setdefault(row[-1], []).append(row)
+    return found
+
+
+@cache
+def _of_sessions(table: Table, columns: tuple[Any, ...]) -> Select[Any]:
+    of = table.c.session_id
+    some = of.in_(bindparam("session_ids", expanding=True))
+    return select(*columns, of.label("of_session")).where(some).order_by(of, *table.primary_key)
+
+
 @cache
 def _turns_of_session(columns: tuple[Any, ...]) -> Select[Any]:
     table = schema.turns
@@ -367,6 +416,13 @@ _CUT_OFF = select(_HELD.session_id).where(
 _RISEN = select(schema.tombstones.c.session_id).where(
     exists().where(schema.sessions.c.session_id == schema.tombstones.c.session_id)
 )
+_KEYS: dict[Table, tuple[Any, ...]] = {
+    **dict.fromkeys((schema.sessions, schema.turns, schema.rewards, schema.events, schema.answers), ()),
+    schema.token_columns: (schema.token_columns.c.position,),
+    schema.token_payloads: (schema.token_payloads.c.turn, schema.token_payloads.c.name),
+    schema.turn_media: (schema.turn_media.c.turn, schema.turn_media.c.sha256),
+}
+_SIZES = select(schema.sessions.c.session_id, TOKENS).order_by(schema.sessions.c.position)
 _SESSION_IDS = select(schema.sessions.c.session_id).order_by(schema.sessions.c.position)
 _WITHOUT_SESSION = (
     select(schema.turns.c.session_id)
@@ -380,71 +436,3 @@ _MEDIA = (
     .where(schema.turn_media.c.session_id == bindparam("session_id"))
     .order_by(schema.turn_media.c.turn, schema.media.c.sha256)
 )
-
-
-_TRIGGERS = {
-    "sqlite": "SELECT 'trigger', name, tbl_name FROM sqlite_master WHERE type = 'trigger'",
-    "postgresql": (
-        "SELECT 'trigger', tgname, relname FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid"
-        " WHERE NOT tgisinternal AND pg_table_is_visible(tgrelid)"
-        " UNION ALL SELECT 'rule', rulename, tablename FROM pg_rules WHERE schemaname = current_schema()"
-    ),
-}
-"""What changes rows while others are written."""
-
-
-def schema_faults(connection: Connection) -> Iterator[str]:
-    """Yield the differences between the tables and those of the database's version. Columns may have any order.
-
-    Foreign tables and columns in the same database are ignored, and objects that don't act on the record's tables.
-    """
-    inspector, old = inspect(connection), schema.schema_version(connection) == schema.VERSION - 1
-    tables = inspector.get_table_names()
-    for kind, name, table in connection.exec_driver_sql(_TRIGGERS[connection.dialect.name]):
-        if table in schema.metadata.tables:
-            yield f"the {kind} {name} changes what is written to the table {table}"
-    for table in schema.metadata.sorted_tables:
-        if old and table in schema.TABLES_SINCE_4:
-            if table.name in tables:
-                yield f"the table {table.name} is there, and is not of schema version {schema.VERSION - 1}"
-        elif table.name not in tables:
-            yield f"the table {table.name} is missing, or is no table"
-        else:
-            found = {one["name"]: one for one in inspector.get_columns(table.name)}
-            yield from _column_faults(table, found, old, connection.dialect)
-            primary = [one.name for one in table.primary_key]
-            if inspector.get_pk_constraint(table.name)["constrained_columns"] != primary:
-                yield f"the table {table.name} has another primary key"
-            unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table.name)}
-            for constraint in table.constraints:
-                if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
-                    yield f"{', '.join(constraint.columns.keys())} of the table {table.name} are not unique"
-            for check in inspector.get_check_constraints(table.name):
-                yield f"the table {table.name} has a constraint that is not Tokentape's: {check['sqltext']}"
-            keys = {
-                (tuple(one["constrained_columns"]), one["referred_table"])
-                for one in inspector.get_foreign_keys(table.name)
-            }
-            for key in table.foreign_key_constraints:
-                if (tuple(key.column_keys), key.referred_table.name) not in keys:
-                    yield f"{', '.join(key.column_keys)} of the table {table.name} refer to nothing"
-            indexes = {one["name"]: one for one in inspector.get_indexes(table.name)}
-            own = {index.name for index in table.indexes}
-            for one in indexes.values():
-                if one["unique"] and one["name"] not in own and not one.get("duplicates_constraint"):
-                    yield f"the table {table.name} has the unique index {one['name']}, which is not Tokentape's"
-            for index in table.indexes:
-                there = indexes.get(index.name)
-                if there is None or there["column_names"] != [one.name for one in index.columns]:
-                    yield f"the index {index.name} is missing, or is of other columns"
-
-
-def _column_faults(table: Table, found: dict[str, ReflectedColumn], old: bool, dialect: Dialect) -> Iterator[str]:
-    expected = {one.name: one for one in table.columns if not (old and one in schema.COLUMNS_SINCE_4)}
-    for name in sorted(expected.keys() - found.keys()):
-        yield f"the column {name} of the table {table.name} is missing"
-    for name in sorted(expected.keys() & found.keys()):
-        column, own = expected[name], found[name]
-        kinds = own["type"].compile(dialect), column.type.compile(dialect)
-        if kinds[0] != kinds[1] or own["nullable"] != column.nullable or "computed" in own:
-            yield f"the column {name} of the table {table.name} is not what this Tokentape makes"
