@@ -35,7 +35,7 @@ from benchmarks.gateway.report import write_docs, written
 from benchmarks.gateway.targets import TARGETS, Site, Target
 
 SIZES = (1_000, 10_000, 100_000)
-CLIENTS = (32, 256)
+CLIENTS = (32, 256, 1024)
 SHARES = {"calls": 0.4, "streams": 0.1, "openings": 0.05, "clients": 0.15, "rollout": 0.1, "footprint": 0.2}
 """Approximate shares of the minutes; each part measures everything at least once."""
 

@@ -89,8 +89,8 @@ def _digest(turn: Turn, parent_digest: str | None, written: Callable[[dict[str, 
     younger = (
         ("weight_changes", turn.weight_changes or None),
         ("abort_cause", turn.abort_cause),
-        ("sampled_from", turn.sampled_from and _fields(turn.sampled_from)),
-        ("logprobs_of", turn.logprobs_of and _fields(turn.logprobs_of)),
+        ("sampled_from", turn.sampled_from and distribution_fields(turn.sampled_from)),
+        ("logprobs_of", turn.logprobs_of and distribution_fields(turn.logprobs_of)),
         ("resumes", [asdict(one) for one in turn.resumes] or None),
         ("adapter", turn.adapter),
     )
@@ -106,7 +106,8 @@ def _digest(turn: Turn, parent_digest: str | None, written: Callable[[dict[str, 
 
 
 @lru_cache(maxsize=256)
-def _fields(distribution: TokenDistribution) -> dict[str, Any]:
+def distribution_fields(distribution: TokenDistribution) -> dict[str, Any]:
+    """Return the fields by name. Don't change the result: equal distributions share it."""
     return asdict(distribution)
 
 

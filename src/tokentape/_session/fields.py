@@ -10,12 +10,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tokentape._session.chain import distribution_fields
 from tokentape._session.payloads import rows_as_bytes, rows_from_bytes
 from tokentape._session.verdict import verdict_read
 from tokentape.errors import InvalidRequest
@@ -53,11 +53,6 @@ def _read_distributions(values: Iterable[Mapping[str, Any] | None]) -> tuple[Tok
     return tuple(TokenDistribution(**one) if one else None for one in values)
 
 
-@lru_cache(maxsize=256)
-def _plain_distribution(value: TokenDistribution) -> dict[str, Any]:
-    return asdict(value)
-
-
 def _spans_of_turns(values: Mapping[str, Any]) -> tuple[tuple[int, int, str], ...]:
     turns = zip(values["completion_starts"], values["completion_ends"], values["weight_versions"], strict=True)
     return tuple((int(start), int(end), version) for start, end, version in turns)
@@ -74,7 +69,7 @@ def _distributions(name: str) -> FileField:
         kind,
         "turn",
         nullable=True,
-        write=lambda values: [one and _plain_distribution(one) for one in values],
+        write=lambda values: [one and distribution_fields(one) for one in values],
         read=_read_distributions,
         absent=_not_known,
     )

@@ -66,5 +66,5 @@ def exported(
                 continue
             counts.trajectories += 1
             counts.tokens += len(one.token_ids)
-            counts.trained_tokens += np.count_nonzero(one.loss_mask)
+            counts.trained_tokens += int(np.count_nonzero(one.loss_mask))
             yield named_only(one, extra)

@@ -124,21 +124,20 @@ def load_sessions(
     infos = read.records(schema.sessions.c.position, ge if extent is None else eq, last.position)
     turns = {one: read.checked(one, found) for one, found in read.records(_SEQ, lt, last.turns).items()}
     setups = read.setups(turn for of_session in turns.values() for turn in of_session)
-    rewards = read.records(schema.rewards.c.position, le, last.last_reward)
-    answers = read.records(schema.answers.c.first_turn, lt, last.turns)
-    events = read.records(schema.events.c.position, le, last.last_event)
-    columns = read.records(schema.token_columns.c.position, le, last.last_column) if per_token else {}
-    payloads = read.records(schema.token_payloads.c.turn, lt, last.turns) if per_token else {}
+    parts: dict[str, dict[str, tuple[Any, ...]]] = {
+        "turns": turns,
+        "rewards": read.records(schema.rewards.c.position, le, last.last_reward),
+        "answers": read.records(schema.answers.c.first_turn, lt, last.turns),
+        "events": read.records(schema.events.c.position, le, last.last_event),
+    }
+    if per_token:
+        parts["columns"] = read.records(schema.token_columns.c.position, le, last.last_column)
+        parts["payloads"] = read.records(schema.token_payloads.c.turn, lt, last.turns)
     return [
         StoredSession(
             info=infos[one][0],
             setups={turn.setup: setups[turn.setup] for turn in turns.get(one, ()) if turn.setup in setups},
-            turns=turns.get(one, ()),
-            rewards=rewards.get(one, ()),
-            answers=answers.get(one, ()),
-            events=events.get(one, ()),
-            columns=columns.get(one, ()),
-            payloads=payloads.get(one, ()),
+            **{name: records.get(one, ()) for name, records in parts.items()},
         )
         for one in session_ids
         if one in infos

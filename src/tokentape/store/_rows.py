@@ -225,13 +225,6 @@ def _parsed(text: str | bytes) -> Any:
         return _JSON.decode(text if isinstance(text, str) else text.decode("ascii"))
 
 
-def _real(value: float) -> float:
-    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which not every database stores."""
-    if not math.isfinite(value):
-        raise InvalidRequest(f"{value} is not a finite number")
-    return float(value)
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError("a number that JSON does not have")
@@ -252,6 +245,13 @@ def _plain(value: Any) -> Any:
         if "\0" in value:
             raise InvalidRequest("a name to be recorded holds a NUL character")
     return value
+
+
+def _real(value: float) -> float:
+    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which not every database stores."""
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{value} is not a finite number")
+    return float(value)
 
 
 def _array(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -252,15 +252,15 @@ class _Check:
         """Check a session. Its rows are in `found`, or are read from the database."""
         session_id = head.session_id
 
-        def rows(table: Table, *columns: Any, **key: Any) -> Sequence[Row[Any]]:
+        def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
             if found is not None and not key:
                 return found[table].get(session_id, ())
             if table is schema.events and not schema.has_events(connection):
                 return ()
-            return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key}).all()
+            return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
 
-        [row] = rows(schema.sessions) or [None]
-        listed = rows(schema.turns, schema.turns.c.seq)
+        row = next(iter(rows(schema.sessions)), None)
+        listed = [*rows(schema.turns, schema.turns.c.seq)]
         seqs = [one.seq for one in listed]
         if row is None and not seqs:
             return  # deleted since the listing was read
@@ -276,7 +276,7 @@ class _Check:
                         head.add(decode(table, one))
         columns, payloads = schema.token_columns, schema.token_payloads
         for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
-            for key in rows(table, *names):
+            for key in [*rows(table, *names)]:
                 with self._damage_found(session_id):
                     [one] = rows(table, **{name.name: getattr(key, name.name) for name in names})
                     record = decode(table, one)
