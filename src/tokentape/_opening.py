@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -18,13 +19,13 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 
 from tokentape._hub import find_model, is_hub_name
-from tokentape.audit._served import FolderModel, serves_model
+from tokentape.audit._served import FolderModel, same_template, serves_model
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
 from tokentape.engines._base import ChatServer, Engine, EngineInfo, LogprobsMode
-from tokentape.engines._guarded import GuardedEngine, ModelCheck
+from tokentape.engines._guarded import LOOK_SECONDS, GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient, WrongAddress
 from tokentape.engines._identity import refuse_gateway, served_as
 from tokentape.engines._image_processor import find_image_processor
@@ -42,6 +43,9 @@ _log = logging.getLogger("tokentape.serve")
 
 _WAIT_LOG_SECONDS = 5.0
 _WAIT_TICK_SECONDS = 1.0
+
+_SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+"""The gateway's sampling defaults, and other values that mean the same."""
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
@@ -163,6 +167,29 @@ def open_renderer(config: ServeConfig) -> Renderer:
     return renderer
 
 
+def other_sampling(config: ServeConfig) -> str:
+    """Return which sampling defaults of the model's generation_config.json the gateway does not use; empty if none."""
+    try:
+        own = json.loads((model_folder(config) / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        own = None
+    if not isinstance(own, dict) or config.engine.capture:
+        return ""
+    other = {
+        name: own[name]
+        for name, (ours, *same) in _SAMPLING.items()
+        if isinstance(own.get(name), int | float) and own[name] not in (ours, *same)
+        if name not in config.pin and name not in config.default
+    }
+    if not other:
+        return ""
+    return (
+        f"calls that don't say otherwise are sampled with {', '.join(f'{name} {_SAMPLING[name][0]}' for name in other)}. "
+        f"The model's generation_config.json has {', '.join(f'{name} {value}' for name, value in other.items())}, which "
+        f"vLLM by itself would use; for that, add {' '.join(f'--default {name}={other[name]}' for name in other)}"
+    )
+
+
 async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain: Drain | None = None) -> Starlette:
     """Make the application, which owns the store from then on, as with `create_app`.
 
@@ -278,7 +305,15 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
             timeouts=config.timeouts,
             verify_prompt=config.verify_prompts,
         )
-    return engine if guard is None else await guard(engine)
+    if guard is None:
+        return engine
+    guarded = await guard(engine)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LOOK_SECONDS):
+            template = await same_template(config.kind, engine.http, engine.info.model, renderer)
+            if template.advice:
+                _log.warning("%s: %s. %s", url.rpartition("@")[2], template.found, template.advice)
+    return guarded
 
 
 def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None]) -> Guard:

@@ -39,7 +39,7 @@ def serving(*arguments: object) -> Iterator[tuple[Command, str]]:
             said = ""
             for line in process.stderr:
                 said += line
-                if found := re.search("at (http://[^ ]+)/v1", line):
+                if found := re.search("at (http://[^ ]+)/sessions/NAME/v1 ", line):
                     yield process, found[1]
                     return
             raise AssertionError(said)
