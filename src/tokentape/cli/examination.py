@@ -200,8 +200,12 @@ def certified(certificate: Certificate) -> CheckResult:
 async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[CheckResult]:
     try:
         engine = await open_configured(config, renderer, check=False)
-    except (TokentapeError, OSError, ImportError) as error:
-        return [CheckResult("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
+    except ImportError as error:
+        advice = "Run: pip install 'tokentape[hf]'. Or name a server with --engine and --engine-url: it needs no torch."
+        return [CheckResult("engine", "fail", str(error), advice)]
+    except (TokentapeError, OSError) as error:
+        advice = "Check that it runs, and its address and API key." if config.engine.urls else "Name another model."
+        return [CheckResult("engine", "fail", str(error), advice)]
     try:
         findings = [CheckResult("engine", "ok", _described(engine)), await probe(engine, renderer)]
         mode, name = engine.info.logprobs_mode, engine.info.name

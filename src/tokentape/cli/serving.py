@@ -167,6 +167,7 @@ def _serve(
         drain=drain,
         listener=listener,
     )
+    _log.info("stopped; everything that was answered is in %s", shown(config.location))
 
 
 def _announce(config: ServeConfig, base_url: str) -> None:
