@@ -246,7 +246,7 @@ class Tokentape:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             print(line, end="", file=sys.stderr)
-            if found := re.search(r"at (http://\S+)/v1", line):
+            if found := re.search(r"at (http://[^/\s]+)/(?:sessions/NAME/)?v1", line):
                 self.url = found[1]
                 break
         else:

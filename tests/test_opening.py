@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokentape._opening import open_configured, open_renderer
+from tokentape._opening import open_configured, open_renderer, other_sampling
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.engines._pool import EnginePool
 
@@ -42,3 +43,15 @@ def test_what_takes_seconds_is_logged_before_it_begins(
     # What was tried out is kept.
     once = "trying out conversations with the chat template, once per model"
     assert [one.partition(" (")[0] for one in caplog.messages] == [loading, once, loading]
+
+
+def test_sampling_defaults_of_the_folder_that_are_not_used_are_named_with_their_options(tmp_path: Path) -> None:
+    own = {"temperature": 0.7, "top_p": 0.8, "top_k": -1, "repetition_penalty": 1.0, "eos_token_id": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    said = other_sampling(ServeConfig(model=tmp_path))
+    assert "sampled with temperature 1, top_p 1. " in said
+    assert said.endswith("add --default temperature=0.7 --default top_p=0.8")
+    assert "--default top_p=0.8" not in other_sampling(ServeConfig(model=tmp_path, pin={"top_p": 1}))
+    assert other_sampling(ServeConfig(model=tmp_path, default={"temperature": 0.7, "top_p": 0.8})) == ""
+    (tmp_path / "generation_config.json").write_text("[]")
+    assert other_sampling(ServeConfig(model=tmp_path)) == ""

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -18,14 +19,14 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 
 from tokentape._hub import find_model, is_hub_name
-from tokentape.audit._served import FolderModel, serves_model
+from tokentape.audit._served import FolderModel, same_template, serves_model
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
 from tokentape.engines._base import ChatServer, Engine, EngineInfo, LogprobsMode
-from tokentape.engines._guarded import GuardedEngine, ModelCheck
-from tokentape.engines._http import HttpClient, WrongAddress
+from tokentape.engines._guarded import LOOK_SECONDS, GuardedEngine, ModelCheck
+from tokentape.engines._http import HttpClient, WrongAddress, attempt
 from tokentape.engines._identity import refuse_gateway, served_as
 from tokentape.engines._image_processor import find_image_processor
 from tokentape.engines._remote import RemoteEngine
@@ -42,6 +43,12 @@ _log = logging.getLogger("tokentape.serve")
 
 _WAIT_LOG_SECONDS = 5.0
 _WAIT_TICK_SECONDS = 1.0
+
+_SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+"""The gateway's sampling defaults, and other values that mean the same."""
+
+_OWN_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "llamacpp": "/props"}
+"""By kind, a path that no other kind of server has."""
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
@@ -152,15 +159,38 @@ def open_renderer(config: ServeConfig) -> Renderer:
     """Load the model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load`."""
     model = model_folder(config)
     images = find_image_processor(model) if config.engine.kind == "transformers" else None
-    _log.info(
-        "loading tokenizer and chat template from %s (the first time, a large vocabulary takes up to a minute)", model
-    )
+    _log.info("loading tokenizer and chat template from %s (up to a minute the first time, later a few seconds)", model)
     renderer = Renderer.load(model, config.chat_template, images=images, strict_text=config.strict_text)
     # A template that can't be used is refused at once, not after the weights are loaded.
     load_or_certify(renderer, {})
     # The encoder is built with the first text, which takes half a second: no call should wait for it.
     renderer.tokenizer.encode_marked("")
     return renderer
+
+
+def other_sampling(config: ServeConfig) -> str:
+    """Return which sampling defaults of the model's generation_config.json the gateway does not use; empty if none."""
+    try:
+        own = json.loads((model_folder(config) / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        own = None
+    if not isinstance(own, dict) or config.engine.capture:
+        return ""
+    other = {
+        name: own[name]
+        for name, (ours, *same) in _SAMPLING.items()
+        if isinstance(own.get(name), int | float) and own[name] not in (ours, *same)
+        if name not in config.pin and name not in config.default
+    }
+    if not other:
+        return ""
+    ours = ", ".join(f"{name} {_SAMPLING[name][0]}" for name in other)
+    theirs = ", ".join(f"{name} {value}" for name, value in other.items())
+    options = " ".join(f"--default {name}={value}" for name, value in other.items())
+    return (
+        f"calls that don't say otherwise are sampled with {ours}. The model's generation_config.json has {theirs}, "
+        f"which vLLM by itself would use; for that, add {options}"
+    )
 
 
 async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain: Drain | None = None) -> Starlette:
@@ -271,16 +301,38 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
     _log.info("asking %s what it serves, and comparing it with the model folder", url)
     async with _asking(config, url) as http:
         await refuse_gateway(http)
-        engine = await open_engine(
-            config.kind,
-            url,
-            vocab_size=renderer.tokenizer.vocab_size,
-            model=config.model,
-            api_key=config.api_key,
-            timeouts=config.timeouts,
-            verify_prompt=config.verify_prompts,
-        )
-    return engine if guard is None else await guard(engine)
+        try:
+            engine = await open_engine(
+                config.kind,
+                url,
+                vocab_size=renderer.tokenizer.vocab_size,
+                model=config.model,
+                api_key=config.api_key,
+                timeouts=config.timeouts,
+                verify_prompt=config.verify_prompts,
+            )
+        except EngineError as error:
+            if "answered 404" in str(error) and (kind := await _looks_like(http, config.kind)):
+                error.args = (f"{error}. This looks like a server of another kind: --engine {kind}",)
+            raise
+    if guard is None:
+        return engine
+    guarded = await guard(engine)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LOOK_SECONDS):
+            template = await same_template(config.kind, engine.http, engine.info.model, renderer)
+            if template.advice:
+                _log.warning("%s: %s. %s", url.rpartition("@")[2], template.found, template.advice)
+    return guarded
+
+
+async def _looks_like(http: HttpClient, kind: str) -> str | None:
+    """Return the kind of server, other than `kind`, whose own path this server has; None if it has none of them."""
+    for other, path in _OWN_PATHS.items():
+        with suppress(TokentapeError):
+            if other != kind and await attempt(http.get(path)) is not None:
+                return other
+    return None
 
 
 def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None]) -> Guard:

@@ -111,7 +111,8 @@ def test_a_server_with_another_tokenizer_fails_with_the_text_and_where_it_differ
         tokenizer, template = examined(url, renderer)
     assert (tokenizer.status, template.status) == ("fail", "warn")
     assert "[7] at the server from token" in tokenizer.found
-    assert "a question: rendered" in template.found
+    assert "other ids for a question: [" in template.found
+    assert "agents that call the server directly" in template.advice
 
 
 def test_a_server_that_shows_tools_otherwise_is_told_apart(renderer: Renderer) -> None:

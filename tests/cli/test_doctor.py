@@ -32,7 +32,7 @@ def test_a_machine_that_is_fit_is_exit_code_0(run: Run, model_dir: Path, tmp_pat
     assert (done.exit_code, report["ok"]) == (0, True)
     names = [finding["name"] for finding in report["findings"]]
     assert names == [
-        *("versions", "sqlite", "data", "disk", "fsync", "host", "model", "certificate", "engine", "probe"),
+        *("versions", "sqlite", "data", "disk", "fsync", "host", "model", "certificate", "engine", "probe", "logprobs"),
     ]
     assert not (tmp_path / "data").exists()
 
@@ -55,7 +55,9 @@ def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp
         assert "--enable-scale-out" not in done.stdout
         assert "      Else restart vLLM with `--logprobs-mode processed_logprobs`, or keep all calls at" in done.stdout
         vllm.scale_out = False
-        assert "      vLLM runs without --enable-scale-out" in run(*arguments).stdout
+        done = run(*arguments)
+        assert "      vLLM runs without --enable-scale-out" in done.stdout
+        assert "warn  logprobs: the engine reports raw_logprobs, right for every trainer if all calls" in done.stdout
 
 
 def test_a_trainer_is_told_whether_it_can_use_what_is_recorded(run: Run, model_dir: Path, tmp_path: Path) -> None:

@@ -258,3 +258,10 @@ def test_checks_that_nobody_does_are_waited_for_and_told(
 def test_it_works_beside_a_writer(run: Run, data_dir: Path, tmp_path: Path) -> None:
     with SqliteStore.open(data_dir):
         assert run("export", data_dir, "-o", tmp_path / "t.parquet").exit_code == 0
+
+
+def test_an_ending_that_is_no_format_is_refused_with_those_that_are(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    done = run("export", data_dir, "-o", tmp_path / "t.csv")
+    assert (done.exit_code, "neither .jsonl nor .parquet" in done.stderr) == (1, True)
+    assert not (tmp_path / "t.csv").exists()
+    assert run("export", data_dir, "-o", tmp_path / "t.csv", "--format", "jsonl").exit_code == 0

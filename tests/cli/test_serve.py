@@ -20,9 +20,9 @@ from tests.engines.adapters import write_adapter
 from tests.engines.stand_in import LanguageModel, StandIn
 from tests.processes import Command
 from tests.waiting import PATIENCE
-from tokentape._opening import wait_for_engine
+from tokentape._opening import open_configured, wait_for_engine
 from tokentape.chat._renderer import Renderer
-from tokentape.config import EngineConfig
+from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
 from tokentape.errors import EngineError
 from tokentape.gateway._serve import running
@@ -39,7 +39,7 @@ def serving(*arguments: object) -> Iterator[tuple[Command, str]]:
             said = ""
             for line in process.stderr:
                 said += line
-                if found := re.search("at (http://[^ ]+)/v1", line):
+                if found := re.search("at (http://[^ ]+)/sessions/NAME/v1 ", line):
                     yield process, found[1]
                     return
             raise AssertionError(said)
@@ -455,3 +455,35 @@ def test_without_torch_the_way_to_a_server_is_named(run: Run, monkeypatch: pytes
     assert done.exit_code == 1
     assert "pip install 'tokentape[hf]'" in done.stderr
     assert "tokentape serve MODEL --engine vllm --engine-url URL" in done.stderr
+
+
+@pytest.mark.usefixtures("quick_models")
+@pytest.mark.parametrize("other", [False, True])
+def test_another_template_of_the_server_is_logged_and_not_refused(
+    model_dir: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: bool
+) -> None:
+    server = StandIn(renderer, LanguageModel(renderer), root=str(model_dir.resolve()))
+    tokens = server._tokens
+    monkeypatch.setattr(server, "_tokens", lambda body: tokens(body) + [7] * (other and "messages" in body))
+
+    async def open_and_close(url: str) -> None:
+        config = ServeConfig(model=model_dir, engine=EngineConfig(kind="vllm", urls=(url,)))
+        await (await open_configured(config, renderer)).close()
+
+    with running(server.app) as url:
+        asyncio.run(open_and_close(url))
+        said = f"{url}: the server's chat template gives other ids for a question: "
+        assert any(line.startswith(said) and "--chat-template" in line for line in caplog.messages) is other
+
+
+def test_a_server_of_another_kind_is_recognized(renderer: Renderer, model_dir: Path) -> None:
+    async def open_it(url: str) -> None:
+        config = ServeConfig(model=model_dir, engine=EngineConfig(kind="sglang", urls=(url,)))
+        await open_configured(config, renderer)
+
+    with fake_vllm.running() as vllm, pytest.raises(EngineError, match=r"another kind: --engine vllm$"):
+        asyncio.run(open_it(vllm.url))
+
+
+def test_record_is_called_data(run: Run) -> None:
+    assert "No such option: --record (the record's directory is --data)" in run("serve", "--record", "x").stderr

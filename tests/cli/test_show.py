@@ -13,7 +13,7 @@ from tests.records import SETUP, make_chain, make_turn
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel, write_served_model
-from tokentape.types import Provenance, SessionInfo
+from tokentape.types import Provenance, SessionInfo, TokenDistribution
 
 HELLO = [(Provenance.TEMPLATE, "<|im_start|>user\n"), (Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
 
@@ -233,3 +233,20 @@ def test_lanes_keep_to_the_width_of_the_terminal(
 
 def _ids(renderer: Renderer, text: str) -> list[int]:
     return renderer.tokenizer.encode_plain(text)
+
+
+def test_an_unknown_session_comes_with_names_like_it(run: Run, data_dir: Path) -> None:
+    assert run("show", data_dir, "fork").stderr == "error: there is no session 'fork'; did you mean 'forked'?\n"
+    assert run("show", data_dir, "zzz").stderr == "error: there is no session 'zzz'\n"
+
+
+def test_why_the_logprobs_are_others_is_said_and_unknown_weights_are_not(run: Run, tmp_path: Path) -> None:
+    sampled = TokenDistribution(penalties=False, temperature=0.7, truncation=True, grammar=False)
+    recorded = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
+    turn = make_turn("s", 0, sampled_from=sampled, logprobs_of=recorded, weight_version="unknown")
+    with SqliteStore.open(tmp_path / "data") as store:
+        asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn))
+    shown = run("show", tmp_path / "data", "s").stdout
+    why = "turn 0 was sampled with temperature 0.7 (logprobs: 1.0), truncation True (logprobs: False)"
+    assert f"other logprobs: {why}" in " ".join(shown.split())
+    assert "weights" not in shown

@@ -53,7 +53,7 @@ class Served:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"at (http://\S+)/v1", line):
+            if found := re.search(r"at (http://\S+)/sessions/NAME/v1", line):
                 self.url = found[1]
                 self.ready.set()
         self.ready.set()

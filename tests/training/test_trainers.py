@@ -189,11 +189,11 @@ def test_what_is_said_of_a_mode_is_what_the_exports_do(trainer: str, mode: str) 
     ("mode", "engine", "level", "begins", "ends"),
     [
         ("processed", "vllm", "INFO", "right for TRL, verl", "Agent Lightning"),
-        ("raw", "vllm", "WARNING", "right for Tinker; right at temperature 1 only for TRL", PIN),
+        ("raw", "vllm", "WARNING", "right for every trainer if all calls have temperature 1", PIN),
         ("raw", "vllm", "WARNING", "", f"restart vLLM with `--logprobs-mode processed_logprobs`, or {PIN}"),
-        ("raw", "llamacpp", "WARNING", "", f"Agent Lightning; {PIN}"),
+        ("raw", "llamacpp", "WARNING", "", f"the default. For other temperatures {PIN}"),
         ("penalised", "sglang", "WARNING", "", f"restart SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or {PIN}"),
-        ("unverified", "vllm", "WARNING", "not for", "Agent Lightning"),
+        ("unverified", "vllm", "WARNING", "not for", "or the embedded engine"),
     ],
 )
 def test_one_line_says_whom_a_mode_serves_and_what_to_do(
@@ -205,4 +205,4 @@ def test_one_line_says_whom_a_mode_serves_and_what_to_do(
     (line,) = caplog.records
     assert line.levelname == level
     assert line.getMessage().startswith(f"the engine reports {mode}_logprobs, {begins}")
-    assert line.getMessage().endswith(ends)
+    assert line.getMessage().removesuffix(".").endswith(ends)

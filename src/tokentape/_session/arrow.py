@@ -43,7 +43,7 @@ Sink: TypeAlias = str | Path | IO[bytes]
 
 
 def parquet_library(
-    help_text: str = "pip install 'tokentape[parquet]', or use JSON lines (a file named .jsonl)",
+    help_text: str = "pip install 'tokentape[parquet]', or write JSON lines, to a file named .jsonl",
 ) -> ModuleType:
     """Return `pyarrow.parquet`. Raises `UnsupportedParameter` if it is missing; `help_text` says how to install it."""
     try:

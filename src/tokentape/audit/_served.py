@@ -264,8 +264,12 @@ def _telling(name: str) -> bool:
 
 
 async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
-    """Compare the server's ids of conversations with ours. A difference matters only if the server renders prompts."""
-    name, advice = "template", "Nothing is sampled from its rendering unless you capture; see `chat_template`."
+    """Compare the server's ids of conversations with ours. Only a difference is a warning with advice."""
+    name = "template"
+    advice = (
+        "The gateway renders with the folder's template, so agents that call the server directly get another prompt. "
+        "To have the server's, use its model folder, or give its template with --chat-template."
+    )
     compared = 0
     for what, (messages, tools) in _CONVERSATIONS.items():
         try:
@@ -279,7 +283,8 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
             continue
         compared += 1
         if theirs != ours:
-            return CheckResult(name, "warn", f"{what}: rendered, it has the ids {around(ours, theirs)}", advice)
+            found = f"the server's chat template gives other ids for {what}: {around(ours, theirs)}"
+            return CheckResult(name, "warn", found, advice)
     if not compared:
         return CheckResult(name, "warn", "not compared: this server renders none of the conversations")
     return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")

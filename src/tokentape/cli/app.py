@@ -80,7 +80,8 @@ class _Commands(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise
             named = ctx.command_path if error.ctx is None else error.ctx.command_path
-            typer.echo(f"error: {error.format_message()}\nSee: {named} --help", err=True)
+            hint = " (the record's directory is --data)" if getattr(error, "option_name", "") == "--record" else ""
+            typer.echo(f"error: {error.format_message()}{hint}\nSee: {named} --help", err=True)
             raise typer.Exit(2) from None
         except (TokentapeError, OSError) as error:
             if ctx.params["debug"] or isinstance(error, BrokenPipeError):

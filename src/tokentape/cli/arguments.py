@@ -82,7 +82,7 @@ StoreLocation: TypeAlias = Annotated[
     typer.Argument(
         metavar="STORE",
         callback=_record,
-        help="Data directory of a gateway, running or not; postgresql://user@host/database; or an archive.",
+        help="Data directory of a gateway (its --data), running or not; postgresql://user@host/database; an archive.",
     ),
 ]
 

@@ -27,8 +27,9 @@ def doctor(
 ) -> None:
     """Check what `tokentape serve` needs, before it needs it.
 
-    Takes the arguments of `tokentape serve`. Every check is ok, warn or fail, with what to do. May run beside a
-    gateway. Exits with 1 if one fails.
+    Takes the arguments of `tokentape serve` too, for example: tokentape doctor Qwen/Qwen3-8B --engine vllm
+    --engine-url http://127.0.0.1:8000 --data runs/serve. Every check is ok, warn or fail, with what to do. May run
+    beside a gateway. Exits with 1 if one fails.
     """
     if trainer is not None and trainer.lower() not in TRAINERS:
         raise typer.BadParameter(f"{trainer!r} is none of {', '.join(sorted(TRAINERS))}", param_hint="--trainer")

@@ -38,7 +38,7 @@ from tokentape.store import SqliteStore
 from tokentape.store._lock import LOCK_NAME, DirectoryLock
 from tokentape.store._postgres import PostgresStore, without_password
 from tokentape.store._sqlite import DATABASE_NAME
-from tokentape.training._trainers import served
+from tokentape.training._trainers import served, served_to_all
 
 _LIBRARIES = ("tokenizers", "jinja2", "numpy", "sqlalchemy", "starlette", "uvicorn", "transformers", "torch")
 _LITTLE_SPACE = 5 * 2**30
@@ -200,12 +200,16 @@ def certified(certificate: Certificate) -> CheckResult:
 async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[CheckResult]:
     try:
         engine = await open_configured(config, renderer, check=False)
-    except (TokentapeError, OSError, ImportError) as error:
-        return [CheckResult("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
+    except ImportError as error:
+        advice = "Run: pip install 'tokentape[hf]'. Or name a server with --engine and --engine-url: it needs no torch."
+        return [CheckResult("engine", "fail", str(error), advice)]
+    except (TokentapeError, OSError) as error:
+        advice = "Check that it runs, and its address and API key." if config.engine.urls else "Name another model."
+        return [CheckResult("engine", "fail", str(error), advice)]
     try:
         findings = [CheckResult("engine", "ok", _described(engine)), await probe(engine, renderer)]
-        if trainer is not None:
-            findings.append(served(trainer, engine.info.logprobs_mode, engine.info.name))
+        mode, name = engine.info.logprobs_mode, engine.info.name
+        findings.append(served_to_all(mode, name) if trainer is None else served(trainer, mode, name))
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
             try:

@@ -82,6 +82,7 @@ def export(
     trained are not trained elsewhere. In ATIF and in a trainer's format they are: the first row with a turn trains it.
     In a trainer's format a row is a sample, and all samples are held in memory.
     """
+    unnamed = file_format is None
     if file_format is None:
         file_format = "jsonl" if output.suffix == ".jsonl" else "parquet"
     for_trainer = file_format not in ("parquet", "jsonl", "atif")
@@ -95,6 +96,8 @@ def export(
     counts = ExportCounts()
     refused: dict[str, str] = {}
     refuse_output(output)
+    if unnamed and output.suffix not in ("", ".jsonl", ".parquet"):
+        raise InvalidRequest(f"{output} ends with neither .jsonl nor .parquet; rename it, or give --format", "output")
     with open_record(location, read_only=True) as store, working("exporting") as status:
         now: StoredSession | None = None
 

@@ -22,6 +22,7 @@ from tokentape._opening import (
     model_name,
     open_app,
     open_renderer,
+    other_sampling,
     served_model,
     synchronous,
     wait_for_engine,
@@ -166,14 +167,17 @@ def _serve(
         drain=drain,
         listener=listener,
     )
+    _log.info("stopped; everything that was answered is in %s", shown(config.location))
 
 
 def _announce(config: ServeConfig, base_url: str) -> None:
     by = "" if config.workers == 1 else f" with {config.workers} workers"
-    record = shown(config.location)
     _log.info(
-        "serving %s at %s/v1%s, recording to %s; viewer at %s/view", model_name(config), base_url, by, record, base_url
+        "serving %s%s at %s/sessions/NAME/v1 (choose a NAME per run), recording to %s; viewer at %s/view",
+        *(model_name(config), by, base_url, shown(config.location), base_url),
     )
+    if differs := other_sampling(config):
+        _log.info("%s", differs)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -19,11 +20,14 @@ from tokentape.store import Store
 from tokentape.store._reads import lineage_of
 from tokentape.store._served_model import served_tokenizer
 
+_NEAR = 1000
+"""Number of sessions to look for similar names in."""
+
 
 def show(
     location: StoreLocation,
     session: Annotated[str | None, typer.Argument(metavar="SESSION", help="Id of a session.")] = None,
-    leaf: Annotated[int | None, option("Show the branch that ends with turn N. Default: the newest.", "N")] = None,
+    leaf: Annotated[int | None, option("The last turn of the branch to show. Default: the newest.", "N")] = None,
     ids: Annotated[bool, flag("Print the token ids under each text.", "--ids")] = False,
     lanes: Annotated[
         bool, flag("Under each text: where tokens begin, loss, logprobs, and what would drift.", "--lanes")
@@ -41,7 +45,11 @@ def show(
         if session is None:
             _list(store, as_json)
             return
-        stored = store.load_session(session, per_token=as_json)
+        try:
+            stored = store.load_session(session, per_token=as_json)
+        except NotFound as error:
+            near = get_close_matches(session, (one.info.session_id for one in store.sessions(limit=_NEAR)), cutoff=0.5)
+            raise NotFound(f"{error}; did you mean {' or '.join(map(repr, near))}?" if near else str(error)) from None
         edges = lineage_of(store.load_session, stored)
         branches = {one.leaf: one for one in stored.trajectories(unread=True, edges=edges)}
         if not branches:

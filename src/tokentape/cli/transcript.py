@@ -44,6 +44,7 @@ _LEGEND = """\
 loss: | begins a token; = trained, - not (a digit: tokens of one character)
 logprob: from ▁ likely (probability above 0.37) to █ unlikely (below 0.001)
 drift: ^~~ tokenizing the text again gives other tokens here, and which kind"""
+_FIELDS = ("temperature", "truncation", "penalties", "grammar")
 _GUTTER = max(len(code.name) for code in Provenance)
 _SEPARATOR = " | "
 _STEPS = "▁▂▃▄▅▆▇█"
@@ -72,6 +73,8 @@ def transcript(
         f"verdict {trajectory.verdict}; {role}{reward}; {len(trajectory.token_ids)} tokens, {sampled} sampled, "
         f"{int(trajectory.loss_mask.sum())} with loss"
     )
+    if other := _other_logprobs(trajectory):
+        yield Text(other)
     if len(leaves) > 1:
         yield Text(f"branches end with turns {_joined(leaves)}: choose one with --leaf")
     if lanes is not None:
@@ -102,6 +105,20 @@ def transcript(
         start = end
 
 
+def _other_logprobs(trajectory: Trajectory) -> str:
+    """Say why the verdict has `other logprobs`, for the first such turn; empty if it has not."""
+    turns = zip(trajectory.turns, trajectory.sampled_from, trajectory.logprobs_of, strict=True)
+    for turn, sampled, recorded in turns:
+        if sampled is not None and recorded is not None and sampled.same_as(recorded) is False:
+            parts = [
+                f"{name} {getattr(sampled, name)} (logprobs: {getattr(recorded, name)})"
+                for name in _FIELDS
+                if getattr(sampled, name) != getattr(recorded, name)
+            ]
+            return f"other logprobs: turn {turn} was sampled with {', '.join(parts)}"
+    return ""
+
+
 def _headline(turn: Turn, trained: bool) -> str:
     parts = [f"turn {turn.seq}"]
     if turn.fork is not None:
@@ -109,7 +126,8 @@ def _headline(turn: Turn, trained: bool) -> str:
     parts.append(f"{len(turn.added_ids)} added, {len(turn.completion_ids)} sampled")
     called = turn.finish_reason == "stop" and turn.reply.get("tool_calls")
     parts.append(f"ended by {turn.finish_reason}{' (tool_calls for the client)' if called else ''}")
-    parts.append(f"weights {turn.weight_version}")
+    if turn.weight_version != "unknown":
+        parts.append(f"weights {turn.weight_version}")
     if not trained:
         parts.append("no loss: an earlier branch trains it")
     return readable("-- " + " | ".join(parts))

@@ -72,7 +72,7 @@ class Client:
 
         `pin` are sampling parameters that no call in it can change, {"temperature": 1.0} for example, `default` those
         of calls that don't name them. A session that exists already is taken up where it is; giving anything else for
-        one raises `Conflict`.
+        one raises `Conflict`. So a wrong id makes a new, empty session; `sessions` lists those that exist.
         """
         made = self._send(calls.create_session(session_id, metadata, pin, default))
         session = ClientSession(self, made or str(session_id))

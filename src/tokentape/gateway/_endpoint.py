@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -41,6 +42,8 @@ from tokentape.gateway._prefix import MessagesSpan, RequestBody
 from tokentape.gateway._turns import Turns
 from tokentape.store import Store
 from tokentape.types import Message
+
+_log = logging.getLogger("tokentape.gateway")
 
 _RETRIED_WITHIN = 900.0
 """Seconds after a call in which a retry without a key is looked for in the record."""
@@ -161,6 +164,17 @@ class AnonymousSessions:
         self._store = store
         self._most = most
         self._recent: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._warned = False
+
+    def note(self, messages: Sequence[Message]) -> None:
+        """Log a warning, once, if a call without a session continues a conversation: its turns can't be joined."""
+        if not self._warned and any(message["role"] in ("assistant", "tool") for message in messages):
+            self._warned = True
+            _log.warning(
+                "a call that names no session brings earlier replies. Each such call is a session of its own, so its "
+                "turns are not joined to one trajectory: set the agent's base URL to .../sessions/NAME/v1, or send the "
+                "header X-Session-Id. (Logged once)"
+            )
 
     async def session_id(self, owner: str, attempt: Attempt) -> str:
         """Return the id of a call's session.
@@ -256,6 +270,8 @@ class Endpoint:
             turns.enforce_tools,
         )
         decoded, known = await self._decode(body, parsed, span, context)
+        if session_id is None:
+            self.gateway.anonymous.note(decoded.turn.messages)
         hint = request.headers.get("x-session-id")
         turn = replace(
             decoded.turn,

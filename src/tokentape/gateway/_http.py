@@ -88,8 +88,22 @@ def read_as(value: Any, kind: type[_T]) -> _T:
         reason, where = explain(error)
         if reason.startswith("invalid enum value"):
             # msgspec quotes the value, which is the caller's text.
-            reason = "this value is not one of those allowed"
+            reason = f"this value is not one of those allowed{_allowed(kind, where)}"
         raise InvalidRequest(f"{where or 'the body'}: {reason}", re.split(r"[.\[]", where)[0] or None) from None
+
+
+def _allowed(kind: type, where: str) -> str:
+    """Return the values that a field allows, in parentheses; empty if its type does not list them in one way."""
+    found: Any = msgspec.inspect.type_info(kind)
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", ".*", where)):
+        if name == "*":
+            found = getattr(found, "item_type", None)
+        else:
+            found = next((one.type for one in getattr(found, "fields", ()) if one.encode_name == name), None)
+        if isinstance(found, msgspec.inspect.UnionType):
+            some = [one for one in found.types if not isinstance(one, msgspec.inspect.NoneType)]
+            found = some[0] if len(some) == 1 else None
+    return f": {', '.join(map(str, found.values))}" if isinstance(found, msgspec.inspect.LiteralType) else ""
 
 
 def explain(error: msgspec.ValidationError) -> tuple[str, str]:

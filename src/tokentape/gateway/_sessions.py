@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -38,6 +39,8 @@ from tokentape.types import Reward, SessionInfo, TokenValues, Trajectory, Turn, 
 PARQUET = "application/vnd.apache.parquet"
 
 MAX_PAGE = 1000
+
+_log = logging.getLogger("tokentape.gateway")
 
 
 class NewSession(Struct, forbid_unknown_fields=True):
@@ -310,6 +313,9 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
             _turn(session, wanted.turn)
         elif wanted.leaf is not None:
             _check_leaf(session, wanted.leaf)
+        if not session.turns and not turns.store.shared:
+            # It may come before the first turn, but more often the name is wrong and has just been created.
+            _log.warning("session %r gets a reward and has no turns yet: is its name right?", session_id)
         given = Reward(session_id, wanted.turn, wanted.value, time.time(), wanted.leaf)
         await turns.store.write(given)
         return json_response(reward_view(given), 201)

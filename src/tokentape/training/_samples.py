@@ -347,8 +347,8 @@ def _group(trajectory: Trajectory, group: str | Callable[[Trajectory], str] | No
         return None if group is None else group(trajectory)
     if group not in trajectory.metadata:
         raise InvalidRequest(
-            f"session {trajectory.session_id!r} has no {group!r} in its metadata to name its group; give one, or a "
-            "function from trajectory to group",
+            f"session {trajectory.session_id!r} has no {group!r} in its metadata to name its group. Give it when the "
+            f"session is made: client.session(ID, metadata={{{group!r}: ...}}); in Python a function names groups too",
             "group",
         )
     value = trajectory.metadata[group]

@@ -182,14 +182,23 @@ def _remedy(engine: str) -> str:
     return f"{other}keep all calls at temperature 1 with `tokentape serve --pin temperature=1.0`"
 
 
+def served_to_all(logprobs_mode: str, engine: str) -> CheckResult:
+    """Check whether every trainer can use an engine's logprobs: `ok`, or a warning with what to do."""
+    from tokentape.audit._served import CheckResult
+
+    found = {name: served(name, logprobs_mode, engine) for name in TRAINERS}
+    statuses = {one.status for one in found.values()}
+    says, names = f"the engine reports {logprobs_mode}", ", ".join(one.name for one in TRAINERS.values())
+    if statuses == {"ok"}:
+        return CheckResult("logprobs", "ok", f"{says}, right for {names}")
+    if "fail" in statuses:
+        return CheckResult("logprobs", "warn", f"{says}, not for {names}", found["trl"].advice)
+    found_at_1 = f"{says}, right for every trainer if all calls have temperature 1, the default"
+    return CheckResult("logprobs", "warn", found_at_1, f"For other temperatures {_remedy(engine)}.")
+
+
 def log_served(log: logging.Logger, logprobs_mode: str, engine: str) -> None:
     """Log for which trainers an engine's logprobs are right and, as a warning, what to do for the others."""
-    by_status: dict[str, list[str]] = {}
-    for name, about in TRAINERS.items():
-        by_status.setdefault(served(name, logprobs_mode).status, []).append(about.name)
-    words = {"ok": "right for", "warn": "right at temperature 1 only for", "fail": "not for"}
-    parts = [f"{words[status]} {', '.join(by_status[status])}" for status in words if status in by_status]
-    if "warn" in by_status:
-        parts.append(_remedy(engine))
-    level = logging.INFO if by_status.keys() == {"ok"} else logging.WARNING
-    log.log(level, "the engine reports %s, %s", logprobs_mode, "; ".join(parts))
+    check = served_to_all(logprobs_mode, engine)
+    level = logging.INFO if check.status == "ok" else logging.WARNING
+    log.log(level, "%s", f"{check.found}. {check.advice}" if check.advice else check.found)
