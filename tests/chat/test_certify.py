@@ -322,6 +322,21 @@ def test_reasoning_that_only_a_word_of_a_new_message_drops_is_not_append_only(mo
     assert (user.append_only, user.counterexample[-1]["content"]) == ("no", "/no_think")
 
 
+BRIEF_BY_SYSTEM = """{%- set ns = namespace(brief=false) -%}{%- for m in messages -%}
+{%- if m.role == 'system' and '/brief' in m.content -%}{%- set ns.brief = true -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}{%- if m.role == 'user' and ns.brief %} Be brief.{% endif -%}<|im_end|>{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_each_new_message_may_change_what_stands_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "system+user/no-tools")
+    found = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(BRIEF_BY_SYSTEM))).continuations
+    (system,) = [one for one in found if one.name == "system+user/no-tools"]
+    assert (system.append_only, system.counterexample[-2]["content"]) == ("no", "/brief")
+
+
 COUNTED_CALLS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {{ m.content }}{% for t in m.tool_calls or [] %}{{ ('one', 'two', 'three')[loop.index0] -}}
 [[call {{ t.function.name }} {{ t.function.arguments | tojson }}]]{%- endfor -%}<|im_end|>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from string import ascii_lowercase
 from typing import TypeVar
@@ -153,8 +154,8 @@ class Continuations:
                 if depends and rewritten is not None:
                     return depends, rewritten
             # Said by a new message, they may change what stands before it.
-            later = (*new[:-1], self._with(new[-1], content=words))
-            for turn in (reply, thinking) if rewritten is None else ():
+            said_by = [(*new[:n], self._with(one, content=words), *new[n + 1 :]) for n, one in enumerate(new)]
+            for later, turn in itertools.product(said_by, (reply, thinking)) if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
                     full = self._marked((*shortest, turn, *later), generate=True)
                     reason = self._rewrites(shortest, turn, full, self._suffix(turn, later, shortest))
