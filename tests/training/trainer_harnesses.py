@@ -26,7 +26,7 @@ def nemo_gym() -> dict[str, Any]:
     import torch
     from nemo_gym import server_utils
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-    from responses_api_models.vllm_model.app import VLLMModelConfig
+    from responses_api_models.vllm_model.app import VLLMModel, VLLMModelConfig
 
     from tokentape.training.nemo_rl import PolicyGateway
 
@@ -89,7 +89,9 @@ def nemo_gym() -> dict[str, Any]:
             uses_reasoning_parser=True,
         )
         server_client = server_utils.ServerClient.model_construct(global_config_dict={})
-        model = from_page("SessionModel")(config=model_config, server_client=server_client)
+        model_class = from_page("SessionModel")
+        assert issubclass(model_class, VLLMModel)
+        model = model_class(config=model_config, server_client=server_client)
 
         async def rollouts(url: str) -> list[list[Any]]:
             outputs = []

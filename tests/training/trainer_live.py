@@ -477,6 +477,7 @@ def prime_rl_algo() -> dict[str, Any]:
 def tinker_cookbook() -> dict[str, Any]:
     """The cookbook's rollouts of groups, its advantages and its data; only Tinker's sampling client is replaced."""
     import tinker
+    from tinker_cookbook.completers import TinkerTokenCompleter
     from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
     from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
     from tinker_cookbook.rl.rollouts import do_group_rollout_and_filter_constant_reward
@@ -487,6 +488,10 @@ def tinker_cookbook() -> dict[str, Any]:
     class Rollouts(AgentRollouts, RolloutStrategy):
         agent = "tests.training.trainer_live.by_number"
         model_dir, max_context = MODEL, 500
+
+        async def execute(self, env_group_builder: Any, policy: Any) -> Any:
+            assert isinstance(policy, TinkerTokenCompleter)
+            return await super().execute(env_group_builder, policy)
 
     class Tasks(EnvGroupBuilder):
         def __init__(self, *numbers: int) -> None:
