@@ -132,12 +132,6 @@ def test_shutdown_closes_engine_and_store(renderer: Renderer, store: SqliteStore
         store.load_session("s")
 
 
-def test_the_root_names_where_agents_and_browsers_go(gateway_url: str) -> None:
-    message = httpx2.get(gateway_url).json()["error"]["message"]
-    assert "/sessions/NAME/v1" in message
-    assert "/view" in message
-
-
 def test_a_role_that_is_none_comes_with_those_that_are(gateway_url: str) -> None:
     body = {"messages": [{"role": "robot", "content": "hi"}]}
     message = httpx2.post(f"{gateway_url}/v1/chat/completions", json=body).json()["error"]["message"]

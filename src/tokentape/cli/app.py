@@ -80,8 +80,9 @@ class _Commands(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise
             named = ctx.command_path if error.ctx is None else error.ctx.command_path
-            hint = " (the record's directory is --data)" if getattr(error, "option_name", "") == "--record" else ""
-            typer.echo(f"error: {error.format_message()}{hint}\nSee: {named} --help", err=True)
+            if getattr(error, "option_name", "") == "--record":
+                error.possibilities = ["--data"]  # the names are not alike
+            typer.echo(f"error: {error.format_message()}\nSee: {named} --help", err=True)
             raise typer.Exit(2) from None
         except (TokentapeError, OSError) as error:
             if ctx.params["debug"] or isinstance(error, BrokenPipeError):

@@ -197,8 +197,6 @@ def _nearest(request: Request) -> str:
     known = {route.path for route in request.app.routes if isinstance(route, Route)}
     served = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
     like = difflib.get_close_matches(path, served, n=1)
-    if request.url.path == "/":
-        return "; agents call /sessions/NAME/v1, and a browser shows the record at /view"
     return f"; did you mean {prefix}{like[0]}?" if like else ""
 
 
