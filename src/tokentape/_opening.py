@@ -48,7 +48,7 @@ _SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)
 """The gateway's sampling defaults, and other values that mean the same."""
 
 _OWN_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "llamacpp": "/props"}
-"""By kind, a path that no other kind of server has."""
+"""By kind, a path that the other kinds do not have. (vLLM in development mode also has `/server_info`.)"""
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 

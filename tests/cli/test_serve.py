@@ -72,6 +72,7 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
         httpx2.post(f"{url}/sessions/truncated/v1/chat/completions", json=truncated).raise_for_status()
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
+        assert f"stopped; everything that was answered is in {data}" in process.stderr.read()
     assert reply["model"] == "shop"
     assert recorded(data, "s") == reply["choices"][0]["token_ids"]
     assert recorded(data, "with") == other["choices"][0]["token_ids"]
