@@ -142,3 +142,15 @@ def test_an_engine_that_says_something_else_the_second_time_is_a_warning(rendere
 def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:
     finding = asyncio.run(probe(ScriptedEngine(renderer, ["", ""]), renderer))
     assert finding.status == "fail"
+
+
+def test_without_torch_the_advice_is_its_extra(
+    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def missing(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    monkeypatch.setattr("tokentape.cli.examination.open_configured", missing)
+    *_, line, advice = run("doctor", model_dir, "--data", tmp_path).stdout.splitlines()
+    assert line == "fail  engine: No module named 'torch'"
+    assert advice.strip().startswith("Run: pip install 'tokentape[hf]'")

@@ -265,3 +265,9 @@ def test_an_ending_that_is_no_format_is_refused_with_those_that_are(run: Run, da
     assert (done.exit_code, "neither .jsonl nor .parquet" in done.stderr) == (1, True)
     assert not (tmp_path / "t.csv").exists()
     assert run("export", data_dir, "-o", tmp_path / "t.csv", "--format", "jsonl").exit_code == 0
+
+
+def test_a_group_that_no_session_names_comes_with_where_to_give_it(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "trl", "--group", "quiz")
+    assert done.exit_code == 1
+    assert "client.session(ID, metadata={'quiz': ...})" in done.stderr
