@@ -175,3 +175,17 @@ def test_each_text_is_cut_into_runs_once(monkeypatch: pytest.MonkeyPatch) -> Non
     lineage(t.session)
     assert len(cut) > 20
     assert cut.most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("question", "kinds"), [("How high is the Eiffel Tower?", []), ("Search the tower.", ["subagent"])]
+)
+def test_a_run_that_is_started_again_is_no_subagent_of_the_run_before(question: str, kinds: list[str]) -> None:
+    """The first run gives a tool the second run's question, which is its own in the first case."""
+    arguments = '{"query": "How high is the Eiffel Tower?"}'
+    search = {"id": "c", "type": "function", "function": {"name": "search", "arguments": arguments}}
+    session = Session(SessionInfo("s", 0.0))
+    calling = {"role": "assistant", "content": None, "tool_calls": [search]}
+    session.add(make_turn(0, None, [user(question)], calling))
+    session.add(make_turn(1, None, [user("How high is the Eiffel Tower?")], said("330 m")))
+    assert [edge.kind for edge in lineage(session)] == kinds

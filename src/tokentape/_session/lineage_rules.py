@@ -120,7 +120,9 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
         return None
     returned = branches.returned.get(branch.turn.seq)
     spawn, named = _spawner(branches, branches.earlier(branch), branch)
-    if spawn is not None and named:
+    # A run that is started again does not come from the run before, even if that gave its question to a tool.
+    again = spawn is not None and _same_request(branches, branches.turns[branches.root[spawn.seq]], branch.turn)
+    if spawn is not None and named and not again:
         # A summary or a title quotes a call's arguments with the history around them.
         exact = not branch.tasks.isdisjoint(branches.arguments(spawn))
         aside = None if exact or not branches.single(branch) else _over_history(branches, branch)[1]
@@ -141,6 +143,10 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
         if parent.system != branch.system and messages[-1].get("role") == "tool" and not branches.single(branch):
             return edge("subagent", branch, handed, "history goes on under another system prompt and tools", 0.8)
     return None
+
+
+def _same_request(branches: Branches, one: Turn, other: Turn) -> bool:
+    return one.setup == other.setup and branches.keys[one.seq][:-1] == branches.keys[other.seq][:-1]
 
 
 def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
