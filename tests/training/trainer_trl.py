@@ -94,6 +94,8 @@ def trl() -> dict[str, Any]:
 
 def trl_async() -> dict[str, Any]:
     """What `AsyncGRPOTrainer` packs of the samples of our worker; only vLLM is replaced."""
+    import trl.experimental.async_grpo  # noqa: F401 - fails here where TRL is missing
+
     from tokentape.training.trl import GatewayWorker
 
     with live.ledger_gateway() as url, Client(url) as client:
