@@ -61,7 +61,7 @@ def test_the_description_on_an_index_has_no_relative_links(built: Path) -> None:
         (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         text = archive.read(name).decode().split("\n\n", 1)[1]
     assert "# Tokentape" in text
-    assert "Run with vLLM explains" in " ".join(text.split())
+    assert "Run with vLLM and Run with SGLang explain" in " ".join(text.split())
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("https://")] == []
     assert "<!--" not in text
 
