@@ -119,6 +119,9 @@ RESERVATIONS = {
     ),
 }
 
+GRPO = ("exact", "forked", "closed", "captured", "captured with drift", "bridge unchecked", "kept partial")
+"""The verdicts and reservations whose rows say Yes."""
+
 HEAD = "<!-- Written by scripts/reference_tables.py. -->"
 
 
@@ -205,13 +208,30 @@ def verdicts() -> Iterator[str]:
     yield from _head("Verdicts")
     yield "The verdict of a branch is a word, for a fork with its cause, and then reservations: `exact`,"
     yield "`forked: sibling`, `exact, model unverified`. `tokentape export --verdict` and `KeepVerdicts` select by it."
-    yield "`exact` alone selects no branch that has a reservation. To include one, list it: `--verdict 'exact,model"
-    yield "unverified'` selects `exact` branches with or without it. `tokentape show STORE` lists the verdicts of all"
-    yield "sessions, `tokentape show STORE SESSION` shows for each fork where it comes from and which message differs."
+    yield "`tokentape show STORE` lists the verdicts of all sessions, `tokentape show STORE SESSION` shows for each"
+    yield "fork where it comes from and which message differs."
+    yield ""
+    yield "A filter is a list. A branch passes if the list has its word and each of its reservations. So `exact`"
+    yield "selects no branch with a reservation, `exact,model unverified` selects `exact` branches with and without"
+    yield "this one, and `exact,forked:branched` selects two kinds of branches. `forked` selects every fork,"
+    yield "`forked:sibling` those of one cause; labels print it as `forked: sibling`, with a space."
+    yield ""
+    yield "For GRPO, this list takes every row below that says *Yes*:"
+    yield ""
+    verdict.check_verdicts(GRPO)
+    yield from ("```text", f"--verdict '{','.join(GRPO)}'", "```", "")
+    yield from ("```python", f"GRPO = {list(GRPO)}".replace("'", '"'))
+    yield from ("made = assemble(trajectories, select=[KeepVerdicts(GRPO)])", "```", "")
+    yield "Adapters for live training don't filter by verdict: they give the trainer every branch, and a"
+    yield "[stop rule](../how-to/train-live.md#stop-rule-and-trackers) can halt the run. Only TRL's take `select`, as"
+    yield "`assemble` does."
     yield ""
     yield from _table(("word", "meaning", "train it?"), [(f"`{one}`", *VERDICTS[one]) for one in verdict.VERDICTS])
     yield ""
     yield from _table(("cause of a fork", "meaning"), [(f"`{name}`", text) for name, text in _causes()])
+    yield ""
+    yield "Harnesses that start subagents, ask for titles, summarize or edit their history fork most"
+    yield "([which ones](../how-to/connect-an-agent.md#harnesses)). Those that only append seldom do."
     yield ""
     reservations = [(f"`{one}`", *RESERVATIONS[one]) for one in verdict.RESERVATIONS]
     yield from _table(("reservation", "meaning", "train it?"), reservations)
@@ -220,7 +240,8 @@ def verdicts() -> Iterator[str]:
 def _causes() -> Iterator[tuple[str, str]]:
     return iter(
         {
-            "sibling": "The same messages were answered before: a retry, `n` > 1, or two calls at once.",
+            "sibling": "The same messages were answered before: a repeat that did not mark itself as a retry, "
+            "`n` > 1, or two calls at once.",
             "branched": "An earlier turn is continued in another way.",
             "edited_history": "The messages match no recorded turn: the agent changed or shortened its history.",
             "new_setup": "Tools or template settings changed.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -45,6 +46,16 @@ def test_the_script_runs_until_the_tokenizer_changes(model: Path) -> None:
     exec(BLOCKS["python"], {})
     with pytest.raises(TokenizationChanged, match="'<new>' is new"):
         exec(BLOCKS["python"].replace("tokentape.check", "tokenizer.add_tokens(['<new>'])\ntokentape.check"), {})
+
+
+def test_the_audit_fails_if_transformers_loads_another_tokenizer(model: Path) -> None:
+    pytest.importorskip("transformers")
+    (audit,) = re.findall(r"run: tokentape (audit .*)", BLOCKS["upgrade"])
+    assert run(audit) == 0
+    config = model / "tokenizer_config.json"
+    loaded = json.loads(config.read_bytes()) | {"additional_special_tokens": ["<new>"]}
+    config.write_text(json.dumps(loaded), encoding="utf-8")
+    assert run(audit) == 1
 
 
 def test_the_page_counts_the_inputs_right() -> None:

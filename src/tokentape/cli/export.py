@@ -53,8 +53,8 @@ def export(
     verdict: Annotated[
         str | None,
         option(
-            "Only these verdicts: exact, forked, forked:WHY, closed, captured; commas between. Branches with a "
-            "reservation only if it is listed too: 'exact,model unverified'.",
+            "Only these verdicts, with commas between: exact, forked, forked:WHY, closed, captured, captured with "
+            "drift. Branches with a reservation only if it is listed too: 'exact,model unverified'.",
             "LIST",
         ),
     ] = None,
