@@ -55,7 +55,8 @@ def test_only_branches_of_the_roles_wanted_are_written(run: Run, data_dir: Path,
     for roles, count in (("main", 3), ("main,subagent", 3)):
         assert run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", roles).exit_code == 0
         assert [one.role for one in read_jsonl(tmp_path / "t.jsonl")] == ["main"] * count
-    assert run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", "side_call").exit_code == 3
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", "side_call")
+    assert (done.exit_code, "left out by --roles: 3 x 'main'" in done.stderr) == (3, True)
     assert "unknown role 'sub'" in run("export", data_dir, "-o", tmp_path / "t.jsonl", "--roles", "sub").stderr
 
 
@@ -134,6 +135,7 @@ def test_sessions_that_a_trainer_refuses_can_be_left_out(run: Run, data_dir: Pat
     done = run(*given, "--skip-refused")
     assert done.exit_code == 0
     assert "left out by --skip-refused: session 'cut'" in done.stderr
+    assert "left out by --skip-refused: sessions 1 of 3" in done.stderr
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 3
     counts = json.loads(run(*given, "--skip-refused", "--json").stdout)
     assert (counts["trajectories"], list(counts["refused"])) == (3, ["cut"])
@@ -166,6 +168,7 @@ def test_json_counts_what_was_written(run: Run, data_dir: Path, tmp_path: Path) 
         "tokens": 48,
         "trained_tokens": 20,
         "other_verdicts": {},
+        "other_roles": {},
     }
 
 
@@ -271,3 +274,23 @@ def test_a_group_that_no_session_names_comes_with_where_to_give_it(run: Run, dat
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "trl", "--group", "quiz")
     assert done.exit_code == 1
     assert "client.session(ID, metadata={'quiz': ...})" in done.stderr
+    assert "it has: task. " in done.stderr
+    assert "--skip-refused leaves such sessions out" in done.stderr
+
+
+def test_sessions_that_a_group_can_not_name_can_be_left_out(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime", "--group", "task"
+    assert run(*given).exit_code == 1
+    done = run(*given, "--skip-refused")
+    assert done.exit_code == 0, done.stderr
+    assert "session 'plain' has no 'task' in its metadata to name its group; it has: none" in done.stderr
+    assert "left out by --skip-refused: sessions 1 of 2" in done.stderr
+    assert "no --group" not in done.stderr
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
+    assert list(json.loads(run(*given, "--skip-refused", "--json").stdout)["refused"]) == ["plain"]
+
+
+@pytest.mark.parametrize(("trainer", "told"), [("verl", True), ("slime", True), ("trl", False)])
+def test_rows_without_groups_are_told(run: Run, data_dir: Path, tmp_path: Path, trainer: str, told: bool) -> None:
+    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", trainer, "--session", "forked"
+    assert ("no --group: each session is a group of its own" in run(*given).stderr) == told

@@ -25,8 +25,9 @@ from tokentape.errors import InvalidRequest
 from tokentape.store import Store, StoredSession, open_record
 from tokentape.store._exporting import ExportCounts, exported
 from tokentape.store._location import refuse_output
-from tokentape.training._samples import Sample, assemble
+from tokentape.training._samples import Sample, assemble, group_name
 from tokentape.training._trainer_rows import accepted_rows, trainer_rows, write_trainer_rows
+from tokentape.types import Trajectory
 
 Trainer: TypeAlias = Literal[
     "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", "agent-lightning", "trl"
@@ -69,7 +70,11 @@ def export(
         str | None, option("Only branches with these roles: main, subagent, side_call; commas between.", "LIST")
     ] = None,
     skip_refused: Annotated[
-        bool, flag("For a trainer: leave out the sessions that its format refuses, and say which and why.")
+        bool,
+        flag(
+            "For a trainer: leave out sessions that its format refuses or that lack the key of --group. "
+            "Prints which and why."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -128,11 +133,12 @@ def export(
             elif file_format == "parquet":
                 write_parquet(found, file, extra)
             else:
-                samples: Sequence[Sample] = assemble(found, group=group).samples
                 if skip_refused:
-                    samples, rows, refused = accepted_rows(file_format, samples)
+                    samples: Sequence[Sample] = assemble(_grouped(found, group, refused), group=group).samples
+                    samples, rows, others = accepted_rows(file_format, samples)
+                    refused |= others
                 else:
-                    rows = _rows(file_format, samples)
+                    samples, rows = _rows(file_format, found, group)
                 write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
                 counts = replace(
                     counts,
@@ -151,16 +157,24 @@ def export(
         )
         for other, many in counts.other_verdicts.items():
             typer.echo(f"left out by --verdict: {many} x {other!r}", err=True)
+        for role, many in counts.other_roles.items():
+            typer.echo(f"left out by --roles: {many} x {role!r}", err=True)
         for session_id, why in list(refused.items())[:_SHOWN]:
             typer.echo(f"left out by --skip-refused: session {session_id!r}: {why}", err=True)
-        if len(refused) > _SHOWN:
-            typer.echo(f"left out by --skip-refused: {len(refused) - _SHOWN} more (--json lists all)", err=True)
+        if refused:
+            shown = f"; the first {_SHOWN} are shown, --json lists all" if len(refused) > _SHOWN else ""
+            typer.echo(f"left out by --skip-refused: sessions {len(refused)} of {counts.sessions}{shown}", err=True)
+    if group is None and file_format in _GROUPED:
+        typer.echo("no --group: each session is a group of its own; for GRPO, name the key of the metadata", err=True)
     if counts.other_verdicts and not counts.trajectories:
         typer.echo(f"to export these: --verdict {quote(_filter_for(counts.other_verdicts))}", err=True)
     end(False, counts.trajectories, "trajectory; the file is empty")
 
 
 _PATIENCE = 60.0
+
+_GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl")
+"""Formats whose rows name a group."""
 
 _SHOWN = 5
 """Largest number of refused sessions to print."""
@@ -171,14 +185,28 @@ def _entries(text: str | None) -> list[str] | None:
     return None if text is None else [one.strip() for one in text.split(",")]
 
 
-def _rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the rows for a trainer. If it refuses samples, the error mentions --skip-refused."""
+def _grouped(found: Iterable[Trajectory], group: str | None, refused: dict[str, str]) -> Iterator[Trajectory]:
+    """Yield trajectories with a group's name. Add the reason for each other session to `refused`, by session id."""
+    for one in found:
+        try:
+            group_name(one, group)
+        except InvalidRequest as error:
+            refused[one.session_id] = str(error)
+        else:
+            yield one
+
+
+def _rows(
+    trainer: str, found: Iterable[Trajectory], group: str | None
+) -> tuple[Sequence[Sample], list[dict[str, Any]]]:
+    """Return the samples and rows for a trainer. If some are refused, the error mentions --skip-refused."""
     try:
-        return trainer_rows(trainer, samples)
+        samples = assemble(found, group=group).samples
+        return samples, trainer_rows(trainer, samples)
     except InvalidRequest as error:
-        if error.param != "samples":
+        if error.param not in ("samples", "group"):
             raise
-        advice = "--skip-refused leaves out the sessions that the format refuses, and counts them"
+        advice = "--skip-refused leaves such sessions out, and counts them"
         raise InvalidRequest(f"{error}. {advice}", error.param) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,17 +24,16 @@ class ExportCounts:
     trained_tokens: int = 0
     other_verdicts: dict[str, int] = field(default_factory=dict, repr=False)
     """Number of trajectories that the filter of verdicts excluded, by verdict."""
+    other_roles: dict[str, int] = field(default_factory=dict, repr=False)
+    """Number of trajectories that the filter of roles excluded, by role."""
 
     def add(self, other: ExportCounts) -> None:
         self.sessions += other.sessions
         self.trajectories += other.trajectories
         self.tokens += other.tokens
         self.trained_tokens += other.trained_tokens
-        for verdict, many in other.other_verdicts.items():
-            self.leave_out(verdict, many)
-
-    def leave_out(self, verdict: str, many: int = 1) -> None:
-        self.other_verdicts[verdict] = self.other_verdicts.get(verdict, 0) + many
+        self.other_verdicts = dict(Counter(self.other_verdicts) + Counter(other.other_verdicts))
+        self.other_roles = dict(Counter(self.other_roles) + Counter(other.other_roles))
 
 
 def exported(
@@ -60,9 +60,10 @@ def exported(
         edges = None if load is None else lineage_of(load, stored)
         for one in stored.trajectories(unread=unread, edges=edges):
             if roles is not None and one.role not in roles:
+                counts.other_roles[one.role] = counts.other_roles.get(one.role, 0) + 1
                 continue
             if verdicts is not None and not wanted_verdict(one.verdict, verdicts):
-                counts.leave_out(one.verdict)
+                counts.other_verdicts[one.verdict] = counts.other_verdicts.get(one.verdict, 0) + 1
                 continue
             counts.trajectories += 1
             counts.tokens += len(one.token_ids)

@@ -255,7 +255,7 @@ def _of_session(
             counts["nothing_to_train"] += 1
             continue
         counts.update(samples=1, tokens=length, trained_tokens=kept)
-        samples.append(_sample(piece, mine, length, owners, _group(piece.trajectory, group)))
+        samples.append(_sample(piece, mine, length, owners, group_name(piece.trajectory, group)))
     return Assembled(samples, AssemblyReport(**counts))
 
 
@@ -342,13 +342,15 @@ def _columns(
     return columns
 
 
-def _group(trajectory: Trajectory, group: str | Callable[[Trajectory], str] | None) -> str | None:
+def group_name(trajectory: Trajectory, group: str | Callable[[Trajectory], str] | None) -> str | None:
+    """Return the name of a trajectory's group. Raises `InvalidRequest` if its session's metadata lacks the key."""
     if not isinstance(group, str):
         return None if group is None else group(trajectory)
     if group not in trajectory.metadata:
         raise InvalidRequest(
-            f"session {trajectory.session_id!r} has no {group!r} in its metadata to name its group. Give it when the "
-            f"session is made: client.session(ID, metadata={{{group!r}: ...}}); in Python a function names groups too",
+            f"session {trajectory.session_id!r} has no {group!r} in its metadata to name its group; it has: "
+            f"{', '.join(trajectory.metadata) or 'none'}. Give it when the session is made: "
+            f"client.session(ID, metadata={{{group!r}: ...}})",
             "group",
         )
     value = trajectory.metadata[group]
