@@ -276,9 +276,14 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
     if over or any(one.get("role") == "assistant" for one in turn.messages):
         return aside
     for root in branches.named_in(branch):
+        if root.turn.seq in branches.heard.get(turn.seq, ()):
+            # A member of a team, who spoke before the other one.
+            continue
         longer = not branches.single(root) or (root.turn.reply.get("tool_calls") and not turn.reply.get("tool_calls"))
         # The root's first message unchanged, beside another message that asks something about it.
         longer = longer or (root.user in branch.users and len(branch.users) > len(root.users))
+        # A member of a team may speak only once.
+        longer = longer or root.turn.seq in branches.heard
         named = root.user in (branch.text if len(root.user) >= 12 else branch.users)
         if longer and named and root.system != branch.system and not branches.similar(root.system, branch.system):
             evidence = "one reply over the first user message of another branch"
@@ -292,7 +297,7 @@ def _over_history(branches: Branches, branch: Branch) -> tuple[bool, LineageEdge
         other = branches.branch_of(one.seq)
         same = other.system == branch.system and one.setup == branch.turn.setup
         if not same and _has_reply(branches, branch, one):
-            if _sent_on(branches, branch, one):
+            if branch.turn.seq in branches.heard.get(one.seq, ()) or _sent_on(branches, branch, one):
                 return True, None
             return True, edge("side_call", branch, one.seq, "one reply over the history of another branch", 0.85)
     return False, None
