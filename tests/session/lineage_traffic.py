@@ -360,6 +360,24 @@ def opencode_compact(t: Traffic) -> None:
     t.true(root, "compaction", last, side, style="opencode compaction")
 
 
+def opencode_compact_and_rewind(t: Traffic) -> None:
+    """opencode: a replaced message before a compaction, and another one after it."""
+    _, history = t.begun(1)
+    before, _ = t.call([*history, user(t.text())])
+    last, history = t.call([*history, user(t.text())])
+    t.true(last, "edit", before, style="rewound, then compacted by an agent")
+    quoted = " ".join(str(one["content"]) for one in history[1:])
+    side, asked = t.call([system(t.text(2)), user(f"{t.text()} {quoted}")], "none", reply=said(t.text(6)))
+    t.true(side, "side_call", last, style="compaction agent")
+    begin = [history[0], user(t.text()), said(str(asked[-1]["content"]))]
+    root, _ = t.call([*begin, user(t.text())])
+    t.true(root, "compaction", last, side, style="opencode compaction")
+    again, more = t.call([*begin, user(t.text())])
+    t.true(again, "edit", root, style="rewound after a compaction")
+    if t.rng.random() < 0.5:
+        t.call([*more, user(t.text())])
+
+
 def qwen_compact(t: Traffic) -> None:
     """Qwen Code: a summary under a prompt of its own, then an assent and the last messages as they were."""
     last, history = t.begun(t.rng.randint(3, 5))
@@ -490,7 +508,15 @@ STYLES: tuple[Style, ...] = (
         suggestion,
         beside,
     ),
-    *(claude_compact, claude_compact_kept, codex_compact, opencode_compact, qwen_compact, summary_elsewhere),
+    *(
+        claude_compact,
+        claude_compact_kept,
+        codex_compact,
+        opencode_compact,
+        opencode_compact_and_rewind,
+        qwen_compact,
+        summary_elsewhere,
+    ),
     *(sdk_retry, retried_root, rewound, cleared_results, edited_system, edited_first, left_out_text),
     *(negatives, equal_prompts),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -212,10 +212,17 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     if not places and turn.parent is None:
         return _changed_reply(branches, branch)
     if not places:
-        return _beside(branches, branch)
+        return _beside(branches, branch, branches.children[turn.parent])
     last = branches.reply_keys[sent[places[-1]]]
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
+    if changed and turn.parent is None:
+        # The last reply in the history is a summary. Earlier roots may have it too.
+        end = places[-1] + 1
+        same = [one for one in branches.earlier(branch) if one.parent is None and one.setup == turn.setup]
+        after = [one for one in reversed(same) if branches.keys[one.seq][:end] == sent[:end]]
+        if beside := _beside(branches, branch, after):
+            return beside
     if branches.single(branch) and (changed or other.turn.setup != turn.setup):
         return None
     path, own = branches.path_keys(last), set(branches.path_keys(turn.seq)[:-1])
@@ -241,10 +248,12 @@ def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-def _beside(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a branch with the same parent as earlier ones: a side call, or an edit of the newest."""
+def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> LineageEdge | None:
+    """Return an edge for a branch with the same history as earlier ones: a side call, or an edit of the newest.
+
+    `siblings` are the first turns of branches with this history.
+    """
     turn = branch.turn
-    siblings = branches.children[turn.parent]
     at = bisect_left(siblings, turn.seq, key=lambda one: one.seq)
     beside = [one for one in siblings[max(at - WINDOW, 0) : at] if client_of(one).get("kind") not in _SIDE_CALL]
     if not beside or turn.seq in branches.same:
@@ -257,11 +266,12 @@ def _beside(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _is_summary(branches: Branches, turn: Turn) -> bool:
-    """Return whether the next root quotes the reply of a turn."""
+    """Return whether the next root quotes the reply of a turn, and is under the same system prompt or tools."""
     roots = (one for one in branches.turns[turn.seq + 1 : turn.seq + WINDOW] if one.parent is None)
     root = next(roots, None)
     return (
         root is not None
+        and (root.setup == turn.setup or branches.all[root.seq].system == branches.branch_of(turn.seq).system)
         and len(branches.replies[turn.seq]) >= 40
         and branches.quoted(turn.seq, branches.all[root.seq].text)
     )
