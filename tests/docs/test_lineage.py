@@ -32,8 +32,7 @@ def test_the_page_has_the_counts_of_real_harnesses() -> None:
 
 
 def test_each_kind_is_found() -> None:
-    for kind, row in zip(KINDS, table(), strict=False):
+    for row in table()[: len(KINDS)]:
         edges, precision, recall = (float(one) for one in row.split("|")[2:5])
-        assert edges >= 25, row
-        # Members of a team who speak only once are still taken for side calls.
-        assert min(precision, recall) >= (0.85 if kind == "side_call" else 0.9), row
+        assert edges >= 40, row
+        assert min(precision, recall) >= 0.9, row

@@ -229,6 +229,31 @@ def team(t: Traffic) -> None:
     t.call([*critic, user(str(writer[-1]["content"]))], "none")
 
 
+def team_with_a_selector(t: Traffic) -> None:
+    """AutoGen's selector: a call before each speaker quotes the conversation; each member speaks once."""
+    task = t.text(2)
+    heard, spoke, chosen = [user(task)], [], []
+    for name in ("writer", "critic", "editor"):
+        quoted = "\n".join(str(one["content"]) for one in heard)
+        asked = t.rng.choice((system, user))(f"{t.text(2)} {quoted}")
+        chosen.append(t.call([asked], "none", reply=said(name))[0])
+        turn, member = t.call([system(t.text(2)), *heard], "none")
+        spoke.append(turn)
+        heard.append(user(str(member[-1]["content"])))
+    t.true(chosen[0], "side_call", spoke[0], style="selector")
+    for at in (1, 2):
+        t.true(chosen[at], "side_call", spoke[at - 1], style="selector")
+        t.true(spoke[at], "subagent", spoke[at - 1], style="team, each speaks once")
+
+
+def guardrail(t: Traffic) -> None:
+    """An output guardrail: another prompt, and the reply as the only message."""
+    _, history = t.begun(1)
+    last, history = t.call([*history, user(t.text())])
+    child, _ = t.call([system(t.text(2)), user(str(history[-1]["content"]))], "none")
+    t.true(child, "side_call", last, style="guardrail")
+
+
 def header_only(t: Traffic) -> None:
     """Nothing but headers says it: Codex's review and window, Claude Code's agents and calls of its own."""
     main = {"agent": "main", "window": "main:0"}
@@ -333,6 +358,24 @@ def opencode_compact(t: Traffic) -> None:
     t.true(side, "side_call", last, style="compaction agent")
     root, _ = t.call([history[0], user(t.text()), said(str(asked[-1]["content"])), user(t.text())])
     t.true(root, "compaction", last, side, style="opencode compaction")
+
+
+def opencode_compact_and_rewind(t: Traffic) -> None:
+    """opencode: a replaced message before a compaction, and another one after it."""
+    _, history = t.begun(1)
+    before, _ = t.call([*history, user(t.text())])
+    last, history = t.call([*history, user(t.text())])
+    t.true(last, "edit", before, style="rewound, then compacted by an agent")
+    quoted = " ".join(str(one["content"]) for one in history[1:])
+    side, asked = t.call([system(t.text(2)), user(f"{t.text()} {quoted}")], "none", reply=said(t.text(6)))
+    t.true(side, "side_call", last, style="compaction agent")
+    begin = [history[0], user(t.text()), said(str(asked[-1]["content"]))]
+    root, _ = t.call([*begin, user(t.text())])
+    t.true(root, "compaction", last, side, style="opencode compaction")
+    again, more = t.call([*begin, user(t.text())])
+    t.true(again, "edit", root, style="rewound after a compaction")
+    if t.rng.random() < 0.5:
+        t.call([*more, user(t.text())])
 
 
 def qwen_compact(t: Traffic) -> None:
@@ -458,12 +501,22 @@ STYLES: tuple[Style, ...] = (
         delegated,
         handoff,
         team,
+        team_with_a_selector,
+        guardrail,
         opencode_title,
         title_of_one_reply,
         suggestion,
         beside,
     ),
-    *(claude_compact, claude_compact_kept, codex_compact, opencode_compact, qwen_compact, summary_elsewhere),
+    *(
+        claude_compact,
+        claude_compact_kept,
+        codex_compact,
+        opencode_compact,
+        opencode_compact_and_rewind,
+        qwen_compact,
+        summary_elsewhere,
+    ),
     *(sdk_retry, retried_root, rewound, cleared_results, edited_system, edited_first, left_out_text),
     *(negatives, equal_prompts),
 )

@@ -148,7 +148,17 @@ def titles_of_one_message(t: Traffic, number: int) -> None:
         t.call([prompts[at % 2], asked])
 
 
-@pytest.mark.parametrize("shape", [roots, forks, side_calls_beside_a_long_branch, subagents, titles_of_one_message])
+def speakers(t: Traffic, number: int) -> None:
+    heard = [user(t.text())]
+    for _ in range(number):
+        _, history = t.call([system(t.text(2)), *heard])
+        heard = [heard[0], user(str(history[-1]["content"]))]
+
+
+SHAPES = roots, forks, side_calls_beside_a_long_branch, subagents, titles_of_one_message, speakers
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_four_times_the_branches_are_four_times_the_work(
     shape: Callable[[Traffic, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,22 @@ class Branches:
         return TextIndex(self._probes)
 
     @cached_property
+    def heard(self) -> Mapping[int, set[int]]:
+        """For each turn, later roots of the same team: the reply is a user message behind the same first user message.
+
+        A name may be before the reply. A side call has another branch's replies as an assistant's, or in one text.
+        """
+        found: dict[int, set[int]] = {}
+        for root in self._roots():
+            for one in self.earlier(root):
+                other, reply = self.branch_of(one.seq), self.replies[one.seq]
+                if other.user not in root.tasks or other.system == root.system or len(reply) < 12:
+                    continue
+                if any(text.endswith(reply) for text in root.tasks if text != other.user):
+                    found.setdefault(one.seq, set()).add(root.turn.seq)
+        return found
+
+    @cached_property
     def returned(self) -> Mapping[int, Turn]:
         """For each root, the turn of an earlier branch that got the root's last reply as a tool's result.
 

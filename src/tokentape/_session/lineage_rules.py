@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -212,10 +212,17 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     if not places and turn.parent is None:
         return _changed_reply(branches, branch)
     if not places:
-        return _beside(branches, branch)
+        return _beside(branches, branch, branches.children[turn.parent])
     last = branches.reply_keys[sent[places[-1]]]
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
+    if changed and turn.parent is None:
+        # The last reply in the history is a summary. Earlier roots may have it too.
+        end = places[-1] + 1
+        same = [one for one in branches.earlier(branch) if one.parent is None and one.setup == turn.setup]
+        after = [one for one in reversed(same) if branches.keys[one.seq][:end] == sent[:end]]
+        if beside := _beside(branches, branch, after):
+            return beside
     if branches.single(branch) and (changed or other.turn.setup != turn.setup):
         return None
     path, own = branches.path_keys(last), set(branches.path_keys(turn.seq)[:-1])
@@ -241,10 +248,12 @@ def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-def _beside(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a branch with the same parent as earlier ones: a side call, or an edit of the newest."""
+def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> LineageEdge | None:
+    """Return an edge for a branch with the same history as earlier ones: a side call, or an edit of the newest.
+
+    `siblings` are the first turns of branches with this history.
+    """
     turn = branch.turn
-    siblings = branches.children[turn.parent]
     at = bisect_left(siblings, turn.seq, key=lambda one: one.seq)
     beside = [one for one in siblings[max(at - WINDOW, 0) : at] if client_of(one).get("kind") not in _SIDE_CALL]
     if not beside or turn.seq in branches.same:
@@ -257,11 +266,12 @@ def _beside(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _is_summary(branches: Branches, turn: Turn) -> bool:
-    """Return whether the next root quotes the reply of a turn."""
+    """Return whether the next root quotes the reply of a turn, and is under the same system prompt or tools."""
     roots = (one for one in branches.turns[turn.seq + 1 : turn.seq + WINDOW] if one.parent is None)
     root = next(roots, None)
     return (
         root is not None
+        and (root.setup == turn.setup or branches.all[root.seq].system == branches.branch_of(turn.seq).system)
         and len(branches.replies[turn.seq]) >= 40
         and branches.quoted(turn.seq, branches.all[root.seq].text)
     )
@@ -276,9 +286,14 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
     if over or any(one.get("role") == "assistant" for one in turn.messages):
         return aside
     for root in branches.named_in(branch):
+        if root.turn.seq in branches.heard.get(turn.seq, ()):
+            # A member of a team, who spoke before the other one.
+            continue
         longer = not branches.single(root) or (root.turn.reply.get("tool_calls") and not turn.reply.get("tool_calls"))
         # The root's first message unchanged, beside another message that asks something about it.
         longer = longer or (root.user in branch.users and len(branch.users) > len(root.users))
+        # A member of a team may speak only once.
+        longer = longer or root.turn.seq in branches.heard
         named = root.user in (branch.text if len(root.user) >= 12 else branch.users)
         if longer and named and root.system != branch.system and not branches.similar(root.system, branch.system):
             evidence = "one reply over the first user message of another branch"
@@ -292,7 +307,7 @@ def _over_history(branches: Branches, branch: Branch) -> tuple[bool, LineageEdge
         other = branches.branch_of(one.seq)
         same = other.system == branch.system and one.setup == branch.turn.setup
         if not same and _has_reply(branches, branch, one):
-            if _sent_on(branches, branch, one):
+            if branch.turn.seq in branches.heard.get(one.seq, ()) or _sent_on(branches, branch, one):
                 return True, None
             return True, edge("side_call", branch, one.seq, "one reply over the history of another branch", 0.85)
     return False, None

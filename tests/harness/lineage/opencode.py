@@ -139,12 +139,16 @@ def _hold(talk: Talk, client: httpx2.Client) -> None:
         say(text)
         if at and rng.random() < 0.4:
             found = client.get(f"/session/{session}/message").json()
-            replaced = [one["info"]["id"] for one in found if one["info"]["role"] == "user"][-1]
-            _post(client, f"/session/{session}/revert", {"messageID": replaced})
-            begun = talk.begun[word]
-            del talk.main[talk.main.index(begun) :]
+            name = [one["info"]["id"] for one in found if one["info"]["role"] == "user"][-1]
+            _post(client, f"/session/{session}/revert", {"messageID": name})
+            begun, calls = talk.begun[word], talk.director.calls
+            at_message = talk.main.index(begun)
+            # The replaced message's first call, or where opencode began it anew with an empty reply.
+            gone = talk.main[at_message:]
+            replaced = [one for one in gone if one == begun or calls[one].said.kind == "edit"]
+            del talk.main[at_message:]
             word, text = talk.message()
-            talk.edits[word] = [begun]
+            talk.edits[word] = replaced
             say(text)
         if at == count - 2:
             _post(client, f"/session/{session}/summarize", model)
