@@ -32,7 +32,7 @@ def option(
     least: int = 0,
     most: float | None = None,
 ) -> Any:
-    """Return a dataclass field that is also a command-line option. By default, the flag is its last name."""
+    """Return a dataclass field that is also an option. Without `flag`, a field `some_name` gets `--some-name`."""
     metadata = {"option": Option(help, flag, metavar, least, most)}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)

@@ -90,7 +90,7 @@ def test_an_environment_is_chosen_by_the_row_and_not_told_of_it(session: ClientS
     agent = EnvironmentAgent({"shop": Shop, "other": Other}, request=GREEDY)
     run(agent, session, {**ROW, "environment": "other"})
     assert [type(one) for one in Shop.made] == [Other]
-    with pytest.raises(InvalidRequest, match="environment 'none' is none of other, shop"):
+    with pytest.raises(InvalidRequest, match="unknown environment 'none'; choose from other, shop"):
         run(agent, session, {**ROW, "environment": "none"})
 
 

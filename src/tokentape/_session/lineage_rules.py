@@ -113,8 +113,8 @@ def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple
 def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
     """Return an edge for a root that another agent started.
 
-    Either a tool call has the root's task, or the root's last reply is the result of a tool call, or the history
-    continues under another system prompt and tools (a handoff).
+    One of three signs is enough: a tool call has the root's task; the root's last reply is the result of a tool call;
+    or, after a tool call, the history continues under another system prompt and other tools (a handoff).
     """
     if branch.turn.parent is not None:
         return None

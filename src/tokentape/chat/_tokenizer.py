@@ -374,7 +374,7 @@ class Tokenizer:
         known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
         unknown = [step["type"] for step in steps if step["type"] not in known]
         if unknown:
-            raise TokenizerUnusable(f"tokenizer decoder {unknown[0]} is not one of {', '.join(sorted(known))}")
+            raise TokenizerUnusable(f"unknown tokenizer decoder {unknown[0]}; expected {', '.join(sorted(known))}")
         return steps
 
     def _piece_bytes(self, piece: str) -> bytes:

@@ -32,7 +32,9 @@ def doctor(
     beside a gateway. Exits with 1 if one fails.
     """
     if trainer is not None and trainer.lower() not in TRAINERS:
-        raise typer.BadParameter(f"{trainer!r} is none of {', '.join(sorted(TRAINERS))}", param_hint="--trainer")
+        raise typer.BadParameter(
+            f"unknown trainer {trainer!r}; choose from {', '.join(sorted(TRAINERS))}", param_hint="--trainer"
+        )
     config = config_of_serve(ctx).config
     findings = []
     with working("looking") as status:

@@ -351,7 +351,9 @@ class EngineReply(ABC):
 
     def _require_prompt(self) -> None:
         if not self._prompt_seen:
-            raise EngineContractError("the engine returned no prompt_token_ids; expected those that were sent")
+            raise EngineContractError(
+                "the engine returned no prompt_token_ids, which --verify-prompts and images need; update the server"
+            )
 
 
 def _same_json(written: bytes, other: bytes) -> bool:

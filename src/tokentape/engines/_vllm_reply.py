@@ -208,7 +208,7 @@ class VllmReply(EngineReply):
         tops: Sequence[Sequence[tuple[int, float | None]]] = ()
         if self._texts:
             if report.token_logprobs and not named:
-                raise EngineContractError("the engine returned no token_ids; expected the sampled ids")
+                raise EngineContractError("the engine returned no token_ids, though asked to; update the server")
             return self._completion.delta(named, report.token_logprobs)
         if report.content:
             ids = [_id_of(entry) for entry in report.content]

@@ -110,11 +110,11 @@ class CommitQueue:
         return self._broken is not None
 
     async def run(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
-        """Queue `work` and return when it is durable. Raises the error that it failed with.
+        """Queue `work`. Return when it is durable, or raise the error that it failed with.
 
-        If the connection is lost, it is not known whether the work was committed. Then `again` is run, which does the
-        work unless it was committed; without `again` the call fails. If the awaiting task is cancelled, work that has
-        not begun is skipped, and work that has begun continues.
+        If the connection is lost, the work may be committed or not. Then the queue runs `again`, which does the work
+        only if it was not committed. Without `again` the call fails. If the task that awaits the call is cancelled, the
+        queue skips work that has not begun, and finishes work that has.
         """
         done = asyncio.get_running_loop().create_future()
         with self._closing:

@@ -392,7 +392,7 @@ def check(connection: Connection) -> None:
     if any(migration is not _to_4 for migration in MIGRATIONS[version - 1 :]):
         raise StoreError(
             f"the database has schema version {version}, this Tokentape reads {current}; "
-            "open it for writing once to migrate it"
+            "start `tokentape serve` with it once, which migrates it"
         )
 
 

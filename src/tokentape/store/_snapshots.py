@@ -153,8 +153,8 @@ class Snapshots:
                 raise Conflict(f"snapshot {snapshot_id} was released; take another one")
             if found.digest != digest:
                 raise Conflict(
-                    f"snapshot {snapshot_id} has digest {found.digest}, not the one that was confirmed; what was "
-                    "received is damaged or another snapshot"
+                    f"snapshot {snapshot_id} has digest {found.digest}, and the client confirmed another: what it "
+                    "received is damaged or another snapshot; read it again, then confirm"
                 )
             _update(connection, snapshot_id, state="confirmed")
 

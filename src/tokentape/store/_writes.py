@@ -258,7 +258,7 @@ def _check_same_kind(connection: Connection, values: Values) -> None:
     if found != expected:
         raise InvariantViolation(
             f"payload {values['name']!r} has rows of {found[0]} {found[1]}, "
-            f"earlier turns of session {values['session_id']!r} have {expected[0]} {expected[1]}"
+            f"earlier turns of session {values['session_id']!r} have {expected[0]} {expected[1]}; use a new session"
         )
 
 

@@ -100,12 +100,14 @@ def recorded_side(side: str) -> tuple[str | None, int | None] | None:
 def comparison(
     reader: RecordReader, view: SessionView, shown: Trajectory, side: str, other_view: SessionView | None = None
 ) -> bytes:
-    """Return a trajectory beside its `side`, one of `AGAINST` or a `BRANCH`, as packed arrays.
+    """Compare a trajectory with another sequence of ids, and return the result as packed arrays.
+
+    `side` names the other sequence: one of `AGAINST`, or a `BRANCH` of the session `other_view` (None: of `view`).
 
     `segments` int32 [4 n] are ranges (start, end, other_start, other_end) that together cover both sequences in order.
-    `differs` int32 [n] is 0 where both have the same ids, else 1 + index into the header's `differences`: each with its
-    class and what that means. `other_*` are the arrays of the other sequence. If that is recorded, they are all of the
-    trajectory's, and `other` in the header is what `views.trajectory` says of it; `other_view` is its session.
+    `differs` int32 [n] is 0 for a segment with the same ids in both, else 1 + its index in the header's `differences`,
+    which name the class of each difference and explain it. `other_*` are the arrays of the other sequence. A recorded
+    branch has all arrays of a trajectory, and the header's `other` is the header of `views.trajectory` for it.
 
     Raises `InvalidRequest` if there is nothing to compare with, and `TemplateRefused`.
     """

@@ -116,7 +116,7 @@ def compare_corpus(
 
 
 def conversations_of(files: Iterable[Path]) -> Iterator[SkewChat]:
-    """Yield the first `MOST_CONVERSATIONS` records with `messages`, and with `tools` if they have any."""
+    """Yield the first `MOST_CONVERSATIONS` records that have `messages`, each with its `tools` if it has any."""
     kept = (path for path in files if path.suffix in _RECORDS)
     found = ((one.path, record) for one in ranges_of(kept) for record in _records(one, ("messages", "tools")))
     chats = ((path, one) for path, one in found if isinstance(one, dict) and _is_conversation(one.get("messages")))

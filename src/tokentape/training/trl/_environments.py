@@ -70,7 +70,9 @@ class EnvironmentAgent:
         if isinstance(factory, Mapping):
             name = rest.pop("environment", None)
             if name not in factory:
-                raise InvalidRequest(f"environment {name!r} is none of {', '.join(sorted(factory))}", "environment")
+                raise InvalidRequest(
+                    f"unknown environment {name!r}; choose from {', '.join(sorted(factory))}", "environment"
+                )
             factory = factory[name]
         environment = factory()
         if not hasattr(environment, "reset"):
