@@ -209,7 +209,7 @@ def verdicts() -> Iterator[str]:
     yield "The verdict of a branch is a word, for a fork with its cause, and then reservations: `exact`,"
     yield "`forked: sibling`, `exact, model unverified`. `tokentape export --verdict` and `KeepVerdicts` select by it."
     yield "`tokentape show STORE` lists the verdicts of all sessions, `tokentape show STORE SESSION` shows for each"
-    yield "fork where it comes from and which message differs."
+    yield "fork where it comes from, if that is known, and for `edited_history` the first message that differs."
     yield ""
     yield "A filter is a list. A branch passes if the list has its word and each of its reservations. So `exact`"
     yield "selects no branch with a reservation, `exact,model unverified` selects `exact` branches with and without"
