@@ -118,6 +118,32 @@ def test_rewards_of_session_path_and_turn(client: tokentape.Client) -> None:
     assert session.trajectories()[0].reward == 0.5
 
 
+def test_a_reward_for_a_session_without_turns_warns(client: tokentape.Client) -> None:
+    talk(client.session("right").base_url)
+    client.session("right").reward(1.0)
+    with pytest.warns(UserWarning, match="'typo' gets a reward and has no turns yet: is its name right") as told:
+        client.session("typo").reward(1.0)
+    assert [one.filename for one in told] == [__file__]
+    assert client.session("typo").info().rewards[0].value == 1.0
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_warns_too(gateway_url: str) -> None:
+    async with tokentape.AsyncClient(gateway_url) as client:
+        session = await client.session("typo")
+        with pytest.warns(UserWarning, match="has no turns yet") as told:
+            await session.reward(1.0)
+        assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "good", None])
+def test_a_reward_that_is_no_finite_number_is_refused(client: tokentape.Client, value: Any) -> None:
+    session = client.session()
+    with pytest.raises(InvalidRequest, match=f"^reward must be a finite number, got {value!r}$"):
+        session.reward(value)
+    assert not session.info().rewards
+
+
 def test_values_per_token_come_back_with_the_trajectory(client: tokentape.Client) -> None:
     session = client.session()
     talk(session.base_url)
@@ -291,7 +317,8 @@ def test_what_is_safe_to_repeat_is_sent_again(gateway_url: str, loss: str) -> No
     client, transport = lossy(gateway_url, loss, None, loss, loss, None, loss, None)
     with client:
         session = client.session(metadata={"task": 7})
-        session.reward(1.0)
+        with pytest.warns(UserWarning, match="has no turns yet"):
+            session.reward(1.0)
         assert (session.info().metadata, session.info().rewards[-1].value) == ({"task": 7}, 1.0)
         assert len(list(client.sessions())) == 1
     assert transport.sent.count("POST /sessions") == 2

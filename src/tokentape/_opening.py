@@ -344,7 +344,9 @@ def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], st
         failed = [f"{one.found}. {one.advice}" for one in found if one.status == "fail"]
         unknown = [one.found for one in found if one.status == "warn"]
         return ModelCheck(
-            "refused" if failed else "unverified" if unknown else "ok", " ".join(failed) or "; ".join(unknown)
+            "refused" if failed else "unverified" if unknown else "ok",
+            " ".join(failed) or "; ".join(unknown),
+            any(one.name == "tokenizer" and one.status == "fail" for one in found),
         )
 
     async def guard(opened: RemoteEngine) -> GuardedEngine:

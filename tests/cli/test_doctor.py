@@ -94,6 +94,8 @@ def test_a_directory_in_use_is_a_warning(tmp_path: Path) -> None:
         finding = next(data_directory(tmp_path))
     assert finding.status == "warn"
     assert "open for writing by process" in finding.found
+    assert "stop it" not in finding.found
+    assert finding.advice == "If a gateway is to run there, all is well."
 
 
 def test_a_file_that_is_no_record_fails(tmp_path: Path) -> None:
@@ -137,6 +139,7 @@ def test_an_engine_that_says_something_else_the_second_time_is_a_warning(rendere
     finding = asyncio.run(probe(ScriptedEngine(renderer, ["one", "two"]), renderer))
     assert finding.status == "warn"
     assert "something else" in finding.found
+    assert "Recorded ids and log-probabilities are not affected" in finding.advice
 
 
 def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:

@@ -448,7 +448,11 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
     with running(server.app) as url:
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
+    assert "the server has other token ids than the folder: " in done.stderr
+    assert "seems to serve" not in done.stderr
     assert done.stderr.count("The server serves another model than the folder's") == 1
+    assert "tokenizer files differs from the folder's (compare their sha256)" in " ".join(done.stderr.split())
+    assert re.search(r"\(tokens in all: \d+ here, \d+ at the server\)", done.stderr)
     assert f"It serves m, {cached}; the folder is {cached}. Give the gateway the folder" in done.stderr
     assert "--unverified-model" not in done.stderr
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tokentape.store import SqliteStore
 
 
 @pytest.fixture
@@ -20,6 +21,12 @@ def damaged(data_dir: Path) -> Path:
 def test_a_clean_record_is_exit_code_0(run: Run, data_dir: Path) -> None:
     done = run("verify", data_dir)
     assert (done.exit_code, done.stdout) == (0, "sessions 2, turns 5, tokens 40: findings 0\n")
+
+
+def test_a_record_without_sessions_is_exit_code_3(run: Run, tmp_path: Path) -> None:
+    SqliteStore.open(tmp_path / "empty").close()
+    done = run("verify", tmp_path / "empty")
+    assert (done.exit_code, done.stderr) == (3, "nothing was measured: no sessions were recorded here\n")
 
 
 def test_a_damaged_turn_is_named_and_exit_code_1(run: Run, damaged: Path) -> None:

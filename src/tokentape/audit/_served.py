@@ -47,7 +47,10 @@ _MORE_IDS = 16
 _SAMPLES = 4
 """The number of sequences of random ids to compare the text with. The mean of their scores is used."""
 
-_OTHER_FOLDER = "The server serves another model than the folder's, or loads the tokenizer wrongly."
+_OTHER_FOLDER = (
+    "The server serves another model than the folder's, or its copy of the tokenizer files differs from the folder's "
+    "(compare their sha256), or it loads the tokenizer wrongly."
+)
 _OWN_FOLDER = "Give the gateway the folder, or the name on the Hub, of the model that the server serves."
 _OLDER_FOLDER = "The model folder belongs to another model or to an older revision."
 _UNTRAINED = (

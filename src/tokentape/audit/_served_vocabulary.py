@@ -144,5 +144,5 @@ def around(ours: Sequence[int], theirs: Sequence[int]) -> str:
     at = first_difference(ours, theirs)
     return (
         f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
-        f"({len(ours)} and {len(theirs)} in all)"
+        f"(tokens in all: {len(ours)} here, {len(theirs)} at the server)"
     )

@@ -123,7 +123,7 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
             SqliteStore.open(directory, read_only=True).close()
         yield CheckResult("data", "ok", found)
     except StoreLocked as error:
-        yield CheckResult("data", "warn", str(error), "A second gateway needs a directory of its own.")
+        yield CheckResult("data", "warn", str(error), "If a gateway is to run there, all is well.")
     except (TokentapeError, OSError) as error:
         yield CheckResult("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
     free = shutil.disk_usage(there).free
@@ -245,7 +245,10 @@ async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
     ids, logprobs = first[0], np.array(first[1])
     found = f"{len(ids)} tokens with their log-probabilities"
     if ids != again[0] or np.abs(logprobs - np.array(again[1])).max() > _ROUNDING:
-        advice = "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities."
+        advice = (
+            "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities. Recorded ids "
+            "and log-probabilities are not affected: they are those of each call."
+        )
         return CheckResult("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
     return CheckResult("probe", "ok", f"{found}, the same twice")
 

@@ -51,7 +51,7 @@ def verify(
         report = check(store, against=head, nothing_added=nothing_added, head_out=head_out, sign=sign)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})
-        end(not report.ok, report.sessions, "session")
+        end(not report.ok, report.sessions, _NONE)
     for finding in report.findings:
         typer.echo(str(finding))
     typer.echo(
@@ -64,4 +64,7 @@ def verify(
         typer.echo(f"added since: {', '.join(f'{part} {n}' for part, n in report.added.items() if n) or 'nothing'}")
     if head_out is not None:
         typer.echo(f"head {report.head}" if report.head else f"{head_out} was not written: the record has findings")
-    end(not report.ok, report.sessions, "session")
+    end(not report.ok, report.sessions, _NONE)
+
+
+_NONE = "sessions were recorded here"

@@ -118,7 +118,7 @@ class AsyncClientSession:
 
     async def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
         """Give a reward, as `ClientSession.reward` does."""
-        await self._client._send(calls.give_reward(self.session_id, value, turn, leaf))
+        calls.pass_on(await self._client._send(calls.give_reward(self.session_id, value, turn, leaf)))
 
     async def annotate(
         self, name: str, values: npt.ArrayLike, *, turn: int | None = None, leaf: int | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import secrets
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -248,10 +250,27 @@ def show_session(session_id: str) -> Call[SessionState]:
     return Call("GET", session_path(session_id), reader(SessionState))
 
 
-def give_reward(session_id: str, value: float, turn: int | None, leaf: int | None) -> Call[None]:
-    """Give a reward. It replaces earlier ones, so a retry is safe."""
-    body = msgspec.json.encode({"value": float(value), "turn": turn, "leaf": leaf})
-    return Call("POST", f"{session_path(session_id)}/reward", nothing, body)
+def give_reward(session_id: str, value: float, turn: int | None, leaf: int | None) -> Call[str | None]:
+    """Give a reward, and return the gateway's warning, if any. It replaces earlier ones, so a retry is safe."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(f"reward must be a finite number, got {value!r}", "value")
+    body = msgspec.json.encode({"value": number, "turn": turn, "leaf": leaf})
+
+    def read(content: bytes) -> str | None:
+        warning: str | None = msgspec.json.decode(content).get("warning")
+        return warning
+
+    return Call("POST", f"{session_path(session_id)}/reward", read, body)
+
+
+def pass_on(warning: str | None) -> None:
+    """Show a gateway's warning at the line that called the client's method."""
+    if warning:
+        warnings.warn(warning, stacklevel=3)
 
 
 def annotate_tokens(

@@ -44,6 +44,8 @@ class ModelCheck:
 
     status: Literal["ok", "unverified", "refused"]
     reason: str = ""
+    other_ids: bool = False
+    """Whether it is refused because its tokenizer gives other ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,8 @@ _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not
 
 
 def _refusal(found: ModelCheck) -> str:
-    return f"the server seems to serve another model: {found.reason}"
+    what = "has other token ids than the folder" if found.other_ids else "seems to serve another model"
+    return f"the server {what}: {found.reason}"
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:

@@ -313,12 +313,14 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
             _turn(session, wanted.turn)
         elif wanted.leaf is not None:
             _check_leaf(session, wanted.leaf)
+        warning = {}
         if not session.turns and not turns.store.shared:
             # It may come before the first turn, but more often the name is wrong and has just been created.
-            _log.warning("session %r gets a reward and has no turns yet: is its name right?", session_id)
+            warning = {"warning": f"session {session_id!r} gets a reward and has no turns yet: is its name right?"}
+            _log.warning(warning["warning"])
         given = Reward(session_id, wanted.turn, wanted.value, time.time(), wanted.leaf)
         await turns.store.write(given)
-        return json_response(reward_view(given), 201)
+        return json_response(reward_view(given) | warning, 201)
 
     async def columns(request: Request) -> Response:
         turn, leaf, given = await _read_columns(gateway, request)

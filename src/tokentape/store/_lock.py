@@ -46,8 +46,8 @@ class DirectoryLock:
             holder = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._file)
             raise StoreLocked(
-                f"{directory} is open for writing by process {holder}; stop it, or use another data directory "
-                "(tokentape serve --data)"
+                f"{directory} is open for writing by process {holder}; use another data directory "
+                "(tokentape serve --data), or stop that process"
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode("ascii"), 0)

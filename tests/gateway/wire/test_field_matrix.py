@@ -336,6 +336,7 @@ def page() -> str:
         "",
         "`model` is reported if the engine serves LoRA adapters and the name is not the gateway's model: pin `adapter`",
         "to sample with one. For other engines any name is accepted and nothing is reported.",
+        "A larger `max_tokens` than fits in the context is limited to what fits; vLLM itself answers 400.",
         "`tool_choice` is passed on or refused with `--enforce-tools`.",
         "",
         "| Field | Chat | Completions | Responses | Messages |",
