@@ -252,7 +252,7 @@ class ClientSession:
         """Give a reward to the session, to one turn's action, or to the whole path that ends with a leaf.
 
         A trajectory's `reward` is its leaf's, else the session's; `turn_rewards` are those of its turns. The last one
-        given counts. Warns if the session has no turns yet: its name may be wrong.
+        given counts. Warns if the session has no turns and no metadata: its name may be wrong.
         """
         calls.pass_on(self._client._send(calls.give_reward(self.session_id, value, turn, leaf)))
 

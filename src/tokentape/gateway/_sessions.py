@@ -314,8 +314,9 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
         elif wanted.leaf is not None:
             _check_leaf(session, wanted.leaf)
         warning = {}
-        if not session.turns and not turns.store.shared:
-            # It may come before the first turn, but more often the name is wrong and has just been created.
+        if not (session.turns or session.info.metadata or turns.store.shared):
+            # It may come before the first turn, but more often the name is wrong and has just been created. A session
+            # with metadata was made on purpose.
             warning = {"warning": f"session {session_id!r} gets a reward and has no turns yet: is its name right?"}
             _log.warning(warning["warning"])
         given = Reward(session_id, wanted.turn, wanted.value, time.time(), wanted.leaf)
