@@ -133,7 +133,7 @@ def test_a_newer_database_is_refused_and_left_alone(directory: Path, read_only: 
 
 def test_an_older_database_is_not_opened_read_only(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_migrations(monkeypatch, add_note)
-    with pytest.raises(StoreError, match="for writing once"):
+    with pytest.raises(StoreError, match="start `tokentape serve` with it once"):
         SqliteStore.open(directory, read_only=True)
     assert version(directory) == str(NOW)
 
