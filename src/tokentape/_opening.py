@@ -25,7 +25,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
 from tokentape.engines._base import ChatServer, Engine, EngineInfo, LogprobsMode
-from tokentape.engines._guarded import LOOK_SECONDS, GuardedEngine, ModelCheck
+from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient, WrongAddress, attempt
 from tokentape.engines._identity import refuse_gateway, served_as
 from tokentape.engines._image_processor import find_image_processor
@@ -43,6 +43,8 @@ _log = logging.getLogger("tokentape.serve")
 
 _WAIT_LOG_SECONDS = 5.0
 _WAIT_TICK_SECONDS = 1.0
+_TEMPLATE_SECONDS = 10.0
+"""The start waits no longer for a comparison that can only warn."""
 
 _SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 """The gateway's sampling defaults, and other values that mean the same."""
@@ -189,7 +191,7 @@ def other_sampling(config: ServeConfig) -> str:
     options = " ".join(f"--default {name}={value}" for name, value in other.items())
     return (
         f"calls that don't say otherwise are sampled with {ours}. The model's generation_config.json has {theirs}, "
-        f"which vLLM by itself would use; for that, add {options}"
+        f"which vLLM and SGLang use by default; for that, add {options}"
     )
 
 
@@ -319,7 +321,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
         return engine
     guarded = await guard(engine)
     with suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_SECONDS):
+        async with asyncio.timeout(_TEMPLATE_SECONDS):
             template = await same_template(config.kind, engine.http, engine.info.model, renderer)
             if template.advice:
                 _log.warning("%s: %s. %s", url.rpartition("@")[2], template.found, template.advice)

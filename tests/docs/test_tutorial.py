@@ -43,8 +43,7 @@ def test_the_agent_runs_its_samples_are_there_and_its_check_passes(
     folder: Path, gateway_url: str, model_dir: Path
 ) -> None:
     code = blocks()
-    # The tiny model samples its answer, which may be empty.
-    assert run(code["run.py"], gateway_url).endswith("\n")
+    run(code["run.py"], gateway_url)  # Prints the sampled answer, which may be empty.
     printed = run(code["samples.py"], gateway_url)
     assert re.fullmatch(r"(exact|closed) [01]\.0 \d+ tokens, \d+ of them sampled\n", printed)
     with tokentape.Client(gateway_url) as client:

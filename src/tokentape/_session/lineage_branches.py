@@ -185,7 +185,7 @@ class Branches:
 
     @cached_property
     def heard(self) -> Mapping[int, set[int]]:
-        """For each turn, later roots of the same team: the reply is a user message behind the same first user message.
+        """For each turn, later roots of the same team: the reply is a user message after the same first user message.
 
         A name may be before the reply. A side call has another branch's replies as an assistant's, or in one text.
         """

@@ -92,8 +92,8 @@ def _agent(turn: Turn) -> Any:
 def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple[Turn | None, bool]:
     """Return the newest of `turns` with a tool call that has the branch's task, and True.
 
-    A call with exactly the task goes before one whose text contains it or is a part of it. If no call has the task,
-    return the newest turn (or None) and False.
+    A call that has exactly the task goes before one that has a text around it, or a part of it. If no call has the
+    task, return the newest turn (or None) and False.
     """
     newest = list(islice(turns, WINDOW))
     part = None

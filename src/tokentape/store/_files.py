@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'tokentape[archive]'"
 
 EXTERNAL = "external 1 "
-"""Begins `packed` of payloads whose bytes are in a file."""
+"""Begins `packed` of payloads with their bytes in a file."""
 
 _Record = TypeVar("_Record")
 
@@ -61,7 +61,7 @@ def write_file(folder: DirFileSystem, name: str, source: IO[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExternalPayload(TurnPayload):
-    """A payload whose bytes are in a file already."""
+    """A payload that is in a file already."""
 
     address: str = ""
     packed: str = ""
