@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,10 @@ LONG = 2048
 """Texts of at least this many characters are encoded in sections. Shorter sections are joined to this length."""
 
 _MOST_IDS = 1 << 22
-"""At most this many ids are cached, 12 bytes each: 50 MB. The keys are digests, since an id may stand for long text."""
+"""At most this many ids are cached, 8 bytes each, 12 in long sections: up to 50 MB. The keys are digests, since an id
+may stand for long text."""
 
-Section = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+Section = tuple[npt.NDArray[np.int32], npt.NDArray[Any]]
 """Ids of shape [ids], and the character span of each id within the section, of shape [ids, 2]."""
 
 
@@ -51,7 +53,7 @@ class Sections:
         keys = {one: hashlib.sha256(one.encode("utf-8", "surrogatepass")).digest() for one in sections}
         found = {one: self._kept.get(key) for one, key in keys.items()}
         missing = [one for one, section in found.items() if section is None]
-        made = dict(zip(missing, map(_section, self._encoded(missing)), strict=True))
+        made = dict(zip(missing, map(_section, self._encoded(missing), map(len, missing)), strict=True))
         known = [found[one] or self._kept.put(keys[one], made[one]) for one in sections]
         starts = np.cumsum([0, *map(len, sections[:-1])])
         spans = np.concatenate([own + start for (_, own), start in zip(known, starts, strict=True)])
@@ -73,7 +75,8 @@ class Sections:
         return [self._twin.encode(text, add_special_tokens=False) for text in texts]
 
 
-def _section(encoding: tokenizers.Encoding) -> Section:
+def _section(encoding: tokenizers.Encoding, characters: int) -> Section:
     ids = encoding.ids
-    spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int32, 2 * len(ids)).reshape(-1, 2)
+    kind = np.uint16 if characters < 1 << 16 else np.int32
+    spans = np.fromiter(chain.from_iterable(encoding.offsets), kind, 2 * len(ids)).reshape(-1, 2)
     return np.asarray(ids, np.int32), spans
