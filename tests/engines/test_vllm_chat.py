@@ -18,7 +18,7 @@ from tests.engines.vllm_schemas import SCHEMAS, schema
 from tests.json_schemas import validate
 from tests.waiting import PATIENCE
 
-from tokentape.engines._base import ChatCall, SampleDelta, SamplingParams
+from tokentape.engines._base import SampleDelta, SamplingParams, StartedCompletion
 from tokentape.engines._vllm_chat import VllmChatServer
 from tokentape.errors import EngineContractError, InvalidRequest, TokentapeError
 
@@ -83,8 +83,8 @@ def ask(
     server: FakeVllm,
     params: SamplingParams = PARAMS,
     answer: Callable[[dict[str, Any]], Response] | None = None,
-) -> tuple[ChatCall, list[SampleDelta]]:
-    async def main() -> tuple[ChatCall, list[SampleDelta]]:
+) -> tuple[StartedCompletion, list[SampleDelta]]:
+    async def main() -> tuple[StartedCompletion, list[SampleDelta]]:
         chats = await VllmChatServer.open(server.url, vocab_size=VOCAB_SIZE)
         server.bodies.clear()
         server.answer = answer or server.answer
