@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
-import fake_vllm
 import numpy as np
 import pytest
-from fake_vllm import VOCAB_SIZE, FakeVllm, plain_answer, sse, streaming
 from starlette.responses import JSONResponse, Response
 from test_vllm_generate import EVERYTHING, PARAMS
+from tests.engines import fake_vllm
+from tests.engines.fake_vllm import VOCAB_SIZE, FakeVllm, plain_answer, sse, streaming
 from tests.engines.vllm_schemas import SCHEMAS, schema
 from tests.json_schemas import validate
 from tests.waiting import PATIENCE
