@@ -351,6 +351,11 @@ class Judge:
         self.counts["bridges after truncated replies"] += 1
         # After a stop that was sampled stands what the template writes after that one.
         expected = tail.partition(stop[1])[2] if stop is not None and stop[1] in tail else tail
+        other = self.reference.first_control(tail) if stop is not None and expected == tail else None
+        if other is not None and self.reference.added[stop[1]]["id"] in self.product.stop_ids(one.tools):
+            # It ends the turn in place of the token that the template writes there, but is no next message's header.
+            replaced = tail[other[0] + len(other[1]) :]
+            expected = replaced if squeezed(text) == squeezed(replaced) else expected
         # What was sampled after the content may be its white space. Some tokens take along what follows them.
         again = self.reference.decode(self.reference.encode(expected).ids)
         lines = [one.partition("zqfollowup")[0].count("\n") for one in (text, expected, again)]
@@ -372,17 +377,19 @@ class Judge:
     ) -> bool:
         """Whether a bridge closes reasoning and ends the turn, but without the frame of an empty content in between.
 
-        How a turn ends is what the template writes after a content that is not empty.
+        How a turn ends is what the template writes after a content that is not empty; without content some end none.
         """
         answered = {**said, "content": "say zqanswer"}
         full = self.reference.render([*one.history, answered, *new], one.tools, generate=True)
-        ended = os.path.commonprefix([full.rpartition("zqanswer")[2][::-1], expected[::-1]])[::-1]
+        after = full.rpartition("zqanswer")[2]
+        ended = os.path.commonprefix([after[::-1], expected[::-1]])[::-1]
         close = self.reference.first_control(expected)
         if close is None:
             return False
         # White space before it is the end of what was sampled.
         closed = expected[: close[0] + len(close[1])].lstrip()
-        return squeezed(text) in [squeezed(closed + ended), *([squeezed(ended)] if ended.startswith(closed) else [])]
+        allowed = [closed + ended, closed + after, *([ended] if ended.startswith(closed) else [])]
+        return squeezed(text) in map(squeezed, allowed)
 
     # -- all conversations together ----------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ class Product:
     def __init__(self, folder: Path, kwargs: dict[str, bool]) -> None:
         self.kwargs = kwargs
         self.renderer = Renderer.load(folder)
-        self.render([{"role": "user", "content": "hi"}], ())
         self.certificate: Certificate = certify(self.renderer, kwargs)
         self.certificate.to_json().encode()
 
