@@ -32,6 +32,13 @@ CLOSES_RESULTS_AT_CONTENT = (
 )
 """A turn without a content key leaves a list of results open."""
 
+TAKES_CONTENT_APART = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set said = m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content %}"
+    "{{ said or '' }}" + CALLS + PROMPT
+)
+"""A turn without a content key is taken at the end only."""
+
 NEEDS_TOOLS = (
     "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content or '' }}" + CALLS + PROMPT
@@ -55,6 +62,14 @@ def test_a_step_after_a_result_may_depend_on_it(source: str, monkeypatch: pytest
     sampled = renderer.tokenizer.array([*whole[start - 1 : stop], end])
     bridge = renderer.bridge(sampled, second, [result(2)], setup_for(renderer), history).ids.tolist()
     assert [end, *bridge] == whole[stop:]
+
+
+def test_a_turn_without_a_content_key_is_given_one_where_the_template_fails_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "NAMES", ("tool",))
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(TAKES_CONTENT_APART)))
+    assert [found.strategy for found in certificate.continuations] == ["local"]
 
 
 def test_a_template_that_takes_no_conversation_without_tools_is_certified_for_those_with_tools() -> None:

@@ -151,15 +151,20 @@ class CallSyntax:
 def find_shape(render: Render) -> CallShape | None:
     """Return the first shape in which the name, key and value of a call are all rendered; None if there is none."""
 
-    def writes(shape: CallShape) -> bool:
+    def writes(shape: CallShape, *later: Message) -> bool:
         try:
-            text = render([QUESTION, shape.message("", [shape.probe(NAME, {KEY: VALUE})])], False)
+            calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
+            text = render([QUESTION, calling, *later], bool(later))
         except TemplateRefused:
             return False
         return NAME in text and KEY in text and VALUE in text
 
     found = next(filter(writes, _SHAPES), None)
-    return found and replace(found, keeps_missing=writes(replace(found, content="missing")))
+    if found is None:
+        return None
+    missing = replace(found, content="missing")
+    result = {"role": "tool", "name": NAME, "tool_call_id": PROBE_ID, "content": CONTENT}
+    return replace(found, keeps_missing=writes(missing) and writes(missing, result) == writes(found, result))
 
 
 def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | None:
