@@ -318,19 +318,20 @@ def _probes(
     ]
     speaking = {"role": "assistant", "content": said + CONTENT}
     if form.shape is not None and calls:
+        calling = _calling(form.shape, calls, "" if reply.get("content") == "" else None)
         if reply.get("content") and form.content_after_calls is not None:
-            yield {**_calling(form.shape, calls), **speaking}, CONTENT, form.content_after_calls
+            yield {**calling, **speaking}, CONTENT, form.content_after_calls
         if said.strip():
-            yield {**_calling(form.shape, calls), "content": said}, VALUE, form.calls_close
-        yield _calling(form.shape, calls), VALUE, form.calls_close
+            yield {**calling, "content": said}, VALUE, form.calls_close
+        yield calling, VALUE, form.calls_close
     yield speaking, CONTENT, form.content_close
     if form.shape is not None and answered and not calls:
         yield _calling(form.shape, answered), VALUE, form.calls_close
 
 
-def _calling(shape: CallShape, calls: Sequence[tuple[str, str]]) -> Message:
+def _calling(shape: CallShape, calls: Sequence[tuple[str, str]], content: str | None = "") -> Message:
     *before, (last_id, last_name) = calls
-    return shape.message("", [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
+    return shape.message(content, [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
 
 
 def _after(text: str, sentinel: str) -> str:
