@@ -32,7 +32,7 @@ class TemplateText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._escaper = Escaper(tokenizer)
+        self._escaper = Escaper(tokenizer, brackets=template.adds_brackets)
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
         self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
@@ -145,10 +145,11 @@ class TemplateText:
         else:
             before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
+        reply = {**reply, "tool_calls": self._escaper.escape_all(_names_of_calls(reply))}
         texts = texts_of(plain, self._escaper.unescape)
         refused = TemplateRefused("there is no new message to continue with")
         said = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
-        for probe, sentinel, close in _probes(reply, new_messages, form, said):
+        for probe, sentinel, close in _probes(reply, plain, form, said):
             kind = sentinel, setup.key, *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
@@ -301,6 +302,11 @@ class TemplateText:
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: its "
                     "text would not reach the model"
                 )
+
+
+def _names_of_calls(reply: Message) -> list[Message]:
+    """Return the calls of a message with their ids and names alone."""
+    return [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
 
 
 def _probes(
