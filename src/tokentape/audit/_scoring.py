@@ -107,11 +107,7 @@ async def score_sessions(
 
 
 async def _score(
-    session: Recorded,
-    scorer: Scorer,
-    write: Write,
-    report: ScoreReport,
-    compared: Mismatch | None,
+    session: Recorded, scorer: Scorer, write: Write, report: ScoreReport, compared: Mismatch | None
 ) -> None:
     done = set(session.done)
     columns: list[TurnColumn] = []

@@ -25,18 +25,9 @@ if TYPE_CHECKING:
     from tokentape.engines._transformers import TransformersEngine
 
 __all__ = [
-    "Engine",
-    "EngineInfo",
-    "EnginePool",
-    "FunctionEngine",
-    "RemoteEngine",
-    "SampleDelta",
-    "SamplingParams",
-    "Timeouts",
-    "TransformersEngine",
-    "WeightSpan",
-    "open_engine",
-]
+    "Engine", "EngineInfo", "EnginePool", "FunctionEngine", "RemoteEngine", "SampleDelta", "SamplingParams",
+    "Timeouts", "TransformersEngine", "WeightSpan", "open_engine",
+]  # fmt: skip
 
 # Modules that import an HTTP client or torch are imported on first use.
 __getattr__ = lazy_names(

@@ -210,11 +210,11 @@ class Measures:
             # The tokenizer lacks an id: the record is of another model.
             return None
         for row in rows:
-            for (dimension, version), many in row.counts.items():
-                if dimension == "weights":
-                    weights[version].drift_tokens += many
-                    weights[version].drift_changed += row.changed[dimension, version]
-                    tokens, changed = tokens + many, changed + row.changed[dimension, version]
+            for key, many in row.counts.items():
+                if key[0] == "weights":
+                    weights[key[1]].drift_tokens += many
+                    weights[key[1]].drift_changed += row.changed[key]
+                    tokens, changed = tokens + many, changed + row.changed[key]
             classes.update(ARTIFACTS[artifact].kind for artifact, *_ in row.stretches)
         return {"tokens": tokens, "changed_tokens": changed, "classes": dict(classes)}
 
