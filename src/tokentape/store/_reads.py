@@ -9,7 +9,7 @@ from itertools import islice
 from operator import eq, ge, le, lt
 from typing import Any, TypeAlias
 
-from sqlalchemy import Column, ColumnElement, Connection, Select, Table, bindparam, select
+from sqlalchemy import Column, Connection, Select, Table, bindparam, select
 
 from tokentape._session.flatten import trajectories
 from tokentape._session.lineage import lineage, parent_sessions
@@ -167,13 +167,11 @@ def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Eve
 
 
 @cache
-def _statement(
-    columns: tuple[ColumnElement[Any], ...], order: Column[int], compare: _Compare, column: Column[Any], several: bool
-) -> Select[Any]:
+def _statement(order: Column[int], compare: _Compare, column: Column[Any], several: bool) -> Select[Any]:
     """Return the statement that reads the records of one session or several. To make it costs more than to run it."""
     of = order.table.c.session_id
     wanted = of.in_(bindparam("session_ids", expanding=True)) if several else of == bindparam("session_id")
-    return select(*columns).where(wanted, compare(column, bindparam("value"))).order_by(of, order)
+    return select(order.table).where(wanted, compare(column, bindparam("value"))).order_by(of, order)
 
 
 class _Reading:
@@ -189,13 +187,9 @@ class _Reading:
 
         `column` is `order` if it is None.
         """
-        table = order.table
+        table, several = order.table, len(self._session_ids) > 1
         assert isinstance(table, Table)
-        if table is schema.events and not schema.has_events(self._connection):
-            return {}
-        columns = schema.readable(self._connection, table)
-        several = len(self._session_ids) > 1
-        statement = _statement(columns, order, compare, order if column is None else column, several)
+        statement = _statement(order, compare, order if column is None else column, several)
         ids = {"session_ids": self._session_ids} if several else {"session_id": self._session_ids[0]}
         rows = self._connection.execute(statement, {**ids, "value": value})
         found: dict[str, list[Any]] = {}

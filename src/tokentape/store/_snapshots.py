@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
+from sqlalchemy import Connection, Row, func, insert, literal, select, update
 
 from tokentape._canonical import canonical_json
 from tokentape._session.arrow import ExtraNames, extra_names
@@ -27,7 +27,7 @@ from tokentape._session.jsonl import json_line
 from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
-from tokentape.store._listing import extent_columns, extent_of, of_turns
+from tokentape.store._listing import EXTENT_COLUMNS, extent_of, of_turns
 from tokentape.store._reads import Extent, StoredSession, batched
 from tokentape.store._writes import delete_rows, holder_of
 from tokentape.types import Trajectory
@@ -246,8 +246,7 @@ def select_sessions(connection: Connection, selection: Selection, owner: str | N
     known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     wanted = None if selection.session_ids is None else set(selection.session_ids)
     chosen, seen = [], set()
-    sessions = _now(connection)
-    for row in connection.execute(sessions if owner is None else sessions.where(schema.sessions.c.owner == owner)):
+    for row in connection.execute(_NOW if owner is None else _NOW.where(schema.sessions.c.owner == owner)):
         if wanted is not None and row.session_id not in wanted:
             continue
         seen.add(row.session_id)
@@ -270,7 +269,7 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
     assert key is not None
     snapshot_id: int = key[0]
     for some in batched(session_ids, _BATCH):
-        state = _now(connection).where(schema.sessions.c.session_id.in_(some)).subquery()
+        state = _NOW.where(schema.sessions.c.session_id.in_(some)).subquery()
         rows = select(literal(snapshot_id), *(state.c[name] for name in schema.snapshot_sessions.c.keys()[1:]))
         connection.execute(insert(schema.snapshot_sessions).from_select(schema.snapshot_sessions.c.keys(), rows))
     return snapshot_id
@@ -299,8 +298,7 @@ def decode_snapshot(row: Row[Any]) -> Snapshot:
 
 def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
     table = schema.snapshot_sessions
-    columns = schema.readable(connection, table)
-    rows = connection.execute(select(*columns).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
+    rows = connection.execute(select(table).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
     return [Entry(row.session_id, extent_of(row)) for row in rows]
 
 
@@ -314,9 +312,7 @@ def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entr
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
     kept: dict[str, str] = {}
     for entry in some:
-        row = connection.execute(
-            _now(connection).where(schema.sessions.c.position == entry.extent.position)
-        ).one_or_none()
+        row = connection.execute(_NOW.where(schema.sessions.c.position == entry.extent.position)).one_or_none()
         if row is None:
             continue
         holder = holder_of(connection, row.session_id, besides=snapshot_id)
@@ -336,9 +332,9 @@ def _update(connection: Connection, snapshot_id: int, **values: Any) -> None:
     connection.execute(update(schema.snapshots).where(of_snapshot).values(values))
 
 
-def _now(connection: Connection) -> Select[Any]:
-    newest = of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
-    return select(schema.sessions, *extent_columns(connection), newest).order_by(schema.sessions.c.position)
+_NEWEST_TURN = of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
+_NOW = select(schema.sessions, *EXTENT_COLUMNS, _NEWEST_TURN).order_by(schema.sessions.c.position)
+"""The sessions with their current extent."""
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
