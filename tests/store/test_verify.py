@@ -271,7 +271,7 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
             "ALTER TABLE new RENAME TO snapshot_sessions",
             "of the table snapshot_sessions refer to nothing",
         ),
-        ("DROP TABLE record_log", "the table record_log is missing"),
+        ("DROP TABLE gateways", "the table gateways is missing"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime INT NOT NULL, data BLOB)", "column mime of"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "another primary key"),
     ],

@@ -267,27 +267,12 @@ gateways = Table(
 )
 """The gateways that share the record. The row of a dead one stays until another gateway notices."""
 
-record_log = Table(
-    "record_log",
-    metadata,
-    Column("position", _Position, primary_key=True, autoincrement=True),
-    Column("kind", Text, nullable=False),
-    Column("body", LargeBinary, nullable=False),
-    # Hex SHA-256 of this row and the digest of the row before it.
-    Column("digest", Text, nullable=False),
-    Column("created_at", Double, nullable=False),
-    sqlite_autoincrement=True,
-)
-"""Events of the whole record, such as a digest of its contents or the deletion of a session. Nothing writes it yet;
-see docs/decisions/0014."""
-
 Migration: TypeAlias = Callable[[Connection], None]
 
 
 def _to_4(connection: Connection) -> None:
-    """Add events, the distributions of logprobs, resumes, adapters, and the log of the record."""
-    for table in (events, record_log):
-        table.create(connection)
+    """Add events, the distributions of logprobs, resumes and adapters."""
+    events.create(connection)
     names = ("sampled_from", "logprobs_of", "resumes", "adapter")
     for column in (snapshot_sessions.c.last_event, *(turns.c[name] for name in names)):
         definition = CreateColumn(column).compile(dialect=connection.dialect)
