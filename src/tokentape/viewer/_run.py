@@ -202,10 +202,9 @@ class Measures:
             # The tokenizer lacks an id: the record is of another model.
             return None
         for row in rows:
-            for (dimension, version), many in row.counts.items():
-                if dimension == "weights":
-                    changed = row.changed[dimension, version]
-                    weights[version].counts.update(drift_tokens=many, drift_changed=changed)
+            for key, many in row.counts.items():
+                if key[0] == "weights":
+                    weights[key[1]].counts.update(drift_tokens=many, drift_changed=row.changed[key])
             classes.update(ARTIFACTS[artifact].kind for artifact, *_ in row.stretches)
         tokens, changed = (sum(one.counts[name] for one in weights.values()) for name in _DRIFT)
         return {"tokens": tokens, "changed_tokens": changed, "classes": dict(classes)}
