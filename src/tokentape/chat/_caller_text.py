@@ -58,8 +58,8 @@ _PROVENANCE_OF_ROLE = {
 class Escaper:
     """Escapes the control tokens of one tokenizer in callers' strings, and unescapes renderings."""
 
-    def __init__(self, tokenizer: Tokenizer, *, brackets: bool = False) -> None:
-        """`brackets`: the template puts some around strings (`ChatTemplate.adds_brackets`)."""
+    def __init__(self, tokenizer: Tokenizer, *, compared: Sequence[str] | None = None) -> None:
+        """`compared`: strings that the template compares, if it puts brackets around strings too; else None."""
         self._tokenizer = tokenizer
         contents = [control.content for control in tokenizer.controls]
         outer = sorted({content[0] for content in contents} | {content[-1] for content in contents})
@@ -70,7 +70,8 @@ class Escaper:
         self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
-        self._inner = {inner for content in contents for inner in _without_brackets(content)} if brackets else set()
+        self._inner = {inner for content in contents for inner in _without_brackets(content)}
+        self._inner = self._inner.difference(compared) if compared is not None else set()
         self._part_lengths = sorted(set(map(len, self._heads | self._tails)))
         self._cached = lru_cache(4096)(self._escape)
 
@@ -120,6 +121,11 @@ class Escaper:
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self.escape_all(item, keys=keys) for item in value]
         return value
+
+    def escape_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return template kwargs escaped. A text that is a word in brackets stays: templates compare and write it."""
+        escaped = self.escape_all(kwargs)
+        return {key: one.replace(_NOTHING, "") if isinstance(one, str) else one for key, one in escaped.items()}
 
     def _escape_controls(self, text: str) -> str:
         return self._cached(text, ends=False) if len(text) <= _SHORT else self._escape(text, ends=False)

@@ -32,7 +32,7 @@ class TemplateText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._escaper = Escaper(tokenizer, brackets=template.adds_brackets)
+        self._escaper = Escaper(tokenizer, compared=template.compared_strings if template.adds_brackets else None)
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
         self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
@@ -247,8 +247,8 @@ class TemplateText:
         """Return the marked text of escaped messages."""
         escaped = self._escaped.get(setup.key)
         if escaped is None:
-            escape = self._escaper.escape_all
-            escaped = keep(self._escaped, setup.key, (escape(setup.tools), escape(setup.template_kwargs)))
+            escaped = self._escaper.escape_all(setup.tools), self._escaper.escape_kwargs(setup.template_kwargs)
+            keep(self._escaped, setup.key, escaped)
         tools, kwargs = escaped
         rendered = self.template.render(
             plain,
