@@ -124,7 +124,8 @@ class Benchmark:
             for name, part in parts:
                 if name in self._parts:
                     print(f"{datetime.now(UTC):%H:%M:%S} {name}", file=sys.stderr)
-                    found[name] = await part(running, self._seconds * SHARES[name])
+                    measured = [one for one in running if name == "clients" or one.target.kind != "several"]
+                    found[name] = await part(measured, self._seconds * SHARES[name])
                     self._keep(found)
         finally:
             for one in running:
@@ -158,7 +159,7 @@ class Benchmark:
             await measuring.one_session(one, self._text, size, turns, into, seed=number)
 
         await measuring.in_turn(
-            targets, self._sizes, measure, seconds=seconds, least=2 if self._quick else 4, failures=self._failures
+            targets, self._sizes, measure, seconds=seconds, least=2 if self._quick else 5, failures=self._failures
         )
         return {f"{name}|{size}": summary(one) for (name, size), one in calls.items() if one.seconds}
 
@@ -238,7 +239,7 @@ class Benchmark:
     async def _footprints(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for target in self._targets:
-            if target.kind in ("floor", "proxy") or target.name in self._failures:
+            if target.kind not in ("exact", "capture") or target.name in self._failures:
                 continue
             running = self._start(target, "footprint")
             assert running.process is not None
@@ -265,6 +266,7 @@ def summary(calls: Calls) -> dict[str, float]:
         "p50_ms": 1000 * statistics.median(ordered),
         "p99_ms": 1000 * ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)],
         "cpu_ms": statistics.median(calls.cpu_ms),
+        "cpu_ms_range": [min(calls.cpu_ms), max(calls.cpu_ms)],
         "first_call_ms": 1000 * statistics.median(calls.opening_seconds),
     }
 

@@ -87,7 +87,8 @@ async def one(connection: Connection, session: Session, conversation: Conversati
 async def session_of(running: Running) -> AsyncGenerator[tuple[Connection, Session]]:
     """Create a session of a target, on its own connection."""
     running.begun += 1
-    async with Connection(running.url) as connection:
+    urls = running.url.split()
+    async with Connection(urls[running.begun % len(urls)]) as connection:
         yield connection, await running.target.session(connection, f"bench-{running.begun}")
 
 

@@ -84,6 +84,7 @@ def _calls(found: dict[str, Any]) -> str:
         of = [calls.get(f"{name}|{size}") for size in sizes]
         direct = [calls.get(f"{floor}|{size}") for size in sizes]
         cpu = " / ".join("-" if one is None else f"{one['cpu_ms']:.1f}" for one in of)
+        spread = " / ".join("-" if one is None else "{:.1f} to {:.1f}".format(*one["cpu_ms_range"]) for one in of)
         added = [
             " / ".join(
                 "-" if one is None or base is None else f"{one[key] - base['p50_ms']:.1f}"
@@ -96,11 +97,19 @@ def _calls(found: dict[str, Any]) -> str:
         start = "" if started is None else f"{started:.1f}"
         if name == floor:
             p50 = " / ".join("-" if one is None else f"{one['p50_ms']:.1f}" for one in of)
-            return [name, "", f"({p50})", "", first, start]
-        return [name, cpu, *added, first, start]
+            return [name, "", "", f"({p50})", "", first, start]
+        return [name, cpu, spread, *added, first, start]
 
     tokens = " / ".join(f"{size // 1000}k" for size in sizes)
-    head = ["", f"CPU ms per call at {tokens}", "added p50 ms", "added p99 ms", "first call ms", "start-up s"]
+    head = [
+        "",
+        f"CPU ms per call at {tokens}",
+        "lowest to highest session",
+        "added p50 ms",
+        "added p99 ms",
+        "first call ms",
+        "start-up s",
+    ]
     return _table(head, map(row, _names(found)))
 
 

@@ -16,6 +16,8 @@ TARGETS: tuple[Target, ...] = (
     Direct(),
     Tokentape("full"),
     Tokentape("normal"),
+    Tokentape("full", workers=2),
+    Tokentape("full", replicas=2),
     Verifiers(),
     Rllm(cumulative=True),
     Rllm(cumulative=False),

@@ -43,7 +43,7 @@ class Target(Protocol):
     name: str
     kind: str
     """`floor`; `capture`: records what a server reports as sampled; `exact`: sends token ids from the second
-    turn on; `proxy`: records nothing."""
+    turn on; `proxy`: records nothing; `several`: several gateways on one record, measured with many clients only."""
     streams: bool
     stores: bool
     """Whether its record is on disk."""
@@ -57,7 +57,7 @@ class Target(Protocol):
         ...
 
     def start(self, site: Site) -> tuple[str, Process | None]:
-        """Start it and return its base URL and process when it responds."""
+        """Start it and return its process when it responds, and its base URL, or several joined by spaces."""
         ...
 
     async def session(self, connection: Connection, name: str) -> Session:
