@@ -19,10 +19,10 @@ from tokentape.chat._renderer import Renderer
 from tokentape.cli import arguments as arg
 from tokentape.cli.output import end, print_report
 from tokentape.engines._base import Engine
-from tokentape.engines._opening import open_engine
+from tokentape.engines._kinds import KINDS, open_engine
 from tokentape.store._location import refuse_output
 
-_ENGINE_HELP = "vllm, sglang, llamacpp or openai: the server at --engine-url. Default: the model in this process."
+_ENGINE_HELP = f"{' or '.join(KINDS)}: the server at --engine-url. Default: the model in this process."
 _TEXTS_HELP = (
     "Sentences to use instead of the built-in ones, one per line: the word in [brackets], or JSON with text and "
     "target, or plain text, from which words are drawn."
