@@ -297,23 +297,14 @@ _TRAILS = (b"", *(first + b"\x80" * more for more in range(3) for first in (b"\x
 Outcome: TypeAlias = tuple[Literal["ok", "warn", "fail"], str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    texts: list[list[str]]
-    """The parts of each text that a server encodes."""
-    ids: list[TokenIds]
-    sequences: list[list[list[int]]]
-    """The ids that no text has, each among those of bytes that complete its characters."""
-
-
 async def same_vocabulary(kind: str, http: HttpClient, model: str, tokenizer: Tokenizer) -> Outcome:
     """Compare the server's vocabulary with the tokenizer's. Return what differs, or what could not be compared."""
-    vocabulary = await asyncio.to_thread(_vocabulary, tokenizer)
-    for parts, ours in zip(vocabulary.texts, vocabulary.ids, strict=True):
+    texts, undecoded = await asyncio.to_thread(_vocabulary, tokenizer)
+    for parts, ours in texts:
         theirs = await server_text_ids(kind, http, model, "".join(parts), controls=True)
         if theirs != ours.tolist():
             return await _encoded_otherwise(kind, http, model, tokenizer, parts, theirs or [])
-    for sequences in vocabulary.sequences:
+    for sequences in undecoded:
         text = await server_text(kind, http, model, [*chain.from_iterable(sequences)])
         if text is None:
             return "warn", f"not compared: the server does not decode the {len(sequences)} ids that no text has"
@@ -323,7 +314,8 @@ async def same_vocabulary(kind: str, http: HttpClient, model: str, tokenizer: To
 
 
 @lru_cache(maxsize=1)
-def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
+def _vocabulary(tokenizer: Tokenizer) -> tuple[list[tuple[list[str], TokenIds]], list[list[list[int]]]]:
+    """Return the parts and ids of long texts, and the ids that no text has, each with those that complete its bytes."""
     pieces: dict[int, bytes] = {}
     for token_id in range(tokenizer.vocab_size):
         try:
@@ -341,7 +333,8 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
     single = {piece: token_id for token_id, piece in pieces.items() if len(piece) == 1}
     found = (_completed(token_id, piece, single) for token_id, piece in pieces.items() if token_id not in seen)
     sequences = [*filter(None, found)]
-    return _Vocabulary(texts, ids, [sequences[at : at + _ENTRIES] for at in range(0, len(sequences), _ENTRIES)])
+    undecoded = [sequences[at : at + _ENTRIES] for at in range(0, len(sequences), _ENTRIES)]
+    return list(zip(texts, ids, strict=True)), undecoded
 
 
 def _text(data: bytes) -> str:

@@ -65,7 +65,13 @@ def probe(
     asked = list(trials(read_texts(texts or BUILT_IN, seed=seed), repetitions=repetitions))[:limit]
 
     async def run() -> tuple[probing.Header, list[probing.ProbeResult]]:
-        opened = await _open(engine, engine_url, path, renderer.tokenizer.vocab_size, api_key)
+        if engine is None or engine_url is None:
+            from tokentape.engines._transformers import TransformersEngine
+
+            opened: Engine = TransformersEngine.open(path)
+        else:
+            size = renderer.tokenizer.vocab_size
+            opened = await open_engine(engine, engine_url, vocab_size=size, api_key=api_key)
         settings = probing.ProbeSettings(max_tokens, temperature, seed, ban, concurrency)
         try:
             return await _run(asked, opened, renderer, template_kwargs, settings, output)
@@ -103,12 +109,3 @@ async def _run(
                     file.add(result)
                 progress.advance(bar)
     return made, sorted(results, key=lambda result: place[result.trial])
-
-
-async def _open(kind: str | None, url: str | None, model: Path, vocab_size: int, api_key: str | None) -> Engine:
-    if kind is None or url is None:
-        from tokentape.engines._transformers import TransformersEngine
-
-        return TransformersEngine.open(model)
-
-    return await open_engine(kind, url, vocab_size=vocab_size, api_key=api_key)

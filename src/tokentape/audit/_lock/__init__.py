@@ -116,7 +116,7 @@ def examine_server(
 ) -> LockReport:
     """Compare the ids of a running server with a lock. `server` has its `kind`, `model` and `api_key`, if given."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
-    return compare(lock, asyncio.run(_observe_server(lock, url, **server)), kwargs, strict=strict)
+    return compare(lock, asyncio.run(observe_server(lock, url, **server)), kwargs, strict=strict)
 
 
 def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> Observed:
@@ -156,7 +156,7 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
     return Observed(name, found, _lockfile.versions(), components, source=source_of, not_compared=not_compared)
 
 
-async def _observe_server(
+async def observe_server(
     lock: Lock, url: str, *, kind: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> Observed:
     """Observe the ids that a running server of `kind` returns for `model`; both are detected if not given."""

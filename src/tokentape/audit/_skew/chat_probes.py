@@ -46,10 +46,6 @@ class _Outcomes:
     b: _Outcome
 
     @property
-    def where(self) -> str:
-        return self.conversation.name
-
-    @property
     def size(self) -> int:
         return len(str(self.conversation.messages)) + len(str(self.conversation.tools))
 
@@ -91,7 +87,8 @@ def chat_findings(
             finding = Skew("loss mask", "masks", cause, _MASKED, 1, (conversation.name,), conversation, *results)
             masked.setdefault(cause, finding)
     differing.sort(key=lambda one: one.size)
-    findings, found.left = explain(differing, _MOST_EXAMINED, compared.examine, progress)
+    inputs = [(one.conversation.name, one) for one in differing]
+    findings, found.left = explain(inputs, _MOST_EXAMINED, compared.examine, progress)
     if len(differing) == found.counts["render"] and {one.manner for one in differing} <= {"A refuses", "B refuses"}:
         findings = [replace(one, severity="skew") for one in findings]  # no conversation is rendered by both
     found.findings += [*findings, *masked.values()]

@@ -28,7 +28,6 @@ MOST_KEPT = 2000
 """The largest number of differing documents that are kept to be explained; the others are counted."""
 
 MOST_CONVERSATIONS = 2000
-_BATCH_CHARACTERS = 1 << 19
 _SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet", ".py", ".rst", ".csv")
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
 _FIELDS = ("text", "content", "prompt", "completion", "response", "instruction", "input", "output")
@@ -175,7 +174,7 @@ def _open_backends(a: str, b: str) -> None:
 def compare_range(a: Backend, b: Backend, one: Range) -> Compared:
     counts: Counter[str] = Counter(bytes=one.end - one.start)
     kept: list[Differing] = []
-    for batch in _grouped(documents_of(one), _BATCH_CHARACTERS):
+    for batch in batches(documents_of(one)):
         ours, theirs = a.encode(batch), b.encode(batch)
         both = zip(batch, ours, theirs, strict=True)
         differing = [Differing(text, one.path.name, x, y) for text, x, y in both if x != y]
@@ -191,7 +190,7 @@ def documents_of(one: Range) -> Iterator[str]:
         for record in _records(one, (*_FIELDS, "messages")):
             yield from _texts_of(record)
         return
-    yield from map("".join, _grouped((line.decode("utf-8", "replace") for line in _lines(one)), PIECE_CHARACTERS))
+    yield from map("".join, batches((line.decode("utf-8", "replace") for line in _lines(one)), PIECE_CHARACTERS))
 
 
 def _lines(one: Range) -> Iterator[bytes]:
@@ -226,7 +225,7 @@ def _texts_of(record: Any) -> Iterator[str]:
                 yield message["content"]
 
 
-def _grouped(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+def batches(texts: Iterable[str], characters: int = 1 << 19) -> Iterator[list[str]]:
     """Yield lists of texts. A list ends as soon as it has `characters` characters."""
     group: list[str] = []
     size = 0

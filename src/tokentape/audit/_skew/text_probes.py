@@ -138,7 +138,8 @@ def explain_texts(
         found = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
         return cause.key, found, explains
 
-    return explain(sorted(differing, key=lambda one: len(one.text)), MOST_EXAMINED, examine, progress)
+    inputs = [(one.where, one) for one in sorted(differing, key=lambda one: len(one.text))]
+    return explain(inputs, MOST_EXAMINED, examine, progress)
 
 
 def special_texts(a: Backend, b: Backend) -> dict[str, str]:

@@ -204,14 +204,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-_SETTINGS = (
-    "model_type",
-    "treat_whitespace_as_suffix",
-    "byte_fallback",
-    *(f"{which}_id" for which in ("unk", "bos", "eos", "pad")),
-    "unk_surface",
-    *(f"{which}_piece" for which in ("unk", "bos", "eos", "pad")),
-)
+_IDS, _PIECES = ([f"{which}_{what}" for which in ("unk", "bos", "eos", "pad")] for what in ("id", "piece"))
+_SETTINGS = ("model_type", "treat_whitespace_as_suffix", "byte_fallback", *_IDS, "unk_surface", *_PIECES)
 _NORMALIZER = ("precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces", "escape_whitespaces")
 """The fields of SentencePiece's TrainerSpec and NormalizerSpec that change ids or text."""
 _FIELDS = {"pieces": "pieces", "settings": "trainer_spec", "normalizer": "normalizer_spec"}
