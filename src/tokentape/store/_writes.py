@@ -36,25 +36,22 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
     for record in records:
         table, values = encode(record)
         match record:
-            case Setup() | Media():
-                _insert_unless_known(connection, table, values)
             case Turn():
                 _check_turn(connection, record)
-                _INSERT[table].run(connection, values)
-                _refer_to_media(connection, record)
             case SessionInfo():
                 refuse_dropped(connection, record.session_id)
-                _INSERT[table].run(connection, values)
             case TurnColumn():
                 _check_of_turn(connection, record)
                 connection.execute(_OLD_COLUMN, values)
-                _INSERT[table].run(connection, values)
             case TurnPayload():
                 _check_of_turn(connection, record)
                 _check_same_kind(connection, values)
-                _INSERT[table].run(connection, values)
-            case _:
-                _INSERT[table].run(connection, values)
+        if isinstance(record, Setup | Media):
+            _insert_unless_known(connection, table, values)
+        else:
+            _INSERT[table].run(connection, values)
+        if isinstance(record, Turn):
+            _refer_to_media(connection, record)
         size += sum(len(value) for value in values.values() if isinstance(value, str | bytes))
     return size
 
