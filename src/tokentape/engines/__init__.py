@@ -39,13 +39,4 @@ __all__ = [
 ]
 
 # Modules that import an HTTP client or torch are imported on first use.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.engines._function": "FunctionEngine",
-        "tokentape.engines._opening": "open_engine",
-        "tokentape.engines._pool": "EnginePool",
-        "tokentape.engines._remote": "RemoteEngine",
-        "tokentape.engines._transformers": "TransformersEngine",
-    },
-)
+__getattr__ = lazy_names(__name__)
