@@ -23,8 +23,7 @@ from tokentape.audit._drift.meter import DriftTally, RowDrift, RowMeter
 from tokentape.audit._drift.report import DriftReport
 from tokentape.audit._id_rows import Columns, iter_rows, parquet_rows
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.base import Backend
+from tokentape.audit._skew.backends import Backend, open_backend
 from tokentape.audit._skew.corpus import Compared, Range, compare_corpus, compare_range
 from tokentape.audit._skew.findings import AuditReport
 from tokentape.chat._tokenizer import Tokenizer
