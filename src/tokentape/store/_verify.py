@@ -187,10 +187,7 @@ class _Check:
                     yield head
 
     def _checked_together(self, session_ids: Sequence[str]) -> list[SessionHead]:
-        """Check sessions with rows that a few statements read. Return nothing if there is a finding or an error.
-
-        Then the sessions have to be checked alone, so that damage of one is not taken for another's.
-        """
+        """Check sessions with few statements. If anything is found return nothing: each is to be checked alone."""
         before, heads = (self.sessions, self.turns, self.tokens), [SessionHead(one) for one in session_ids]
         known = len(self.findings)
         with suppress(Exception), self._one_state() as connection:

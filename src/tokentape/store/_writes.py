@@ -74,10 +74,7 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
 
 
 def insert_again(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` unless they are recorded: for when it is not known whether an earlier insert was committed.
-
-    All or none of them are recorded, so checking one is enough. Returns and raises like `insert_records`.
-    """
+    """Insert `records` unless an earlier insert did, of which it is not known. All of them are recorded, or none."""
     # Not a setup or media, which other calls may have inserted.
     own = [record for record in records if not isinstance(record, Setup | Media)]
     if own:
@@ -106,10 +103,7 @@ def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int 
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
-    """Delete a session and the media that no other session refers to. Return whether the session existed.
-
-    Files of its payloads are removed first, so that none stays if this is interrupted.
-    """
+    """Delete a session, its payloads' files first, and media that only it refers to. Return whether it existed."""
     files = connection.execute(_FILES, {"session_id": session_id}).scalars()
     remove_payloads(session_id, [bytes(address).decode() for address in files])
     references = schema.turn_media.c
@@ -166,10 +160,7 @@ class CompiledStatement:
         """By dialect the text, and the names of its parameters where those are given by position."""
 
     def run(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run the statement with named parameters; additional ones are ignored. Return the first row, or None.
-
-        Raises like `Connection.execute`.
-        """
+        """Run the statement with named parameters, ignoring others. Return the first row, if there is any."""
         dialect = connection.dialect
         found = self._compiled.get(dialect.name)
         if found is None:

@@ -124,10 +124,7 @@ def sft_sample(
 
 
 def find_spans(rendered: Rendering, chosen: Collection[int]) -> list[AssistantSpan]:
-    """Return the span of each assistant message in the rendering, or only the last one if only that is chosen.
-
-    Raises `TemplateRefused` if the spans can't be found.
-    """
+    """Return the span of each assistant message, or only the last if only that is chosen. Raises `TemplateRefused`."""
     for find_starts in (_starts_after_headers, _starts_after_others):
         if (starts := find_starts(rendered)) is not None:
             return _with_ends(rendered, starts)
@@ -275,10 +272,7 @@ def _with_ends(rendered: Rendering, starts: dict[int, int]) -> list[AssistantSpa
 
 
 def _check(rendered: Rendering, said: Sequence[AssistantSpan], *, whole: bool) -> None:
-    """Raise `TemplateRefused` if text of others would be trained, or if a span has no text of its message.
-
-    With `whole`, the assistant's text must not be outside the spans.
-    """
+    """Raise `TemplateRefused` if spans have others' text or none of their own, or, if `whole`, don't have all of it."""
     own, others = rendered.codes == Provenance.ASSISTANT, np.isin(rendered.codes, _FOREIGN)
     inside = np.zeros(len(rendered.codes), np.bool_)
     for one in said:

@@ -79,10 +79,7 @@ def refuse_unlike_supports(sample: Sample) -> None:
 
 
 def token_supports(sample: Sample) -> Kept | None:
-    """Return the support of each trained token with a logprob over one; None if there is no such token.
-
-    Raises `InvalidRequest` if a token is not in its support.
-    """
+    """Return the support of each trained token, None if none has one. Raises `InvalidRequest` for one outside."""
     out: Kept = [None] * len(sample.token_ids)
     for (_, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
         if recorded is None or not recorded.truncation:

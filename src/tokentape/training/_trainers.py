@@ -123,10 +123,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
 
 
 def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.float32]:
-    """Return the temperature for the logits that predict each token, 1.0 for tokens that are not trained.
-
-    Divided by it, `log_softmax` gives the recorded logprobs. float32 [tokens]. Raises as `turn_temperatures`.
-    """
+    """Return a temperature per token, float32 [tokens], 1.0 where it is not trained. Raises as `turn_temperatures`."""
     out = np.ones(len(sample.token_ids), np.float32)
     for start, end, value in turn_temperatures(sample, trainer):
         out[start:end] = value
