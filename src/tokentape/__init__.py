@@ -27,16 +27,4 @@ __all__ = [
 ]  # fmt: skip
 
 # `import tokentape` costs next to nothing: a name is imported when it is first used.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.audit._lock": "check",
-        "tokentape.chat._renderer": "Renderer",
-        "tokentape.client": "AsyncClient Client",
-        "tokentape.errors": "TokentapeError",
-        "tokentape._session.files": "read_trajectories write_trajectories",
-        "tokentape.store": "open_record verify",
-        "tokentape.training": "Sample assemble",
-        "tokentape.types": "Provenance Trajectory",
-    },
-)
+__getattr__ = lazy_names(__name__)

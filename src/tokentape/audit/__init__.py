@@ -32,23 +32,4 @@ __all__ = [
     "read_texts", "recorded_sessions", "retokenized", "run_trials", "trials", "with_objects", "write_lock",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.audit._byte_level": "Bounds Price Spellings TransformersModel bytes_logprob price",
-        "tokentape.audit._drift.meter": "measure_drift",
-        "tokentape.audit._drift.report": "DriftReport with_objects",
-        "tokentape.audit._id_rows": "Columns IdRow Span iter_rows",
-        "tokentape.audit._lock": "Lock LockReport check make_lock read_lock write_lock",
-        "tokentape.audit._statistics": "Numbers logprob_numbers",
-        "tokentape.audit._premium": "Premium measure_premium read_corpus",
-        "tokentape.audit._probe.running": "ProbeResult ProbeSettings run_trials",
-        "tokentape.audit._probe.trials": "read_texts trials",
-        "tokentape.audit._scoring": "ScoreReport open_and_score recorded_sessions",
-        "tokentape.audit._skew.auditor": "audit",
-        "tokentape.audit._skew.backends": "Backend BackendFacts BackendOptions Rendering SkewChat open_backend",
-        "tokentape.audit._skew.findings": "AuditReport Skew",
-        "tokentape.audit._tokendiff.comparing": "Comparison Difference compare",
-        "tokentape.audit._tokendiff.retokenizing": "pair_ids retokenized",
-    },
-)
+__getattr__ = lazy_names(__name__)

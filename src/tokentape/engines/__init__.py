@@ -30,13 +30,4 @@ __all__ = [
 ]  # fmt: skip
 
 # Modules that import an HTTP client or torch are imported on first use.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.engines._function": "FunctionEngine",
-        "tokentape.engines._kinds": "open_engine",
-        "tokentape.engines._pool": "EnginePool",
-        "tokentape.engines._remote": "RemoteEngine",
-        "tokentape.engines._transformers": "TransformersEngine",
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -35,6 +35,7 @@ from tokentape.errors import InvalidRequest, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._files import INSTALL, open_folder, write_file
+from tokentape.store._postgres import is_url
 from tokentape.store._reads import StoredSession
 from tokentape.store._rows import Record
 from tokentape.store._served_model import ServedModel
@@ -91,7 +92,9 @@ def _manifests(folder: DirFileSystem) -> dict[str, Any]:
 
 
 def is_archive(location: str | Path) -> bool:
-    """Return whether `location` is a URL, or a folder with an archive."""
+    """Return whether `location` is a URL of something else than a database, or a folder with an archive."""
+    if is_url(str(location)):
+        return False
     return "://" in str(location) or (Path(location) / MARKER).is_file()
 
 

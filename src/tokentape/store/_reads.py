@@ -190,10 +190,7 @@ class _Reading:
     def records(
         self, order: Column[int], compare: _Compare, value: int | str, column: Column[Any] | None = None
     ) -> dict[str, tuple[Any, ...]]:
-        """Load the records of a table for which `compare(column, value)`, by session.
-
-        `column` is `order` if it is None.
-        """
+        """Load the records of a table for which `compare(column or order, value)`, by session."""
         table, several = order.table, len(self._session_ids) > 1
         assert isinstance(table, Table)
         statement = _statement(order, compare, order if column is None else column, several)

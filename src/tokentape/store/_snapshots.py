@@ -80,10 +80,7 @@ class Snapshots:
         self._store = store
 
     async def take(self, selection: Selection, owner: str, sees: str | None) -> Snapshot:
-        """Take a snapshot for `owner` of the selected sessions visible to `sees` (None: all).
-
-        Raises `InvalidRequest` if no session is selected.
-        """
+        """Take a snapshot of the selected sessions that `sees` may see. Raises `InvalidRequest` if there is none."""
         now = time.time()
         session_ids = await asyncio.to_thread(self._reading, select_sessions, selection, sees, now)
         if not session_ids:
@@ -122,10 +119,7 @@ class Snapshots:
             yield from stored.trajectories()
 
     def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
-        """Yield the sessions as they were when the snapshot was taken, loading one at a time.
-
-        Raises `Conflict` if the snapshot was released, or if a session was deleted with `force`.
-        """
+        """Yield the sessions as they were then, one at a time. Raises `Conflict` if the snapshot or one is gone."""
         if self.find(snapshot_id, None).state == "released":
             raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
         for session_id, extent in self._reading(extents_of, snapshot_id).items():
@@ -225,10 +219,7 @@ class Snapshots:
 
 
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
-    """Return the ids of the selected sessions in order of creation. `owner` None stands for all owners.
-
-    Raises `NotFound` for a session or snapshot that is missing or belongs to another key.
-    """
+    """Return the ids of the selected sessions, in order of creation. Raises `NotFound` for one of another owner."""
     known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     wanted = None if selection.session_ids is None else set(selection.session_ids)
     chosen, seen = [], set()

@@ -107,7 +107,10 @@ def verify(
         writer = None if head_out is None else HeadWriter(opened.enter_context(durable_file(head_out)), sign)
         report = _verify(location, [one.add for one in (comparison, writer) if one is not None])
         if comparison is not None:
-            report = _compared(report, comparison, nothing_added, ordered=not _is_archive(location))
+            comparison.finish(ordered=not is_archive(location))
+            since = [*comparison.problems, *(comparison.additions if nothing_added else ())]
+            findings = (*report.findings, *(VerifyFinding(*one) for one in since))
+            report = replace(report, findings=findings, added=dict(comparison.added))
         if writer is not None:
             if report.findings:
                 raise _HeadWithheld
@@ -115,20 +118,8 @@ def verify(
     return report
 
 
-def _compared(report: VerifyReport, comparison: HeadComparison, nothing_added: bool, *, ordered: bool) -> VerifyReport:
-    comparison.finish(ordered=ordered)
-    findings = [*report.findings, *(VerifyFinding(*one) for one in comparison.problems)]
-    if nothing_added:
-        findings += [VerifyFinding(*one) for one in comparison.additions]
-    return replace(report, findings=tuple(findings), added=dict(comparison.added))
-
-
-def _is_archive(location: str | Path) -> bool:
-    return not postgres.is_url(str(location)) and is_archive(location)
-
-
 def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]]) -> VerifyReport:
-    if _is_archive(location):
+    if is_archive(location):
         try:
             with restored(str(location)) as directory:
                 return _verify(directory, visits)
@@ -196,10 +187,7 @@ class _Check:
                     yield head
 
     def _checked_together(self, session_ids: Sequence[str]) -> list[SessionHead]:
-        """Check sessions with rows that a few statements read. Return nothing if there is a finding or an error.
-
-        Then the sessions have to be checked alone, so that damage of one is not taken for another's.
-        """
+        """Check sessions with few statements. If anything is found return nothing: each is to be checked alone."""
         before, heads = (self.sessions, self.turns, self.tokens), [SessionHead(one) for one in session_ids]
         known = len(self.findings)
         with suppress(Exception), self._one_state() as connection:
@@ -234,9 +222,8 @@ class _Check:
     def _check_media(self, connection: Connection) -> None:
         for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
             with self._damage_found():
-                decode(
-                    schema.media, connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one()
-                )
+                whole = select(schema.media).where(schema.media.c.sha256 == sha256)
+                decode(schema.media, connection.execute(whole).one())
 
     def _check_session(self, connection: Connection, head: SessionHead, found: _RowsOfSessions | None = None) -> None:
         """Check a session. Its rows are in `found`, or are read from the database."""

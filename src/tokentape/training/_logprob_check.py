@@ -166,7 +166,8 @@ def check_logprobs(
     Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has different numbers of logprobs and
     ids, and if ids differ but there is no tokenizer to classify it.
     """
-    tally = _Tally(outliers, tokenizer, forward, precision, adapter)
+    vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
+    tally = _Tally(outliers, tokenizer, forward, Mismatch(precision, vocab_size, adapter))
     seen = set()
     absent = 0
     for one in trajectories:
@@ -250,14 +251,8 @@ _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
 
 
 class _Tally:
-    def __init__(
-        self, outliers: int, tokenizer: Tokenizer | None, forward: Forward | None, precision: str, adapter: str | None
-    ) -> None:
-        self._limit = outliers
-        self._tokenizer = tokenizer
-        self._forward = forward
-        vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
-        self._mismatch = Mismatch(precision, vocab_size, adapter)
+    def __init__(self, outliers: int, tokenizer: Tokenizer | None, forward: Forward | None, mismatch: Mismatch) -> None:
+        self._limit, self._tokenizer, self._forward, self._mismatch = outliers, tokenizer, forward, mismatch
         self._numeric, self._behind = NumbersTally(), NumbersTally()
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
@@ -342,15 +337,15 @@ class _Tally:
         return raw
 
     def _compare(self, one: Trajectory, ids: TokenIds) -> Pairing:
-        if self._tokenizer is None:
-            if not np.array_equal(one.token_ids[: len(ids)], ids):
-                raise InvalidRequest(
-                    f"session {one.session_id!r}, leaf {one.leaf}: the trainer's ids differ from the recorded "
-                    "ones; to compare the texts too, pass the model folder"
-                )
-            partner = np.where(np.arange(len(one.token_ids)) < len(ids), np.arange(len(one.token_ids)), -1)
-            return Pairing("numeric", partner, len(one.token_ids))
-        return pair_ids(one.token_ids, ids, self._tokenizer)
+        if self._tokenizer is not None:
+            return pair_ids(one.token_ids, ids, self._tokenizer)
+        if not np.array_equal(one.token_ids[: len(ids)], ids):
+            raise InvalidRequest(
+                f"session {one.session_id!r}, leaf {one.leaf}: the trainer's ids differ from the recorded ones; to "
+                "compare the texts too, pass the model folder"
+            )
+        places = np.arange(len(one.token_ids))
+        return Pairing("numeric", np.where(places < len(ids), places, -1), len(places))
 
     def _outlier(self, one: Trajectory, found: Pairing, at: int, trainer: float) -> Outlier:
         kinds = [change.kind for change in found.changes if change.start <= at]

@@ -57,10 +57,7 @@ class RecordReader:
 
 
 def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordReader:
-    """Return the reader of `folder`, or of the model that was served last if that is still there.
-
-    A renderer is used only if it is bit for bit the one that the record was made with.
-    """
+    """Return the reader of `folder` or of the model served last. Its renderer has to be the record's, bit for bit."""
     tokenizer = served_tokenizer(served) if folder is None else Tokenizer.load(folder)
     if isinstance(tokenizer, str):
         return RecordReader(why_none=tokenizer)
@@ -79,10 +76,7 @@ def against(source: ViewerSource, reader: RecordReader) -> list[str]:
 
 
 def recorded_side(side: str) -> tuple[str | None, int | None] | None:
-    """Return the session of a `BRANCH` (None for the same one) and its leaf (None for the newest), None for `AGAINST`.
-
-    Raises `InvalidRequest` if it is neither.
-    """
+    """Return session and leaf of a `BRANCH`, None where it names none; None for `AGAINST`. Raises `InvalidRequest`."""
     if side in AGAINST:
         return None
     named = re.fullmatch(BRANCH, side, re.DOTALL)

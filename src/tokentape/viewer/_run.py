@@ -130,10 +130,7 @@ class Measures:
     def measured(
         self, versions: Mapping[str, tuple[str, str]], seconds: float | None = None
     ) -> tuple[dict[str, SessionMeasures], dict[str, str]]:
-        """Return the measures of sessions by id, and the reasons for sessions that can't be read.
-
-        After `seconds`, no further session is measured.
-        """
+        """Return measures by session, and why others can't be read. After `seconds` no further session is measured."""
         until = None if seconds is None else time.monotonic() + seconds
         found, unreadable = {}, {}
         for session_id, (_, version) in versions.items():
