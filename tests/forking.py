@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-_PRELOADED = ("peft", "transformers.models.qwen3.modeling_qwen3", "transformers.generation")
+_PRELOADED = ("pandas", "peft", "transformers.models.qwen3.modeling_qwen3", "transformers.generation")
 """Imported by tests of several folders, where torch is: seconds of each process."""
 
 
@@ -41,8 +41,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     for item in session.items:
         folders.setdefault(item.nodeid.partition("::")[0].rpartition("/")[0], []).append(item)
     largest_first = sorted(folders.values(), key=len, reverse=True)
-    with warnings.catch_warnings(action="ignore"), suppress(ImportError):
-        for module in _PRELOADED if "torch" in sys.modules else ():
+    for module in _PRELOADED if "torch" in sys.modules else ():
+        with warnings.catch_warnings(action="ignore"), suppress(ImportError):
             importlib.import_module(module)
     gc.freeze()
     # The numbers of folders that no process has taken. A process that takes one reads its byte.
