@@ -144,7 +144,7 @@ def _faults(connection: Connection) -> list[str]:
     if connection.dialect.name != "sqlite":
         return list(_schema_faults(connection))
     made = map(tuple, connection.exec_driver_sql("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"))
-    key = *made, schema.schema_version(connection), schema.VERSION
+    key = tuple(made)
     if key not in _faults_of:
         _faults_of[key] = list(_schema_faults(connection))
     return _faults_of[key]

@@ -246,7 +246,8 @@ async def main(replies: list[dict[str, Any]]) -> None:
     upstream = Upstream(Replies(replies))
     loop = asyncio.get_running_loop()
     servers = [
-        await loop.create_server(partial(Connection, upstream, generates=generates), "127.0.0.1", 0)
+        # As many waiting connections as uvicorn, which vLLM uses, allows.
+        await loop.create_server(partial(Connection, upstream, generates=generates), "127.0.0.1", 0, backlog=2048)
         for generates in (False, True)
     ]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)

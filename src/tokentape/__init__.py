@@ -22,21 +22,9 @@ if TYPE_CHECKING:
     from tokentape.types import Provenance, Trajectory
 
 __all__ = [
-    "AsyncClient",
-    "Client",
-    "Provenance",
-    "Renderer",
-    "Sample",
-    "TokentapeError",
-    "Trajectory",
-    "__version__",
-    "assemble",
-    "check",
-    "open_record",
-    "read_trajectories",
-    "verify",
-    "write_trajectories",
-]
+    "AsyncClient", "Client", "Provenance", "Renderer", "Sample", "TokentapeError", "Trajectory", "__version__",
+    "assemble", "check", "open_record", "read_trajectories", "verify", "write_trajectories",
+]  # fmt: skip
 
 # `import tokentape` costs next to nothing: a name is imported when it is first used.
 __getattr__ = lazy_names(

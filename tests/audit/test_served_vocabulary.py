@@ -17,8 +17,7 @@ from starlette.routing import Route
 from tests.chat.conftest import SMALL
 from tests.data import REAL
 from tests.engines.stand_in import StandIn
-from tokentape.audit._served import FolderModel, serves_model
-from tokentape.audit._served_vocabulary import Outcome, same_vocabulary
+from tokentape.audit._served import FolderModel, Outcome, same_vocabulary, serves_model
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.demo import MODEL

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines import _guarded as guarded
-from tokentape.engines._base import UNVERIFIED, ChatCall, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.engines._distributions import logprobs_of
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient
@@ -363,10 +363,10 @@ def test_a_begun_call_that_is_not_read_is_closed_with_its_deltas(
         finally:
             ended.append(True)
 
-    async def begin() -> ChatCall:
+    async def begin() -> StartedCompletion:
         deltas = sampled()
         await anext(deltas)
-        return ChatCall(PROMPT, deltas)
+        return StartedCompletion(PROMPT, deltas)
 
     async def run() -> None:
         async with opened(url, looked) as engine:

@@ -18,62 +18,20 @@ if TYPE_CHECKING:
     from tokentape.audit._probe.trials import read_texts, trials
     from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessions
     from tokentape.audit._skew.auditor import audit
-    from tokentape.audit._skew.backends import open_backend
-    from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
-    from tokentape.audit._skew.backends.spec import BackendOptions
+    from tokentape.audit._skew.backends import Backend, BackendFacts, BackendOptions, Rendering, SkewChat, open_backend
     from tokentape.audit._skew.findings import AuditReport, Skew
     from tokentape.audit._statistics import Numbers, logprob_numbers
     from tokentape.audit._tokendiff.comparing import Comparison, Difference, compare
     from tokentape.audit._tokendiff.retokenizing import pair_ids, retokenized
 
 __all__ = [
-    "AuditReport",
-    "Backend",
-    "BackendFacts",
-    "BackendOptions",
-    "Bounds",
-    "Columns",
-    "Comparison",
-    "Difference",
-    "DriftReport",
-    "IdRow",
-    "Lock",
-    "LockReport",
-    "Numbers",
-    "Premium",
-    "Price",
-    "ProbeResult",
-    "ProbeSettings",
-    "Rendering",
-    "ScoreReport",
-    "Skew",
-    "SkewChat",
-    "Span",
-    "Spellings",
-    "TransformersModel",
-    "audit",
-    "bytes_logprob",
-    "check",
-    "compare",
-    "iter_rows",
-    "logprob_numbers",
-    "make_lock",
-    "measure_drift",
-    "measure_premium",
-    "open_and_score",
-    "open_backend",
-    "pair_ids",
-    "price",
-    "read_corpus",
-    "read_lock",
-    "read_texts",
-    "recorded_sessions",
-    "retokenized",
-    "run_trials",
-    "trials",
-    "with_objects",
-    "write_lock",
-]
+    "AuditReport", "Backend", "BackendFacts", "BackendOptions", "Bounds", "Columns", "Comparison", "Difference",
+    "DriftReport", "IdRow", "Lock", "LockReport", "Numbers", "Premium", "Price", "ProbeResult", "ProbeSettings",
+    "Rendering", "ScoreReport", "Skew", "SkewChat", "Span", "Spellings", "TransformersModel", "audit",
+    "bytes_logprob", "check", "compare", "iter_rows", "logprob_numbers", "make_lock", "measure_drift",
+    "measure_premium", "open_and_score", "open_backend", "pair_ids", "price", "read_corpus", "read_lock",
+    "read_texts", "recorded_sessions", "retokenized", "run_trials", "trials", "with_objects", "write_lock",
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,
@@ -90,9 +48,7 @@ __getattr__ = lazy_names(
         "tokentape.audit._probe.trials": "read_texts trials",
         "tokentape.audit._scoring": "ScoreReport open_and_score recorded_sessions",
         "tokentape.audit._skew.auditor": "audit",
-        "tokentape.audit._skew.backends": "open_backend",
-        "tokentape.audit._skew.backends.base": "Backend BackendFacts Rendering SkewChat",
-        "tokentape.audit._skew.backends.spec": "BackendOptions",
+        "tokentape.audit._skew.backends": "Backend BackendFacts BackendOptions Rendering SkewChat open_backend",
         "tokentape.audit._skew.findings": "AuditReport Skew",
         "tokentape.audit._tokendiff.comparing": "Comparison Difference compare",
         "tokentape.audit._tokendiff.retokenizing": "pair_ids retokenized",

@@ -31,25 +31,10 @@ if TYPE_CHECKING:
     from tokentape.chat._tokenizer import Tokenizer
 
 __all__ = [
-    "Certificate",
-    "Completion",
-    "Continuation",
-    "ExternalRenderer",
-    "ImageProcessor",
-    "Overrides",
-    "ParseCheck",
-    "PromptTokens",
-    "Renderer",
-    "RendererObject",
-    "Reply",
-    "ReplyDelta",
-    "ReplyParser",
-    "Tokenizer",
-    "ToolCall",
-    "certify",
-    "load_or_certify",
-    "parse_whole",
-]
+    "Certificate", "Completion", "Continuation", "ExternalRenderer", "ImageProcessor", "Overrides", "ParseCheck",
+    "PromptTokens", "Renderer", "RendererObject", "Reply", "ReplyDelta", "ReplyParser", "Tokenizer", "ToolCall",
+    "certify", "load_or_certify", "parse_whole",
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -99,13 +100,16 @@ class _RealRendering:
         self._text = self._once(text)
         self._sentinel = f"tokentape{secrets.token_hex(8)}"
         self._edged = _with_sentinel(reply, self._sentinel)
-        self._suffix = self._after_reply(new, generate=True)
+        self._new = new
 
     def compare(self, completion_ids: TokenIds, added: PromptTokens) -> BridgeCheck:
         """Return `same` if the rendering ends with the end of the sampled turn and then the bridge, else `differs`."""
         closed = int(np.argmax(np.append(added.provenance != Provenance.CLOSE, True)))
         ended = self._read(np.concatenate([completion_ids, added.ids[:closed]]))
         bridge = self._once(self._read(added.ids[closed:]))
+        stopped = not closed and completion_ids[-1] in self._renderer.stop_ids(self._setup)
+        if stopped and self._text.endswith(ended + bridge):
+            return BridgeCheck("same")
         whole = self._before(self._text, bridge)
         left = self._before(self._suffix, bridge)
         if whole is not None and left is None:
@@ -166,6 +170,11 @@ class _RealRendering:
 
     def _stops_at(self, mark: str) -> bool:
         return self._renderer.tokenizer.control_of_mark(mark).id in self._renderer.stop_ids(self._setup)
+
+    @cached_property
+    def _suffix(self) -> str:
+        """The template's text after the reply's last text, with the new messages."""
+        return self._after_reply(self._new, generate=True)
 
     def _after_reply(self, new: Sequence[Message], *, generate: bool) -> str:
         """Return the template's text after the reply's last text; empty if a sentinel put there is not rendered."""

@@ -50,10 +50,7 @@ _OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
 
 
 def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str | None = None) -> Iterator[CheckResult]:
-    """Check this machine and everything that `config` names. Yield each result as soon as it is known.
-
-    With a `trainer`, one of `TRAINERS`, also check that it can use the log-probabilities that the engine reports.
-    """
+    """Check this machine, everything that `config` names, and a `trainer`. Yield each result as soon as it is known."""
     yield versions()
     yield sqlite_version(sqlite3.sqlite_version_info)
     yield from environment(os.environ)
@@ -207,8 +204,9 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
         advice = "Check that it runs, and its address and API key." if config.engine.urls else "Name another model."
         return [CheckResult("engine", "fail", str(error), advice)]
     try:
-        findings = [CheckResult("engine", "ok", _described(engine)), await probe(engine, renderer)]
-        mode, name = engine.info.logprobs_mode, engine.info.name
+        info, mode, name = engine.info, engine.info.logprobs_mode, engine.info.name
+        described = f"{info}, model {Path(info.model).name}, context {info.max_context}, vocabulary {info.vocab_size}"
+        findings = [CheckResult("engine", "ok", described), await probe(engine, renderer)]
         findings.append(served_to_all(mode, name) if trainer is None else served(trainer, mode, name))
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
@@ -228,11 +226,6 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
         return findings
     finally:
         await engine.close()
-
-
-def _described(engine: Engine) -> str:
-    info = engine.info
-    return f"{info}, model {Path(info.model).name}, context {info.max_context}, vocabulary {info.vocab_size}"
 
 
 async def probe(engine: Engine, renderer: Renderer) -> CheckResult:

@@ -41,6 +41,11 @@ class SseReader:
         """
         if not chunk:
             return []
+        usual = chunk.startswith(b"data: {") and chunk.endswith(b"}\n\n") and b"\r" not in chunk
+        if usual and chunk.find(b"\n") == len(chunk) - 2 and len(chunk) <= self._max and not self.pending:
+            # One event of one line. If it is not UTF-8, it is refused when its JSON is decoded.
+            self._after_cr = False
+            return [chunk[6:-2]]
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = chunk.endswith(b"\r")

@@ -76,11 +76,11 @@ class BridgeChecks:
         """Decide whether to check the bridge of new turns. Return the events that record it with the turns."""
         if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
             return []
-        depth, seen = opened.bridges.get(prompt.parent.seq, _UNSEEN)
         like = _like(prompt.bridge.name, prompt.parent, prompt.added)
-        first = like not in seen or self._policy == "all"
-        # The probability is 1 / (turns on the branch): a check's cost grows with the branch, a turn's does not.
-        if not first and (self._policy == "off" or self._random.random() * (depth + 1) >= 1):
+        first = like not in opened.bridges.get(prompt.parent.seq, _UNSEEN) or self._policy == "all"
+        # The probability is the share of new tokens in the prompt: a check's cost grows with the prompt, a turn's not.
+        new = len(prompt.parent.completion_ids) + len(prompt.added.ids)
+        if not first and (self._policy == "off" or self._random.random() * len(prompt.ids) >= new):
             return []
         kind = BRIDGE_SKIPPED if self._policy == "off" or self._thread.full else BRIDGE_DUE
         if kind == BRIDGE_SKIPPED and not first:
@@ -128,15 +128,15 @@ class BridgeChecks:
         await asyncio.gather(*self._writing)
 
     def _follow(self, opened: OpenSession, turns: Iterable[Turn], events: Iterable[Event]) -> None:
-        """Store for each turn the length of its branch and the kinds of bridges already drawn on that branch."""
+        """Store for each turn the kinds of bridges already drawn on its branch."""
         likes = {
             event.turn: event.body["like"]
             for event in events
             if event.kind == BRIDGE_DUE or (event.kind == BRIDGE_SKIPPED and self._policy == "off")
         }
         for turn in turns:
-            depth, seen = _UNSEEN if turn.parent is None else opened.bridges.get(turn.parent, _UNSEEN)
-            opened.bridges[turn.seq] = depth + 1, seen | {likes[turn.seq]} if turn.seq in likes else seen
+            seen = _UNSEEN if turn.parent is None else opened.bridges.get(turn.parent, _UNSEEN)
+            opened.bridges[turn.seq] = seen | {likes[turn.seq]} if turn.seq in likes else seen
 
     def _offer(self, job: _Job, *, again: bool = False) -> None:
         # A check offered after `close` stays pending, so that the next gateway does it.
@@ -179,8 +179,7 @@ class BridgeChecks:
             _log.warning("the result of a bridge check could not be recorded (%s)", error.code)
 
 
-_UNSEEN: tuple[int, frozenset[str]] = (0, frozenset())
-"""Branch length and kinds of drawn bridges, for a branch without turns."""
+_UNSEEN: frozenset[str] = frozenset()
 
 _POLL_SECONDS = 0.05
 

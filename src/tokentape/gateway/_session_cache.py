@@ -59,8 +59,8 @@ class OpenSession:
     """Whether the session was deleted; calls of it may still be in flight."""
     prefixes: deque[ParsedPrefix] = field(default_factory=lambda: deque(maxlen=_KEPT_PREFIXES))
     """The beginnings of the last requests, newest last, compared with later requests."""
-    bridges: dict[int, tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """By turn, the length of its branch and the kinds of bridges on it that were drawn for checks."""
+    bridges: dict[int, frozenset[str]] = field(default_factory=dict)
+    """By turn, the kinds of bridges on its branch that were drawn for checks."""
     delivered: set[str] = field(default_factory=set)
     """Ids of those replies in `answers` that a client has received."""
     unmarked: set[int] = field(default_factory=set)
@@ -112,7 +112,7 @@ class OpenSession:
 
     def answer_to(self, attempt: Attempt) -> RecordedReply | None:
         """Return the recorded answer to the call that `attempt` repeats. Raises like `Attempt.repeats`."""
-        answers = reversed(self.answers.values())
+        answers = reversed(self.answers.values()) if attempt.key or attempt.retried else ()
         return next((one for one in answers if attempt.repeats(one.key, one.body_digest)), None)
 
 

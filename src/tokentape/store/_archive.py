@@ -147,14 +147,13 @@ def archive_sessions(
     don't read back as the snapshot: then nothing is deleted.
     """
     folder = open_folder(target)
-    found = _read_json(folder, MARKER)
-    if found not in (None, FORMAT) or (found is None and set(_names(folder)) - {MARKER + PART}):
+    found, begun = _read_json(folder, MARKER), _names(folder)
+    if found not in (None, FORMAT) or (found is None and set(begun) - {MARKER + PART}):
         raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
     if found is None:
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
-    finished, begun = _manifests(folder), _names(folder)
-    newest = None
+    finished, newest = _manifests(folder), None
     for snapshot in Snapshots(store).all(None):
         if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
             client.release(snapshot.snapshot_id)  # left over by an interrupted run

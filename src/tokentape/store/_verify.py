@@ -9,17 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    Row,
-    Select,
-    Table,
-    bindparam,
-    exists,
-    func,
-    select,
-)
+from sqlalchemy import Connection, Engine, Row, Select, Table, bindparam, exists, func, select
 
 from tokentape._durable import durable_file
 from tokentape.chat._media import image_parts
@@ -255,8 +245,6 @@ class _Check:
         def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
             if found is not None and not key:
                 return found[table].get(session_id, ())
-            if table is schema.events and not schema.has_events(connection):
-                return ()
             return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
 
         row = next(iter(rows(schema.sessions)), None)
@@ -362,10 +350,8 @@ def _rows_of_sessions(connection: Connection, session_ids: Sequence[str]) -> _Ro
     found: _RowsOfSessions = {}
     for table, keys in _KEYS.items():
         rows = found[table] = {}
-        if table is not schema.events or schema.has_events(connection):
-            statement = _of_sessions(table, keys or schema.readable(connection, table))
-            for row in connection.execute(statement, {"session_ids": session_ids}).all():
-                rows.setdefault(row[-1], []).append(row)
+        for row in connection.execute(_of_sessions(table, keys or (table,)), {"session_ids": session_ids}).all():
+            rows.setdefault(row[-1], []).append(row)
     return found
 
 
@@ -376,17 +362,8 @@ def _of_sessions(table: Table, columns: tuple[Any, ...]) -> Select[Any]:
     return select(*columns, of.label("of_session")).where(some).order_by(of, *table.primary_key)
 
 
-@cache
-def _turns_of_session(columns: tuple[Any, ...]) -> Select[Any]:
-    table = schema.turns
-    return select(*columns).where(
-        table.c.session_id == bindparam("session_id"), table.c.seq.between(bindparam("first"), bindparam("last"))
-    )
-
-
 def _rows_of_turns(connection: Connection, session_id: str, first: int, last: int) -> Sequence[Row[Any]]:
-    statement = _turns_of_session(schema.readable(connection, schema.turns))
-    return connection.execute(statement, {"session_id": session_id, "first": first, "last": last}).all()
+    return connection.execute(_SOME_TURNS, {"session_id": session_id, "first": first, "last": last}).all()
 
 
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
@@ -407,6 +384,10 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
         yield "its contents don't fit its digest and its parent's"
 
 
+_SOME_TURNS = select(schema.turns).where(
+    schema.turns.c.session_id == bindparam("session_id"),
+    schema.turns.c.seq.between(bindparam("first"), bindparam("last")),
+)
 _HELD = schema.snapshot_sessions.c
 _IN_SESSION = schema.turns.join(schema.sessions, schema.sessions.c.session_id == schema.turns.c.session_id)
 _THERE = select(func.count()).select_from(_IN_SESSION).where(schema.sessions.c.position == _HELD.position)

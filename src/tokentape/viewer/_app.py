@@ -19,7 +19,7 @@ from tokentape.store._location import served_model, shown
 from tokentape.viewer._comparing import RecordReader, reader_of
 from tokentape.viewer._routes import Viewer, Visit, Visitor, routes
 from tokentape.viewer._source import FileSource, StoreSource
-from tokentape.viewer._static_files import SECURITY
+from tokentape.viewer._views import SECURITY
 
 
 def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,11 @@ def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordR
     tokenizer = served_tokenizer(served) if folder is None else Tokenizer.load(folder)
     if isinstance(tokenizer, str):
         return RecordReader(why_none=tokenizer)
-    if folder is None:
-        assert served is not None
-        folder = Path(served.folder)
-    try:
-        renderer = Renderer.load(folder)
-    except TokenizerUnusable:
-        return RecordReader(tokenizer)
-    return RecordReader(
-        tokenizer, renderer if served is not None and renderer.fingerprint == served.fingerprint else None
-    )
+    if served is not None:
+        with suppress(TokenizerUnusable):
+            renderer = Renderer.load(folder or served.folder)
+            return RecordReader(tokenizer, renderer if renderer.fingerprint == served.fingerprint else None)
+    return RecordReader(tokenizer)
 
 
 def against(source: ViewerSource, reader: RecordReader) -> list[str]:
@@ -130,14 +126,10 @@ def comparison(
     segments = list(found.segments())
     differ = np.array([difference is not None for _, difference in segments], np.bool_)
     about: dict[str, Any] = {"with": side}
+    arrays: dict[str, Any]
     if branch is None:
         texts = token_texts(tokenizer, other.tolist())
-        arrays: dict[str, Any] = {
-            "token_ids": other,
-            "text_ends": texts.ends,
-            "text": texts.bytes,
-            "marks": texts.marks,
-        }
+        arrays = {"token_ids": other, "text_ends": texts.ends, "text": texts.bytes, "marks": texts.marks}
     else:
         about["other"], arrays = views.trajectory(of_session, branch, tokenizer)
         about["leaves"] = [one.leaf for one in of_session.trajectories]

@@ -95,9 +95,7 @@ class StoreSource:
         """Return by session its owner and version, newest first."""
         with self._store.reading() as connection:
             found = extents(connection, wanted)
-        return {
-            session_id: (owner, "-".join(map(str, astuple(extent)))) for session_id, (owner, extent) in found.items()
-        }
+        return {one: (owner, "-".join(map(str, astuple(extent)))) for one, (owner, extent) in found.items()}
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Return a session's owner and version. Raises `NotFound`."""
@@ -120,23 +118,21 @@ def _nodes(stored: StoredSession) -> tuple[TurnNode, ...]:
     rewards = {reward.turn: reward.value for reward in stored.rewards if reward.turn is not None}
     return tuple(
         TurnNode(
-            seq=turn.seq,
-            parent=turn.parent,
             added_tokens=len(turn.added_ids),
             sampled_tokens=len(turn.completion_ids),
-            weight_version=turn.weight_version,
-            fork=turn.fork,
-            finish_reason=turn.finish_reason,
-            stop=turn.stop,
-            abort_cause=turn.abort_cause,
-            engine=turn.engine,
-            created_at=turn.created_at,
             reward=rewards.get(turn.seq),
-            digest=turn.digest,
             resumes=tuple(one.cause for one in turn.resumes),
+            **{name: getattr(turn, name) for name in _OF_TURN},
         )
         for turn in stored.turns
     )
+
+
+_OF_TURN = (
+    *("seq", "parent", "fork", "weight_version", "finish_reason", "stop", "abort_cause", "engine", "created_at"),
+    "digest",
+)
+"""The fields of a node that are a turn's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,22 +235,18 @@ class FileSource:
         )
 
     def _wanted(self, one: SessionSummary, wanted: Listing) -> bool:
-        search = wanted.search.casefold()
+        session_id, search, reward = one.info.session_id, wanted.search.casefold(), one.reward
+        text = json.dumps(one.info.metadata, ensure_ascii=False).casefold()
         metadata = canonical_json(one.info.metadata).casefold() if wanted.metadata else ""
-        least, most = wanted.reward_min, wanted.reward_max
         return (
-            (wanted.session_ids is None or one.info.session_id in wanted.session_ids)
-            and (search in one.info.session_id.casefold() or search in _text(one.info.metadata))
+            (wanted.session_ids is None or session_id in wanted.session_ids)
+            and (search in session_id.casefold() or search in text)
             and self._forked(one, wanted.fork)
-            and (least is None or (one.reward is not None and one.reward >= least))
-            and (most is None or (one.reward is not None and one.reward <= most))
-            # A file has no times.
-            and wanted.since is None
-            and wanted.until is None
-            and (not wanted.weights or any(wanted.weights in line.weights for line in self._lines[one.info.session_id]))
-            and all(
-                any(spelled.casefold() in metadata for spelled in metadata_spellings(*pair)) for pair in wanted.metadata
-            )
+            and (wanted.reward_min is None or (reward is not None and reward >= wanted.reward_min))
+            and (wanted.reward_max is None or (reward is not None and reward <= wanted.reward_max))
+            and (wanted.since, wanted.until) == (None, None)  # a file has no times
+            and (not wanted.weights or any(wanted.weights in line.weights for line in self._lines[session_id]))
+            and all(any(each.casefold() in metadata for each in metadata_spellings(*pair)) for pair in wanted.metadata)
         )
 
     def _forked(self, one: SessionSummary, fork: str) -> bool:
@@ -290,10 +282,6 @@ ViewerSource: TypeAlias = StoreSource | FileSource
 def _cause(verdict: str) -> str | None:
     word, _, why = verdict.split(", ")[0].partition(": ")
     return why if word == "forked" else None
-
-
-def _text(metadata: Any) -> str:
-    return json.dumps(metadata, ensure_ascii=False).casefold()
 
 
 def _sort_value(sort: SortKey, one: SessionSummary) -> Any:

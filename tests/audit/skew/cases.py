@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chat.conftest import model_path
-from tokentape.audit._skew.backends.base import Rendering, SkewChat
-from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
+from tokentape.audit._skew.backends import BackendOptions, Rendering, SkewChat
+from tokentape.audit._skew.backends.spec import SpecBackend, open_json
 from tokentape.audit._skew.findings import Kind
 from tokentape.audit._skew.parts import byte_level, metaspace
 from tokentape.chat._template import ChatTemplate

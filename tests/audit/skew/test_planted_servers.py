@@ -12,7 +12,7 @@ import pytest
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends.base import Backend, Rendering, SkewChat
+from tokentape.audit._skew.backends import Backend, Rendering, SkewChat
 from tokentape.audit._skew.findings import Skew
 
 

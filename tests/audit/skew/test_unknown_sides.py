@@ -10,7 +10,7 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit._skew.backends import Backend, BackendFacts, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import SpecBackend
 from tokentape.audit._skew.findings import AuditReport, audit_layout
 

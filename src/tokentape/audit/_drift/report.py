@@ -40,7 +40,6 @@ class Example:
     artifact: str
     row: str
     position: int
-    """The index of its first token in the row."""
     sampled: tuple[int, ...]
     retokenized: tuple[int, ...]
     sampled_pieces: tuple[str, ...]
@@ -115,7 +114,6 @@ class DriftReport:
 
 
 def drift_layout(report: DriftReport, source: str) -> Report:
-    """Return the report as blocks. `source` is the name of the measured data."""
     return Report(f"Drift of {source}", list(_blocks(report)))
 
 

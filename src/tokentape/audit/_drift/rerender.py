@@ -1,9 +1,4 @@
-"""Render recorded conversations again from their messages, as stateless servers and trainers do.
-
-For each turn of a branch after the first, `RerenderMeter` renders the messages that the client sent and received, and
-compares the ids with the recorded context. Examples of differences are reasoning that the template drops, and tool
-arguments that it writes differently.
-"""
+"""Render recorded conversations again from their messages, as stateless servers do, and compare the ids."""
 
 from __future__ import annotations
 
@@ -123,10 +118,7 @@ def _place(difference: Difference) -> tuple[object, ...]:
 
 
 def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds:
-    """Return a branch's ids as a stateless server has them: rendered messages, then the last completion from its text.
-
-    Raises `TemplateRefused`.
-    """
+    """Return a branch's ids as a stateless server has them: messages rendered, the last completion encoded again."""
     *before, last = path
     messages = [*_said(before), *map(with_objects, last.messages)]
     return np.concatenate([renderer.render(messages, setup).ids, retokenized(renderer.tokenizer, last.completion_ids)])

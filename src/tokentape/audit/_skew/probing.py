@@ -1,7 +1,4 @@
-"""Explain inputs that differ: one finding per cause, with the smallest input that shows it.
-
-Inputs are made smaller by delta debugging (Zeller and Hildebrandt, 2002).
-"""
+"""Explain inputs that differ: a finding per cause, with the smallest input, by delta debugging."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, SkewChat
+from tokentape.audit._skew.backends import Backend, BackendFacts, SkewChat
 from tokentape.audit._skew.findings import Skew, SkewResult
 from tokentape.chat._byte_level import BYTE_OF
 
@@ -36,11 +33,7 @@ for each if the same cause explains it."""
 def explain(
     differing: Sequence[_Input], most: int, examine: Examine[_Input], progress: Callable[[str], None]
 ) -> tuple[list[Skew], int]:
-    """Return one finding per cause, and the number of inputs left unexplained.
-
-    Examine the first input, set all inputs aside that its cause explains, and continue with the first one left, until
-    `most` inputs have been examined.
-    """
+    """Return a finding per cause and the number of inputs left: examine one, drop what its cause explains, repeat."""
     left = list(differing)
     groups: dict[str, tuple[Skew, list[str]]] = {}
     for _ in range(most):
