@@ -21,6 +21,7 @@ import starlette.routing
 import typer.testing
 from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -32,6 +33,7 @@ from tests.data import (  # noqa: F401  # hooks
     pytest_runtest_makereport,
     pytest_terminal_summary,
 )
+from tests.forking import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks
 from tests.postgres import Server
 from tests.postgres import running as running_postgres
 from tests.waiting import PATIENCE
@@ -162,6 +164,12 @@ settings.register_profile("same", settings.get_profile("search"), derandomize=Tr
 settings.load_profile("search")
 
 
+def _make_examples_the_same() -> None:
+    """Take no constants out of the sources: which examples are made would depend on what is imported."""
+    if settings.get_current_profile_name() == "same":
+        providers._get_local_constants = lambda: providers._local_constants
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadscope` tests of one folder share a process, which loads their tokenizers and models once."""
@@ -190,6 +198,7 @@ gc.disable()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     _say_less(session.config)
+    _make_examples_the_same()
     gc.freeze()
     # Each pass takes long with so much imported: a tenth as many free the same.
     gc.set_threshold(60_000, 20, 20)

@@ -223,6 +223,7 @@ def _of_another_model(adapter: Path) -> None:
     save_file({name.replace(".layers.1.", ".layers.9."): one for name, one in load_file(file).items()}, file)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

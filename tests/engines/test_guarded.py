@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tests.engines import fake_vllm
 from tests.engines.stand_in import StandIn
+from tests.waiting import PATIENCE
 
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
@@ -152,7 +153,7 @@ def test_a_server_that_does_not_answer_in_time_is_not_known(
         async with opened(url, looked) as engine:
             assert UNVERIFIED in engine.info.capabilities
             looked.hangs = False
-            monkeypatch.setattr(guarded, "LOOK_SECONDS", 10.0)
+            monkeypatch.setattr(guarded, "LOOK_SECONDS", PATIENCE)
             # What could not be found out is tried again, before the next completion ends.
             last = await call(engine)
             assert last.engine is not None

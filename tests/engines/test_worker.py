@@ -26,6 +26,7 @@ from embedded import (  # noqa: E402
     sample,
 )
 from forwards import Forwards  # noqa: E402
+from tests.searching import examples  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 from tokentape.engines._base import SampleDelta, SamplingParams  # noqa: E402
@@ -100,7 +101,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
         )
         return ids, params
 
-    plans = [plan(n) for n in range(20)]
+    plans = [plan(n) for n in range(examples(20, least=12))]
 
     async def one(n: int) -> Sampled | None:
         await asyncio.sleep(n * 0.004)
@@ -319,7 +320,7 @@ def test_nothing_computed_with_old_weights_is_reused(untrained_dir: Path, make_m
 
     async def swap_midway() -> None:
         await collect(engine, prompt(60), WARM)
-        running = asyncio.create_task(collect(engine, prompt(70), replace(ENDLESS, max_tokens=500)))
+        running = asyncio.create_task(collect(engine, prompt(70), replace(ENDLESS, max_tokens=200)))
         await engine.update_weights(other_dir, "8")
         await running
 

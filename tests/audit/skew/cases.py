@@ -71,9 +71,23 @@ def healthy(family: str, template: str | None = None) -> SpecBackend:
     return _healthy(model_folder(family), model_path(template) if template else None)
 
 
+class _Remembering(SpecBackend):
+    """Renders each conversation once: every audit asks a healthy side for the same hundreds."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._renderings: dict[str, Rendering] = {}
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        key = repr((conversation.messages, conversation.tools, conversation.generate))
+        if key not in self._renderings:
+            self._renderings[key] = super().render(conversation)
+        return self._renderings[key]
+
+
 @cache
 def _healthy(folder: Path, template: Path | None) -> SpecBackend:
-    return _base(folder, template).side("A")
+    return _base(folder, template).side("A", kind=_Remembering)
 
 
 def model_folder(family: str) -> Path:

@@ -52,7 +52,7 @@ def causes(report: AuditReport) -> dict[str, str]:
     return {one.kind: one.cause for one in report.findings if one.severity == "skew"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("encode", "named"),
     [
