@@ -30,8 +30,11 @@ $(STAMP): $(RUNS)
 demo: $(RUNS)
 	$(BIN)/tokentape demo
 
+# Where processes can't be forked safely, those of pytest-xdist import and collect all tests each.
+PARALLEL := $(if $(filter Linux,$(shell uname -s)),--forks 4,-n auto --maxprocesses 4 --dist loadscope)
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --hypothesis-profile=same -n auto --maxprocesses 4 --dist loadscope \
+	OMP_NUM_THREADS=1 $(BIN)/pytest --hypothesis-profile=same $(PARALLEL) \
 		-m "not slow and not engines and not differential and not faults and not harness and not browser and not ray and not external"
 
 lint: $(STAMP)

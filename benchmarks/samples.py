@@ -16,8 +16,7 @@ import numpy as np
 
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
-from tokentape.training._collate import packed, padded
-from tokentape.training._columns import with_column
+from tokentape.training._collate import packed, padded, with_column
 from tokentape.training._samples import DropRetries, assemble, one_per_turn
 from tokentape.types import Provenance, SessionInfo, Turn
 

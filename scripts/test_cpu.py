@@ -37,7 +37,7 @@ class Run:
         options = ["-n", f"BIN={bin_folder}", f"VENV={bin_folder.parent}", "test"]
         recipe = subprocess.run(["make", *options], cwd=self.folder, check=True, capture_output=True, text=True).stdout
         (command,) = (line for line in recipe.replace("\\\n", " ").splitlines() if "/pytest" in line)
-        return ["sh", "-c", re.sub(r"-n auto --maxprocesses \d+", "-n 2", command)]
+        return ["sh", "-c", re.sub(r"-n auto --maxprocesses \d+", "-n 2", re.sub(r"--forks \d+", "--forks 2", command))]
 
     def environment(self) -> dict[str, str]:
         """Return an environment in which its own sources come before the installed ones."""

@@ -197,9 +197,9 @@ def test_a_download_that_was_damaged_is_not_kept(
 ) -> None:
     talk(client.session().base_url, turns=1)
     snapshot = client.take_snapshot()
-    monkeypatch.setattr("tokentape.client._blocking._lines_of", lambda path, jsonl: [b"something else"])
+    monkeypatch.setattr("tokentape.client._blocking.json_line", lambda one: b"something else")
     with pytest.raises(GatewayUnavailable, match="get it again"):
-        snapshot.save(tmp_path / "t.jsonl")
+        snapshot.save(tmp_path / "t.parquet")
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 

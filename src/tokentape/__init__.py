@@ -22,33 +22,9 @@ if TYPE_CHECKING:
     from tokentape.types import Provenance, Trajectory
 
 __all__ = [
-    "AsyncClient",
-    "Client",
-    "Provenance",
-    "Renderer",
-    "Sample",
-    "TokentapeError",
-    "Trajectory",
-    "__version__",
-    "assemble",
-    "check",
-    "open_record",
-    "read_trajectories",
-    "verify",
-    "write_trajectories",
-]
+    "AsyncClient", "Client", "Provenance", "Renderer", "Sample", "TokentapeError", "Trajectory", "__version__",
+    "assemble", "check", "open_record", "read_trajectories", "verify", "write_trajectories",
+]  # fmt: skip
 
 # `import tokentape` costs next to nothing: a name is imported when it is first used.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.audit._lock": "check",
-        "tokentape.chat._renderer": "Renderer",
-        "tokentape.client": "AsyncClient Client",
-        "tokentape.errors": "TokentapeError",
-        "tokentape._session.files": "read_trajectories write_trajectories",
-        "tokentape.store": "open_record verify",
-        "tokentape.training": "Sample assemble",
-        "tokentape.types": "Provenance Trajectory",
-    },
-)
+__getattr__ = lazy_names(__name__)

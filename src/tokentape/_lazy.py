@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package`. `homes` has by module the names that it defines, separated by spaces."""
-    modules = {name: module for module, names in homes.items() for name in names.split()}
+def lazy_names(package: str) -> Callable[[str], Any]:
+    """Return a `__getattr__` for `package`. It imports a name from where `if TYPE_CHECKING:` in its source does."""
 
     def find(name: str) -> Any:
-        if name not in modules:
+        module = _homes(package).get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
+        value = getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return find
+
+
+@cache
+def _homes(package: str) -> dict[str, str]:
+    """Return the module of each name that a package imports."""
+    import ast
+    import pkgutil
+
+    tree = ast.parse(pkgutil.get_data(package, "__init__.py") or b"")
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in found for alias in node.names}

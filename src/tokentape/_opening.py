@@ -107,7 +107,7 @@ async def _missing(config: EngineConfig) -> str:
     for url in config.urls:
         try:
             async with _asking(config, url) as http:
-                await refuse_gateway(http, stage="connect")
+                await refuse_gateway(config.kind, http, stage="connect")
             return ""
         except (EngineError, InvalidRequest) as error:
             if isinstance(error, EngineUnavailable | EngineTimeout) and not isinstance(error, WrongAddress):
@@ -298,11 +298,11 @@ def _replica_name(url: str) -> str:
 
 
 async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard: Guard | None) -> Engine:
-    from tokentape.engines._opening import open_engine
+    from tokentape.engines._kinds import open_engine
 
     _log.info("asking %s what it serves, and comparing it with the model folder", url)
     async with _asking(config, url) as http:
-        await refuse_gateway(http)
+        await refuse_gateway(config.kind, http)
         try:
             engine = await open_engine(
                 config.kind,

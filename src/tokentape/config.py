@@ -19,6 +19,7 @@ from tokentape._hub import is_hub_name
 from tokentape._settings import Setting, build, env_name, option, walk
 from tokentape.chat._splice import History, StopMismatch
 from tokentape.engines._base import Timeouts
+from tokentape.engines._kinds import KINDS, EngineKind
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._keys import Keys
 from tokentape.gateway._limits import CheckBridges, Limits, OnAbort
@@ -27,8 +28,6 @@ from tokentape.gateway._pins import Pins
 from tokentape.store._postgres import is_url, without_password
 
 Source: TypeAlias = Literal["flag", "env", "file", "default"]
-
-EngineKind: TypeAlias = Literal["transformers", "vllm", "sglang", "llamacpp", "openai"]
 
 DEFAULT_FILE = Path("tokentape.toml")
 """Read if it exists and no other file is given."""
@@ -187,8 +186,7 @@ class ServeConfig:
             raise InvalidRequest("enforce_tools does not work with capture, where the server renders", "enforce_tools")
         if self.engine.kind == "transformers" and self.engine.urls:
             raise InvalidRequest(
-                f"--engine-url {self.engine.urls[0]} without the kind of its server: add --engine vllm, sglang, "
-                "llamacpp or openai",
+                f"--engine-url {self.engine.urls[0]} without the kind of its server: add --engine {' or '.join(KINDS)}",
                 "engine",
             )
         if self.engine.kind != "transformers" and not self.engine.urls:

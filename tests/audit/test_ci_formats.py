@@ -12,7 +12,7 @@ from tests.audit.tokendiff.test_formats import SARIF
 from tokentape.audit._lock.comparing import RULES as LOCK_RULES
 from tokentape.audit._lock.comparing import LockChange, LockReport, lock_cases
 from tokentape.audit._report import CiCase, CiFinding, ci_report
-from tokentape.audit._skew.backends.base import BackendFacts
+from tokentape.audit._skew.backends import BackendFacts
 from tokentape.audit._skew.findings import (
     RULES,
     AuditReport,

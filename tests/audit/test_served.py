@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.engines.stand_in import LanguageModel, StandIn
+from tests.engines.stand_in import StandIn, language_model
 from tokentape.audit._served import (
     MARGIN,
     SCORED_TOKENS,
@@ -36,11 +35,6 @@ from tokentape.engines._identity import ServedAs
 from tokentape.gateway._serve import running
 
 INFO = EngineInfo("vllm", "0.33.0", "m", 4000, 4096, "raw_logprobs", frozenset())
-
-
-@cache
-def language_model(renderer: Renderer) -> LanguageModel:
-    return LanguageModel(renderer)
 
 
 def scored(server: StandIn, renderer: Renderer, info: EngineInfo = INFO) -> CheckResult:
@@ -200,12 +194,12 @@ def test_ids_that_the_server_may_not_have_are_not_sent_to_it(renderer: Renderer,
     assert not any("--unverified-model" in finding.advice for finding in findings)
 
 
-def test_a_model_of_a_narrow_task_fails_with_the_option_that_serves_it(renderer: Renderer) -> None:
-    class Narrow(LanguageModel):
-        def logprobs(self, ids: Sequence[int]) -> list[float]:
-            return [-9.0] * (len(ids) - 1)
-
-    server = StandIn(renderer, Narrow(renderer), name="m", root=str(MODEL))
+def test_a_model_of_a_narrow_task_fails_with_the_option_that_serves_it(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = language_model(renderer)
+    monkeypatch.setattr(model, "logprobs", lambda ids: [-9.0] * (len(ids) - 1))
+    server = StandIn(renderer, model, name="m", root=str(MODEL))
 
     async def run() -> list[CheckResult]:
         http = HttpClient(url)

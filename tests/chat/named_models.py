@@ -30,7 +30,7 @@ from tests.generator.examine import takes_text
 from tests.generator.judge import Judge
 from tests.generator.mutate import as_template
 from tests.generator.options import Case, defaults
-from tests.generator.oracle import Reference, Refused, frozen_clock, joined
+from tests.generator.oracle import Reference, Refused, frozen_clock
 from tests.generator.product import Product
 from tests.generator.replies import Spoken
 from tests.generator.vocabularies import write_model
@@ -51,7 +51,7 @@ class Transformers(Reference):
             with frozen_clock():
                 return str(
                     self._auto.apply_chat_template(
-                        [joined(message) for message in messages],
+                        [self.given(message) for message in messages],
                         tools=list(tools) or None,
                         add_generation_prompt=generate,
                         tokenize=False,

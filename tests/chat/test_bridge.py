@@ -64,6 +64,25 @@ def test_a_header_is_not_taken_for_the_end_of_a_turn() -> None:
     assert text.startswith("<|im_start|>user: next<|im_start|>assistant:")
 
 
+ENDS_ALIKE = """{%- if tools %}### system: {{ tools | tojson }}<|endoftext|>
+{% endif %}{%- for m in messages -%}
+{%- if not loop.first and m.role == 'user' and messages[loop.index0 - 1].role == 'user' -%}
+{{ raise_exception('Roles must alternate') }}{%- endif -%}
+{%- if m.role == 'assistant' %}### {{ m.role }}: {{ m.content }}
+{{- '<|im_end|>' if loop.last and not add_generation_prompt else '<|endoftext|>' }}
+{% else -%}### {{ m.role }}: {{ m.content }}<|endoftext|>
+{% endif %}{%- endfor -%}"""
+"""Text begins messages, no generation prompt is written, and no two questions in a row are taken."""
+
+
+@pytest.mark.usefixtures("source")
+def test_what_ends_a_question_is_not_taken_for_a_generation_prompt() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ENDS_ALIKE))
+    assert renderer.format(setup_for(renderer)).generation_prompt == ""
+    text, _ = bridged(renderer, "### assistant: hi<|im_end|>")
+    assert text == "\n### user: next<|endoftext|>\n"
+
+
 NO_END = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}<think>
 {{ m.reasoning_content or '' }}

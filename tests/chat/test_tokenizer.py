@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import (
     EVERY_FAMILY,
+    FAMILIES,
     KINDS,
     REAL_FAMILIES,
     SMALL,
@@ -101,6 +102,19 @@ def test_text_after_a_control_token_gets_no_leading_space() -> None:
     behind = [tokenizer.token_bytes(i) for i in tokenizer.encode_after_control("hello").ids]
     assert b"".join(alone) == b" hello"
     assert b"".join(behind) == b"hello"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_after_text_is_encoded_as_a_part_of_the_whole(family: str) -> None:
+    tokenizer = load_tokenizer(family)
+    for before, after in (("say ]]", "\n### user"), ("</think", ">\n\n"), ("some", "thing"), ("one", " two")):
+        whole = tokenizer.encode_after_control(before + after).ids
+        first, second = tokenizer.encode_after_control(before), tokenizer.encode_after(before, after)
+        assert "".join(tokenizer.token_bytes(i).decode() for i in second.ids).strip() == after.strip()
+        if whole[: len(first.ids)] == first.ids:
+            assert [*first.ids, *second.ids] == whole
+            assert second.text == after
+            assert [int(second.spans[0][0]), int(second.spans[-1][1])] == [0, len(after)]
 
 
 def test_partial_characters_decode_to_their_bytes() -> None:

@@ -12,7 +12,7 @@ from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat._certification import certify
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
-from tokentape.cli.examination import (
+from tokentape.cli.doctor import (
     access,
     certified,
     data_directory,
@@ -153,7 +153,7 @@ def test_without_torch_the_advice_is_its_extra(
     async def missing(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'")
 
-    monkeypatch.setattr("tokentape.cli.examination.open_configured", missing)
+    monkeypatch.setattr("tokentape.cli.doctor.open_configured", missing)
     *_, line, advice = run("doctor", model_dir, "--data", tmp_path).stdout.splitlines()
     assert line == "fail  engine: No module named 'torch'"
     assert advice.strip().startswith("Run: pip install 'tokentape[hf]'")

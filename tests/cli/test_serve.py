@@ -20,7 +20,7 @@ from starlette.routing import Route
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
 from tests.engines.adapters import write_adapter
-from tests.engines.stand_in import LanguageModel, StandIn
+from tests.engines.stand_in import StandIn, language_model
 from tests.processes import Command
 from tests.waiting import PATIENCE
 from tokentape._opening import open_configured, wait_for_engine
@@ -413,7 +413,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_verdict_says_whether_the_server_serves_the_model(
     cached: str, renderer: Renderer, tmp_path: Path, tells: dict[str, Any], options: list[object], verdict: str
 ) -> None:
-    server = StandIn(renderer, LanguageModel(renderer), **{"root": cached, "max_model_len": 1024, **tells})
+    server = StandIn(renderer, language_model(renderer), **{"root": cached, "max_model_len": 1024, **tells})
     with (
         running(server.app) as url,
         serving(cached, *remote(url, *options), "--data", tmp_path / "data") as (_, gateway),
@@ -431,7 +431,7 @@ def test_a_verdict_says_whether_the_server_serves_the_model(
 def test_a_server_of_another_model_with_the_same_vocabulary_is_refused(
     run: Run, cached: str, renderer: Renderer, tmp_path: Path
 ) -> None:
-    server = StandIn(renderer, LanguageModel(renderer), root="tokentape/Tiny-4B")
+    server = StandIn(renderer, language_model(renderer), root="tokentape/Tiny-4B")
     with running(server.app) as url:
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code != 0
@@ -442,7 +442,7 @@ def test_a_server_of_another_model_with_the_same_vocabulary_is_refused(
 def test_a_server_with_other_ids_is_refused_without_a_way_around(
     run: Run, cached: str, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = StandIn(renderer, LanguageModel(renderer), root=cached)
+    server = StandIn(renderer, language_model(renderer), root=cached)
     tokens = server._tokens
     monkeypatch.setattr(server, "_tokens", lambda body: tokens(body)[::-1])
     with running(server.app) as url:
@@ -466,11 +466,11 @@ def test_without_torch_the_way_to_a_server_is_named(run: Run, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("quick_models")
-@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("other", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_template_of_the_server_is_logged_and_not_refused(
     model_dir: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: bool
 ) -> None:
-    server = StandIn(renderer, LanguageModel(renderer), root=str(model_dir.resolve()))
+    server = StandIn(renderer, language_model(renderer), root=str(model_dir.resolve()))
     tokens = server._tokens
     monkeypatch.setattr(server, "_tokens", lambda body: tokens(body) + [7] * (other and "messages" in body))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import Connection, make_url, text
 
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
@@ -29,7 +29,6 @@ from tokentape.types import Reward, SessionInfo
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how-to/operate.md").read_text(encoding="utf-8")
 BLOCKS = re.compile(r"<!-- executed by tests/docs/test_operate.py: (\w+) -->\n( *```console\n.*?)```", re.DOTALL)
-GOLDEN = ROOT / "tests/store/golden"
 
 
 @pytest.fixture
@@ -69,21 +68,27 @@ def live(tmp_path: Path) -> Iterator[SqliteStore]:
         yield store
 
 
+def add_note(connection: Connection) -> None:
+    connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
+
+
 def schema_version(directory: Path) -> int | None:
     with closing(sqlite3.connect(directory / "tokentape.db")) as connection:
         return int(connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()[0])
 
 
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs sqlite3")
-def test_upgrade_and_roll_back(execute: Callable[..., None], run: Run, tmp_path: Path) -> None:
+def test_upgrade_and_roll_back(
+    execute: Callable[..., None], run: Run, live: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
-    data.mkdir()
-    shutil.copy(GOLDEN / f"schema-{schema.VERSION - 1}.db", data / "tokentape.db")
-    (data / "model.json").write_text("{}")
+    live.close()
     execute("before")
-    SqliteStore.open(data).close()
-    assert (schema_version(data), schema_version(backup)) == (schema.VERSION, schema.VERSION - 1)
-    execute("after")
+    with monkeypatch.context() as newer:
+        newer.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, add_note))
+        SqliteStore.open(data).close()
+        assert (schema_version(data), schema_version(backup)) == (schema.VERSION + 1, schema.VERSION)
+        execute("after")
     assert run("verify", backup, "--against", "before.json").exit_code == 0
 
 

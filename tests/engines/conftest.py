@@ -63,16 +63,16 @@ def make_model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def model_dir(make_model: Callable[..., Path]) -> Path:
+def untrained_dir(make_model: Callable[..., Path]) -> Path:
     return make_model()
 
 
 @pytest.fixture(scope="session")
-def model(model_dir: Path) -> Any:
+def model(untrained_dir: Path) -> Any:
     """The model in its plain form, the slow reference."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model_dir).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(untrained_dir).eval().requires_grad_(False)
 
 
 @pytest.fixture

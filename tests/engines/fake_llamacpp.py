@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from fake_server import Answer, Body, FakeServer
 from starlette.responses import JSONResponse, Response
+from tests.engines.fake_server import Answer, Body, FakeServer
 
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._llamacpp import LlamaCppEngine

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from fake_server import Answer, Body, FakeServer
-from fake_vllm import sse, streaming
 from starlette.responses import JSONResponse, Response
+from tests.engines.fake_server import Answer, Body, FakeServer
+from tests.engines.fake_vllm import sse, streaming
 
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._sglang import SglangEngine

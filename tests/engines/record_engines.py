@@ -22,7 +22,7 @@ from tests.media.tiny_vision import picture
 
 from tokentape.engines._base import PromptMedia, SamplingParams
 from tokentape.engines._http import HttpClient
-from tokentape.engines._opening import open_engine
+from tokentape.engines._kinds import open_engine
 
 PROMPT = np.array([3317, 2484, 1993, 1052, 1200, 159, 293, 64, 683, 3171], np.int32)
 

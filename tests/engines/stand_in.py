@@ -98,6 +98,12 @@ class LanguageModel:
         return probability
 
 
+@cache
+def language_model(renderer: Renderer) -> LanguageModel:
+    """Return the model of a renderer, made once."""
+    return LanguageModel(renderer)
+
+
 class StandIn:
     """A vLLM server of `renderer`'s tokenizer and template, whose model is `model`. Change it while it runs.
 

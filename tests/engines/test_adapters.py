@@ -95,14 +95,14 @@ def test_swapped_adapters_are_found(
 
 
 @pytest.fixture(scope="module")
-def added(folder: Path, model_dir: Path) -> dict[str, dict[str, Any]]:
+def added(folder: Path, untrained_dir: Path) -> dict[str, dict[str, Any]]:
     """What the adapters of the random model add to its weights."""
-    return {name: write_adapter(folder / name, seed, model_dir) for seed, name in enumerate(("one", "two"))}
+    return {name: write_adapter(folder / name, seed, untrained_dir) for seed, name in enumerate(("one", "two"))}
 
 
 @pytest.fixture
-def engine(model_dir: Path, folder: Path, added: object) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, adapters={"policy.lora": folder / "one"})
+def engine(untrained_dir: Path, folder: Path, added: object) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(untrained_dir, adapters={"policy.lora": folder / "one"})
     yield engine
     asyncio.run(engine.close())
 
@@ -111,8 +111,8 @@ def with_adapter(params: SamplingParams, name: str = "policy.lora") -> SamplingP
     return replace(params, adapter=name)
 
 
-def assert_sampled_with(model_dir: Path, added: dict[str, Any], sampled: Sampled, prompt_ids: Any) -> None:
-    rows = forward_with(added, model_dir)(np.concatenate([prompt_ids, sampled.ids]).astype(np.int32))
+def assert_sampled_with(untrained_dir: Path, added: dict[str, Any], sampled: Sampled, prompt_ids: Any) -> None:
+    rows = forward_with(added, untrained_dir)(np.concatenate([prompt_ids, sampled.ids]).astype(np.int32))
     expected = rows[np.arange(len(prompt_ids) - 1, len(rows) - 1), sampled.ids]
     # As in the engine, ids that the tokenizer lacks have no share.
     known = torch.from_numpy(rows[len(prompt_ids) - 1 : -1, :300]).logsumexp(-1).numpy()
@@ -124,7 +124,11 @@ def versions(sampled: Sampled) -> set[str | None]:
 
 
 def test_a_new_version_is_for_new_calls_and_the_old_one_stays_until_its_calls_end(
-    engine: TransformersEngine, model_dir: Path, folder: Path, added: dict[str, dict[str, Any]], forwards: Forwards
+    engine: TransformersEngine,
+    untrained_dir: Path,
+    folder: Path,
+    added: dict[str, dict[str, Any]],
+    forwards: Forwards,
 ) -> None:
     ids = prompt(9)
 
@@ -139,17 +143,17 @@ def test_a_new_version_is_for_new_calls_and_the_old_one_stays_until_its_calls_en
 
     old, new, without = asyncio.run(main())
     assert (versions(old), versions(new), versions(without)) == ({"0"}, {"step-2"}, {"0"})
-    assert_sampled_with(model_dir, added["one"], old, ids)
-    assert_sampled_with(model_dir, added["two"], new, ids)
-    assert_sampled_with(model_dir, {}, without, ids)
+    assert_sampled_with(untrained_dir, added["one"], old, ids)
+    assert_sampled_with(untrained_dir, added["two"], new, ids)
+    assert_sampled_with(untrained_dir, {}, without, ids)
     asyncio.run(engine.load_adapter("policy.lora", folder / "one", "step-3"))
-    assert_sampled_with(model_dir, added["one"], sample(engine, ids, with_adapter(WARM)), ids)
+    assert_sampled_with(untrained_dir, added["one"], sample(engine, ids, with_adapter(WARM)), ids)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_adapters_never_share_cached_prefixes(
     engine: TransformersEngine,
-    model_dir: Path,
+    untrained_dir: Path,
     added: dict[str, dict[str, Any]],
     forwards: Forwards,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,15 +168,15 @@ def test_adapters_never_share_cached_prefixes(
         sampled = sample(engine, ids, params)
         if shared and params is WARM:
             with pytest.raises(AssertionError):
-                assert_sampled_with(model_dir, own, sampled, ids)
+                assert_sampled_with(untrained_dir, own, sampled, ids)
             return
-        assert_sampled_with(model_dir, own, sampled, ids)
+        assert_sampled_with(untrained_dir, own, sampled, ids)
     # The third call uses the prefix of the first.
     assert [columns for _, columns in forwards if columns > 1] == [40, 40]
 
 
-def test_versions_that_no_call_uses_are_dropped(model_dir: Path, folder: Path, added: object) -> None:
-    adapters = Adapters(load(model_dir), dtype="float32")
+def test_versions_that_no_call_uses_are_dropped(untrained_dir: Path, folder: Path, added: object) -> None:
+    adapters = Adapters(load(untrained_dir), dtype="float32")
     for version, used in (("1", []), ("2", []), ("3", ["first"]), ("4", [])):
         before = [one.key for one in adapters.current.values()]
         adapters.load("policy", folder / "one", version, before if used else [])
@@ -180,9 +184,9 @@ def test_versions_that_no_call_uses_are_dropped(model_dir: Path, folder: Path, a
 
 
 def test_an_adapter_can_come_later_and_scores_are_the_models_own(
-    model_dir: Path, model: Any, folder: Path, added: dict[str, dict[str, Any]]
+    untrained_dir: Path, model: Any, folder: Path, added: dict[str, dict[str, Any]]
 ) -> None:
-    engine = TransformersEngine.open(model_dir)
+    engine = TransformersEngine.open(untrained_dir)
     ids = prompt(9)
     with pytest.raises(UnsupportedParameter, match="adapter"):
         sample(engine, ids, with_adapter(WARM))
@@ -190,13 +194,13 @@ def test_an_adapter_can_come_later_and_scores_are_the_models_own(
     with pytest.raises(InvalidRequest, match=r"no adapter 'other'; there are policy\.lora"):
         sample(engine, ids, with_adapter(WARM, "other"))
     sampled = sample(engine, ids, with_adapter(GREEDY))
-    assert_sampled_with(model_dir, added["two"], sampled, ids)
+    assert_sampled_with(untrained_dir, added["two"], sampled, ids)
     context = np.concatenate([ids, sampled.ids]).astype(np.int32)
     scores = asyncio.run(engine.score(context, len(ids)))
     expected = recomputed(model, ids, sampled.ids).gather(1, torch.tensor(sampled.ids)[:, None])[:, 0]
     assert np.abs(scores.logprobs - expected.numpy()).max() < TOLERANCE
     with pytest.raises(EngineError, match="the engine has adapters of its weights"):
-        asyncio.run(engine.update_weights(model_dir, "1"))
+        asyncio.run(engine.update_weights(untrained_dir, "1"))
     asyncio.run(engine.close())
 
 
@@ -219,6 +223,7 @@ def _of_another_model(adapter: Path) -> None:
     save_file({name.replace(".layers.1.", ".layers.9."): one for name, one in load_file(file).items()}, file)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -233,20 +238,20 @@ def _of_another_model(adapter: Path) -> None:
 )
 def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_others(
     engine: TransformersEngine,
-    model_dir: Path,
+    untrained_dir: Path,
     added: dict[str, dict[str, Any]],
     tmp_path: Path,
     damage: Callable[[Path], None],
     message: str,
 ) -> None:
-    write_adapter(tmp_path / "damaged", 2, model_dir)
+    write_adapter(tmp_path / "damaged", 2, untrained_dir)
     damage(tmp_path / "damaged")
     with pytest.raises(EngineError, match=message):
         asyncio.run(engine.load_adapter("policy.lora", tmp_path / "damaged", "1"))
     sampled, without = (sample(engine, prompt(9), one) for one in (with_adapter(WARM), WARM))
     assert versions(sampled) == {"0"}
-    assert_sampled_with(model_dir, added["one"], sampled, prompt(9))
-    assert_sampled_with(model_dir, {}, without, prompt(9))
+    assert_sampled_with(untrained_dir, added["one"], sampled, prompt(9))
+    assert_sampled_with(untrained_dir, {}, without, prompt(9))
 
 
 def test_an_unexpected_error_of_peft_does_not_end_the_engine(
@@ -262,8 +267,8 @@ def test_an_unexpected_error_of_peft_does_not_end_the_engine(
 
 
 def test_without_peft_the_error_says_so(
-    model_dir: Path, folder: Path, added: object, monkeypatch: pytest.MonkeyPatch
+    untrained_dir: Path, folder: Path, added: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(EngineError, match="need peft"):
-        TransformersEngine.open(model_dir, adapters={"policy": folder / "one"})
+        TransformersEngine.open(untrained_dir, adapters={"policy": folder / "one"})

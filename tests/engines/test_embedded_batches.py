@@ -33,8 +33,8 @@ def log() -> Log:
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
-    opened = TransformersEngine.open(model_dir, on_finish=log)
+def engine(untrained_dir: Path, log: Log) -> Iterator[TransformersEngine]:
+    opened = TransformersEngine.open(untrained_dir, on_finish=log)
     yield opened
     asyncio.run(opened.close())
 
@@ -70,7 +70,7 @@ def test_ragged_batches_sample_what_each_row_samples_alone(
         np.testing.assert_allclose(got.logprobs, logprobs, atol=TOLERANCE, rtol=0)
 
 
-def test_the_prompt_ids_reach_the_model_as_they_are(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_ids_reach_the_model_as_they_are(untrained_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL #5239: paths that tokenize for themselves feed the model different ids."""
     from transformers import Qwen3ForCausalLM
 
@@ -84,7 +84,7 @@ def test_the_prompt_ids_reach_the_model_as_they_are(model_dir: Path, monkeypatch
         return original(self, *args, **kwargs)
 
     # A new engine: nothing of the prompts is in a cache.
-    engine = TransformersEngine.open(model_dir)
+    engine = TransformersEngine.open(untrained_dir)
     monkeypatch.setattr(Qwen3ForCausalLM, "__call__", noted)
     prompts = [prompt(length) for length in (5, 31, 12)]
     sample_all(engine, prompts, replace(GREEDY, max_tokens=1))
@@ -127,9 +127,9 @@ def test_one_row_is_aborted_and_the_others_go_on(engine: TransformersEngine, log
     assert left >= 1
 
 
-def test_a_call_that_waits_can_be_given_up(model_dir: Path) -> None:
+def test_a_call_that_waits_can_be_given_up(untrained_dir: Path) -> None:
     log = Log()
-    engine = TransformersEngine.open(model_dir, max_batch=1, on_finish=log)
+    engine = TransformersEngine.open(untrained_dir, max_batch=1, on_finish=log)
 
     async def give_up() -> None:
         running = engine.sample(prompt(4), ENDLESS, stream=True, request_id="running")
@@ -147,10 +147,10 @@ def test_a_call_that_waits_can_be_given_up(model_dir: Path) -> None:
 
 
 def test_what_the_model_folder_says_of_sampling_is_not_used(
-    model_dir: Path, tmp_path: Path, engine: TransformersEngine
+    untrained_dir: Path, tmp_path: Path, engine: TransformersEngine
 ) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(model_dir, folder)
+    shutil.copytree(untrained_dir, folder)
     defaults = {"repetition_penalty": 5.0, "do_sample": True, "top_k": 2, "eos_token_id": 7, "max_length": 9}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     other = TransformersEngine.open(folder)

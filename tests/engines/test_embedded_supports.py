@@ -29,8 +29,8 @@ TRUNCATED = [
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir)
+def engine(untrained_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(untrained_dir)
     yield engine
     asyncio.run(engine.close())
 

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_llamacpp
-import fake_server
-import fake_sglang
 import numpy as np
 import pytest
-from fake_server import Body, FakeServer
-from fake_vllm import joined
 from starlette.responses import JSONResponse, Response
+from tests.engines import fake_llamacpp, fake_server, fake_sglang
+from tests.engines.fake_server import Body, FakeServer
+from tests.engines.fake_vllm import joined
 
 from tokentape.engines._base import PromptMedia, SampleDelta, SamplingParams
-from tokentape.engines._opening import open_engine
+from tokentape.engines._kinds import open_engine
 
 FOLDER = Path(__file__).parent / "transcripts"
 TRANSCRIPTS = sorted([*FOLDER.glob("sglang_*.json"), *FOLDER.glob("llamacpp_*.json")])

@@ -147,8 +147,8 @@ def test_other_mixtures_report_what_their_routers_choose(kind: str, tokenizer: T
     assert np.array_equal(np.sort(experts(sampled)), np.sort(torch.stack(chosen, 1).numpy()))
 
 
-def test_a_model_without_experts_refuses_to_report_any(model_dir: Path) -> None:
-    engine = TransformersEngine.open(model_dir)
+def test_a_model_without_experts_refuses_to_report_any(untrained_dir: Path) -> None:
+    engine = TransformersEngine.open(untrained_dir)
     assert expert_layers(engine._model) == []
     with pytest.raises(UnsupportedParameter, match="payloads_from"):
         sample(engine, prompt(9), ROUTED)

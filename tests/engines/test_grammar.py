@@ -25,6 +25,7 @@ from embedded import Sampled, collect
 from real import MODEL, load_forward
 from tests.chat.conftest import EVERY_TEMPLATE, load_renderer
 from tests.differential.test_call_constraints import ANY_CALL, ONE_CALL, STRICT, TOOLS, check
+from tests.searching import examples
 
 from tokentape.chat._call_constraint import structural_tag
 from tokentape.chat._renderer import Renderer
@@ -48,7 +49,10 @@ OBJECT = {
     "required": ["name", "sizes"],
     "additionalProperties": False,
 }
-PROMPTS = ("hi", "What do apples cost?", "Greet Maria. Use <tool_call>.")
+PROMPTS = (
+    *(pytest.param(text, marks=pytest.mark.slow) for text in ("hi", "What do apples cost?")),
+    "Greet Maria. Use <tool_call>.",
+)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +198,7 @@ def test_every_reply_that_ends_follows_its_schema(renderer: Renderer, text: str,
 
 def test_control_tokens_do_not_stand_for_their_text(renderer: Renderer) -> None:
     case = Case(renderer, temperature=8.0, json_schema=json.dumps({"type": "string"}))
-    replies = case.sampled(20)
+    replies = case.sampled(examples(20))
     assert not case.controls & {one for reply in replies for one in reply.ids[:-1]}
     assert max(len(reply.ids) for reply in replies) > 20
 
@@ -302,7 +306,7 @@ def walks(renderer: Renderer, tag: str, stop_ids: Sequence[int], count: int) -> 
             constraint.push(ids[-1])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("template", EVERY_TEMPLATE)
 def test_every_reply_that_a_tag_lets_through_is_read_as_the_calls(template: str) -> None:
     renderer = load_renderer(template)

@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tests.engines import fake_vllm
 from tests.engines.stand_in import StandIn
+from tests.waiting import PATIENCE
 
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines import _guarded as guarded
-from tokentape.engines._base import UNVERIFIED, ChatCall, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.engines._distributions import logprobs_of
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient
@@ -152,7 +153,7 @@ def test_a_server_that_does_not_answer_in_time_is_not_known(
         async with opened(url, looked) as engine:
             assert UNVERIFIED in engine.info.capabilities
             looked.hangs = False
-            monkeypatch.setattr(guarded, "LOOK_SECONDS", 10.0)
+            monkeypatch.setattr(guarded, "LOOK_SECONDS", PATIENCE)
             # What could not be found out is tried again, before the next completion ends.
             last = await call(engine)
             assert last.engine is not None
@@ -362,10 +363,10 @@ def test_a_begun_call_that_is_not_read_is_closed_with_its_deltas(
         finally:
             ended.append(True)
 
-    async def begin() -> ChatCall:
+    async def begin() -> StartedCompletion:
         deltas = sampled()
         await anext(deltas)
-        return ChatCall(PROMPT, deltas)
+        return StartedCompletion(PROMPT, deltas)
 
     async def run() -> None:
         async with opened(url, looked) as engine:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import fake_server
 import numpy as np
 import pytest
-from fake_llamacpp import (
+from starlette.responses import JSONResponse, Response
+from tests.engines import fake_server
+from tests.engines.fake_llamacpp import (
     MAX_CONTEXT,
     PARAMS,
     PLAIN,
@@ -22,9 +23,8 @@ from fake_llamacpp import (
     logprob_of,
     sample,
 )
-from fake_server import Body, FakeServer
-from fake_vllm import joined
-from starlette.responses import JSONResponse, Response
+from tests.engines.fake_server import Body, FakeServer
+from tests.engines.fake_vllm import joined
 
 from tokentape.engines._base import SamplingParams
 from tokentape.engines._llamacpp import PIECE, LlamaCppEngine

@@ -17,16 +17,16 @@ MakeModel = Callable[..., Path]
 
 
 @pytest.fixture
-def model(model_dir: Path) -> Any:
-    return loading.load_model(model_dir, dtype="float32", device="cpu")
+def model(untrained_dir: Path) -> Any:
+    return loading.load_model(untrained_dir, dtype="float32", device="cpu")
 
 
 def test_a_full_attention_decoder_is_taken(model: Any) -> None:
     loading.refuse_unbatchable(model, dtype="float32")
 
 
-def test_a_half_precision_decoder_is_taken(model_dir: Path) -> None:
-    model = loading.load_model(model_dir, dtype="bfloat16", device="cpu")
+def test_a_half_precision_decoder_is_taken(untrained_dir: Path) -> None:
+    model = loading.load_model(untrained_dir, dtype="bfloat16", device="cpu")
     loading.refuse_unbatchable(model, dtype="bfloat16")
 
 
@@ -79,15 +79,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         loading.load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_a_folder_without_weights_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    shutil.copy(model_dir / "config.json", tmp_path)
+def test_a_folder_without_weights_is_refused(untrained_dir: Path, tmp_path: Path) -> None:
+    shutil.copy(untrained_dir / "config.json", tmp_path)
     with pytest.raises(EngineError, match="can't load"):
         loading.load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_an_unknown_dtype_is_refused(model_dir: Path) -> None:
+def test_an_unknown_dtype_is_refused(untrained_dir: Path) -> None:
     with pytest.raises(EngineError, match="float8"):
-        loading.load_model(model_dir, dtype="float8", device="cpu")
+        loading.load_model(untrained_dir, dtype="float8", device="cpu")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

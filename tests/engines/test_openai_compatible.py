@@ -7,15 +7,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import fake_server
 import numpy as np
 import pytest
-from fake_server import Answer, Body, FakeServer, sampled_before_the_error
-from fake_vllm import LOGPROBS, MAX_CONTEXT, PARAMS, PROMPT, SAMPLED, VOCAB_SIZE, joined, sse, streaming, whole
-from fake_vllm import sampled_events as vllm_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
+from tests.engines import fake_server
+from tests.engines.fake_server import Answer, Body, FakeServer, sampled_before_the_error
+from tests.engines.fake_vllm import (
+    LOGPROBS,
+    MAX_CONTEXT,
+    PARAMS,
+    PROMPT,
+    SAMPLED,
+    VOCAB_SIZE,
+    joined,
+    sse,
+    streaming,
+    whole,
+)
+from tests.engines.fake_vllm import sampled_events as vllm_events
 from tests.engines.vllm_schemas import each_schema, schema
 from tests.searching import examples
 

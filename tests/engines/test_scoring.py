@@ -164,8 +164,8 @@ def test_what_can_not_be_scored_is_refused(ids: list[int], start: int, room: int
 
 
 @pytest.fixture(scope="module")
-def model(model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+def model(untrained_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(untrained_dir, dtype=torch.float32).eval()
 
 
 def expected(model: Any, ids: np.ndarray) -> torch.Tensor:
@@ -220,9 +220,9 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind(model: Any, ids: np.nda
     np.testing.assert_allclose(scorer.score(ids, 1).logprobs, good, atol=1e-5)
 
 
-def test_the_embedded_engine_scores_beside_what_it_samples(model_dir: Path, model: Any, ids: np.ndarray) -> None:
+def test_the_embedded_engine_scores_beside_what_it_samples(untrained_dir: Path, model: Any, ids: np.ndarray) -> None:
     async def run() -> tuple[Scores, Scores]:
-        engine = TransformersEngine.open(model_dir, max_context=128)
+        engine = TransformersEngine.open(untrained_dir, max_context=128)
         try:
             before = await engine.score(ids, 1, top=3)
             halved = [(name, tensor * 0.5) for name, tensor in model.state_dict().items()]

@@ -36,7 +36,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.demo.agent import solve
 from tokentape.demo.tasks import is_solved, sample_tasks
 from tokentape.engines._base import ChatServer, Engine, Timeouts
-from tokentape.engines._opening import open_engine
+from tokentape.engines._kinds import open_engine
 from tokentape.engines._pool import EnginePool
 from tokentape.engines._vllm_chat import VllmChatServer
 from tokentape.gateway._app import create_app

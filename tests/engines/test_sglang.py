@@ -15,11 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fake_server
 import numpy as np
 import pytest
-from fake_server import FakeServer, sampled_before_the_error
-from fake_sglang import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import JSONResponse, Response
+from tests.engines import fake_server
+from tests.engines.fake_server import FakeServer, sampled_before_the_error
+from tests.engines.fake_sglang import (
     LOGPROBS,
     MAX_CONTEXT,
     OVER_MASKS,
@@ -34,10 +37,7 @@ from fake_sglang import (
     sample,
     tampered,
 )
-from fake_vllm import joined, sse, streaming
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from starlette.responses import JSONResponse, Response
+from tests.engines.fake_vllm import joined, sse, streaming
 from tests.searching import examples
 from tests.waiting import PATIENCE
 

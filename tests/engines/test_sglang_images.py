@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fake_server
 import numpy as np
 import pytest
-from fake_server import FakeServer
-from fake_sglang import PARAMS, SAMPLED, VOCAB_SIZE, answers, generate
 from real import MODEL
 from starlette.responses import JSONResponse, Response
 from test_sglang import API_TYPES, load
+from tests.engines import fake_server
+from tests.engines.fake_server import FakeServer
+from tests.engines.fake_sglang import PARAMS, SAMPLED, VOCAB_SIZE, answers, generate
 
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import PromptMedia, SampleDelta

@@ -22,7 +22,7 @@ from tests.searching import examples
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import Engine
-from tokentape.engines._opening import open_engine
+from tokentape.engines._kinds import open_engine
 from tokentape.engines._transformers import TransformersEngine
 from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running

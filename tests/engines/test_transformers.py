@@ -35,15 +35,15 @@ def log() -> Log:
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, on_finish=log)
+def engine(untrained_dir: Path, log: Log) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(untrained_dir, on_finish=log)
     yield engine
     asyncio.run(engine.close())
 
 
 @pytest.fixture(scope="module")
-def short_engine(model_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, max_context=256)
+def short_engine(untrained_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(untrained_dir, max_context=256)
     yield engine
     asyncio.run(engine.close())
 
@@ -74,8 +74,8 @@ def mode(request: pytest.FixtureRequest) -> LogprobsMode:
 
 
 @pytest.fixture(scope="module")
-def engine_of_mode(mode: LogprobsMode, model_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, logprobs_mode=mode)
+def engine_of_mode(mode: LogprobsMode, untrained_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(untrained_dir, logprobs_mode=mode)
     yield engine
     asyncio.run(engine.close())
 
@@ -234,10 +234,10 @@ def test_the_log_holds_what_the_caller_got(engine: TransformersEngine, log: Log)
     )
 
 
-def test_the_number_of_threads_is_torchs_own_unless_given(model_dir: Path) -> None:
+def test_the_number_of_threads_is_torchs_own_unless_given(untrained_dir: Path) -> None:
     before = torch.get_num_threads()
     for threads, expected in ((None, before), (before + 1, before + 1)):
-        asyncio.run(TransformersEngine.open(model_dir, threads=threads).close())
+        asyncio.run(TransformersEngine.open(untrained_dir, threads=threads).close())
         assert torch.get_num_threads() == expected
     torch.set_num_threads(before)
 
@@ -292,8 +292,8 @@ def test_a_parameter_that_it_does_not_honour_is_refused_by_name(
     assert caught.value.param == name
 
 
-def test_a_closed_engine_takes_no_requests(model_dir: Path) -> None:
-    engine = TransformersEngine.open(model_dir)
+def test_a_closed_engine_takes_no_requests(untrained_dir: Path) -> None:
+    engine = TransformersEngine.open(untrained_dir)
     asyncio.run(engine.check())
     asyncio.run(engine.close())
     asyncio.run(engine.close())

@@ -9,11 +9,14 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import fake_vllm
 import numpy as np
 import pytest
-from fake_server import sampled_before_the_error
-from fake_vllm import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import JSONResponse, Response
+from tests.engines import fake_vllm
+from tests.engines.fake_server import sampled_before_the_error
+from tests.engines.fake_vllm import (
     LOGPROBS,
     MAX_CONTEXT,
     MODEL,
@@ -29,9 +32,6 @@ from fake_vllm import (
     token_by_token,
     whole,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from starlette.responses import JSONResponse, Response
 from tests.engines.vllm_schemas import each_schema, schema
 from tests.json_schemas import validate
 from tests.searching import examples

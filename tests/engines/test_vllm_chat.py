@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
-import fake_vllm
 import numpy as np
 import pytest
-from fake_vllm import VOCAB_SIZE, FakeVllm, plain_answer, sse, streaming
 from starlette.responses import JSONResponse, Response
 from test_vllm_generate import EVERYTHING, PARAMS
+from tests.engines import fake_vllm
+from tests.engines.fake_vllm import VOCAB_SIZE, FakeVllm, plain_answer, sse, streaming
 from tests.engines.vllm_schemas import SCHEMAS, schema
 from tests.json_schemas import validate
 from tests.waiting import PATIENCE
 
-from tokentape.engines._base import ChatCall, SampleDelta, SamplingParams
+from tokentape.engines._base import SampleDelta, SamplingParams, StartedCompletion
 from tokentape.engines._vllm_chat import VllmChatServer
 from tokentape.errors import EngineContractError, InvalidRequest, TokentapeError
 
@@ -83,8 +83,8 @@ def ask(
     server: FakeVllm,
     params: SamplingParams = PARAMS,
     answer: Callable[[dict[str, Any]], Response] | None = None,
-) -> tuple[ChatCall, list[SampleDelta]]:
-    async def main() -> tuple[ChatCall, list[SampleDelta]]:
+) -> tuple[StartedCompletion, list[SampleDelta]]:
+    async def main() -> tuple[StartedCompletion, list[SampleDelta]]:
         chats = await VllmChatServer.open(server.url, vocab_size=VOCAB_SIZE)
         server.bodies.clear()
         server.answer = answer or server.answer

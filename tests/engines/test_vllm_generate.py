@@ -12,10 +12,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import fake_vllm
 import numpy as np
 import pytest
-from fake_vllm import (
+from starlette.responses import JSONResponse, Response
+from tests.engines import fake_vllm
+from tests.engines.fake_vllm import (
     LOGPROBS,
     PARAMS,
     PROMPT,
@@ -31,7 +32,6 @@ from fake_vllm import (
     token_by_token,
     whole,
 )
-from starlette.responses import JSONResponse, Response
 from tests.engines.vllm_schemas import each_schema, schema
 from tests.json_schemas import validate
 from tests.waiting import PATIENCE

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_vllm
 import numpy as np
 import pytest
-from fake_vllm import FakeVllm, joined, open_and_sample, streaming
 from starlette.responses import JSONResponse, Response
+from tests.engines import fake_vllm
+from tests.engines.fake_vllm import FakeVllm, joined, open_and_sample, streaming
 
 from tokentape.engines._base import DISTRIBUTION, SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_vllm import by_route
+from tests.engines.fake_vllm import by_route
 from tests.engines.real import MODEL, free_port, served
 from tests.engines.stand_in import LanguageModel
 

@@ -26,6 +26,7 @@ from embedded import (  # noqa: E402
     sample,
 )
 from forwards import Forwards  # noqa: E402
+from tests.searching import examples  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 from tokentape.engines._base import SampleDelta, SamplingParams  # noqa: E402
@@ -40,8 +41,8 @@ def log() -> Log:
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, on_finish=log)
+def engine(untrained_dir: Path, log: Log) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(untrained_dir, on_finish=log)
     yield engine
     asyncio.run(engine.close())
 
@@ -57,8 +58,8 @@ def test_concurrent_requests_share_their_forward_passes(engine: TransformersEngi
     assert max(rows for rows, columns in forwards if columns == 1) == 16
 
 
-def test_more_requests_than_rows_wait_their_turn(model_dir: Path, model: Any, forwards: Forwards) -> None:
-    engine = TransformersEngine.open(model_dir, max_batch=3)
+def test_more_requests_than_rows_wait_their_turn(untrained_dir: Path, model: Any, forwards: Forwards) -> None:
+    engine = TransformersEngine.open(untrained_dir, max_batch=3)
     forwards.clear()
 
     async def all_at_once() -> list[Sampled]:
@@ -82,9 +83,9 @@ def test_long_prompts_are_prefilled_a_few_at_a_time(engine: TransformersEngine, 
 
 @pytest.mark.parametrize("prefix_cache_bytes", [pytest.param(0, marks=pytest.mark.slow), 1 << 20])
 def test_requests_that_come_and_go_sample_what_they_sample_alone(
-    model_dir: Path, model: Any, prefix_cache_bytes: int
+    untrained_dir: Path, model: Any, prefix_cache_bytes: int
 ) -> None:
-    engine = TransformersEngine.open(model_dir, max_batch=6, prefix_cache_bytes=prefix_cache_bytes)
+    engine = TransformersEngine.open(untrained_dir, max_batch=6, prefix_cache_bytes=prefix_cache_bytes)
     rng = random.Random(0)
 
     def plan(n: int) -> tuple[TokenIds, SamplingParams]:
@@ -100,7 +101,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
         )
         return ids, params
 
-    plans = [plan(n) for n in range(20)]
+    plans = [plan(n) for n in range(examples(20, least=12))]
 
     async def one(n: int) -> Sampled | None:
         await asyncio.sleep(n * 0.004)
@@ -116,7 +117,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
 
     crowded = asyncio.run(together())
     asyncio.run(engine.close())
-    alone = TransformersEngine.open(model_dir, prefix_cache_bytes=0)
+    alone = TransformersEngine.open(untrained_dir, prefix_cache_bytes=0)
     for (ids, params), got in zip(plans, crowded, strict=True):
         if got is not None:
             expected = sample(alone, ids, params)
@@ -137,8 +138,10 @@ def test_a_reader_that_stalls_does_not_hold_up_the_others(engine: TransformersEn
     assert (len(quick.ids), len(slow)) == (120, 100)
 
 
-def test_the_next_turn_of_a_session_computes_only_what_is_new(model_dir: Path, model: Any, forwards: Forwards) -> None:
-    engine = TransformersEngine.open(model_dir)
+def test_the_next_turn_of_a_session_computes_only_what_is_new(
+    untrained_dir: Path, model: Any, forwards: Forwards
+) -> None:
+    engine = TransformersEngine.open(untrained_dir)
     first = sample(engine, prompt(50), WARM)
     context = np.concatenate([prompt(50), np.array(first.ids, dtype=np.int32), prompt(7)])
     forwards.clear()
@@ -184,9 +187,9 @@ def test_cancelling_the_task_aborts_the_call(
     assert len(finished.token_ids) < 4000
 
 
-def test_close_ends_what_runs_with_abort_and_the_partial_ids(model_dir: Path, model: Any) -> None:
+def test_close_ends_what_runs_with_abort_and_the_partial_ids(untrained_dir: Path, model: Any) -> None:
     log = Log()
-    engine = TransformersEngine.open(model_dir, max_batch=1, on_finish=log)
+    engine = TransformersEngine.open(untrained_dir, max_batch=1, on_finish=log)
 
     async def close_midway() -> tuple[Sampled, Sampled]:
         started = asyncio.Event()
@@ -256,9 +259,9 @@ def test_a_model_that_computes_no_numbers_is_refused(nan_model_dir: Path) -> Non
 
 @pytest.mark.parametrize("params", [GREEDY, WARM])
 def test_logits_that_are_no_numbers_fail_the_request(
-    model_dir: Path, nan_model_dir: Path, params: SamplingParams
+    untrained_dir: Path, nan_model_dir: Path, params: SamplingParams
 ) -> None:
-    engine = TransformersEngine.open(model_dir)
+    engine = TransformersEngine.open(untrained_dir)
     asyncio.run(engine.update_weights(nan_model_dir, "broken"))
     with pytest.raises(EngineContractError, match="not finite"):
         sample(engine, prompt(3), params)
@@ -268,8 +271,8 @@ def test_logits_that_are_no_numbers_fail_the_request(
 # New weights
 
 
-def test_new_weights_take_over_between_two_tokens(model_dir: Path, make_model: Callable[..., Path]) -> None:
-    engine = TransformersEngine.open(model_dir, weight_version="7")
+def test_new_weights_take_over_between_two_tokens(untrained_dir: Path, make_model: Callable[..., Path]) -> None:
+    engine = TransformersEngine.open(untrained_dir, weight_version="7")
 
     async def swap_midway() -> list[str | None]:
         versions = []
@@ -290,9 +293,9 @@ def test_new_weights_take_over_between_two_tokens(model_dir: Path, make_model: C
 
 
 def test_a_delta_never_mixes_weights_even_when_not_streaming(
-    model_dir: Path, make_model: Callable[..., Path], forwards: Forwards
+    untrained_dir: Path, make_model: Callable[..., Path], forwards: Forwards
 ) -> None:
-    engine = TransformersEngine.open(model_dir, weight_version="7")
+    engine = TransformersEngine.open(untrained_dir, weight_version="7")
 
     async def swap_midway() -> list[SampleDelta]:
         async def all_deltas() -> list[SampleDelta]:
@@ -311,13 +314,13 @@ def test_a_delta_never_mixes_weights_even_when_not_streaming(
     assert all(delta.token_ids for delta in deltas)
 
 
-def test_nothing_computed_with_old_weights_is_reused(model_dir: Path, make_model: Callable[..., Path]) -> None:
+def test_nothing_computed_with_old_weights_is_reused(untrained_dir: Path, make_model: Callable[..., Path]) -> None:
     other_dir = make_model(seed=1)
-    engine = TransformersEngine.open(model_dir)
+    engine = TransformersEngine.open(untrained_dir)
 
     async def swap_midway() -> None:
         await collect(engine, prompt(60), WARM)
-        running = asyncio.create_task(collect(engine, prompt(70), replace(ENDLESS, max_tokens=500)))
+        running = asyncio.create_task(collect(engine, prompt(70), replace(ENDLESS, max_tokens=200)))
         await engine.update_weights(other_dir, "8")
         await running
 

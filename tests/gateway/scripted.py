@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,6 +14,8 @@ from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.gateway._events import TurnEvent, TurnRequest
 from tokentape.gateway._turns import Turns
 from tokentape.types import TokenIds
+
+_CONTROL_TOKENS = re.compile(r"(?:<\|?[\w/]+\|?>\s*)*")
 
 
 async def run_turn(turns: Turns, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
@@ -124,10 +127,9 @@ class ScriptedEngine:
         if not self.split_next:
             return self._tokenizer.encode_plain(reply)
         self.split_next = False
-        return [
-            *(one for letter in reply[:3] for one in self._tokenizer.encode_plain(letter)),
-            *self._tokenizer.encode_plain(reply[3:]),
-        ]
+        start = _CONTROL_TOKENS.match(reply).end()  # type: ignore[union-attr]
+        parts = [reply[:start], *reply[start : start + 3], reply[start + 3 :]]
+        return [token_id for part in parts for token_id in self._tokenizer.encode_plain(part)]
 
     async def check(self) -> None:
         if self.error is not None and self.fail_after is None:

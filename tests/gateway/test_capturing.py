@@ -15,7 +15,7 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine, run_turn
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
-from tokentape.engines._base import CAPTURED, ChatCall, SampleDelta, SamplingParams
+from tokentape.engines._base import CAPTURED, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.errors import EngineContractError, EngineUnavailable, NotFound
 from tokentape.gateway._app import create_app
 from tokentape.gateway._capturing import differs_at
@@ -52,13 +52,13 @@ class RenderingServer(ScriptedEngine):
         params: SamplingParams,
         *,
         request_id: str,
-    ) -> ChatCall:
+    ) -> StartedCompletion:
         setup = self._renderer.setup(tools, template_kwargs, "2026-01-01")
         ids = self.rerendering(len(self.begun), self._renderer.render(messages, setup).ids)
         self.begun.append(ids)
         deltas = self._named(ids, params, request_id)
         await anext(deltas)
-        return ChatCall(ids, deltas)
+        return StartedCompletion(ids, deltas)
 
     async def _named(self, ids: TokenIds, params: SamplingParams, request_id: str) -> AsyncGenerator[SampleDelta, None]:
         try:

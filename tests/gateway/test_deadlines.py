@@ -7,7 +7,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import httptools
@@ -36,8 +36,22 @@ async def slow_echo(request: Request) -> PlainTextResponse:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """Address of a server that waits for clients for two seconds."""
     monkeypatch.setattr(serve, "HEADER_SECONDS", 2.0)
     monkeypatch.setattr(serve, "BODY_SECONDS", 2.0)
+    with served() as found:
+        yield found
+
+
+@pytest.fixture
+def patient() -> Iterator[tuple[str, int]]:
+    """Address of a server that waits as usual, for tests in which no deadline should end anything."""
+    with served() as found:
+        yield found
+
+
+@contextmanager
+def served() -> Iterator[tuple[str, int]]:
     routes = [Route(path, echo, methods=["POST"]) for path, echo in (("/", slow_echo), ("/quick", quick_echo))]
     with running(Starlette(routes=routes)) as url:
         host, port = url.removeprefix("http://").split(":")
@@ -114,11 +128,11 @@ OFFER = (
 
 
 @pytest.mark.parametrize("cuts", [(), (-3,), (30, -1), (-5, -4, -3)])
-def test_a_request_that_offers_http_2_keeps_its_body(address: tuple[str, int], cuts: tuple[int, ...]) -> None:
+def test_a_request_that_offers_http_2_keeps_its_body(patient: tuple[str, int], cuts: tuple[int, ...]) -> None:
     """As Java's HttpClient sends all of its requests."""
     request = OFFER + b"abc"
     edges = [0, *(cut % len(request) for cut in cuts), len(request)]
-    with socket.create_connection(address, PATIENCE) as connection:
+    with socket.create_connection(patient, PATIENCE) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for start, end in pairwise(edges):
             connection.sendall(request[start:end])
@@ -130,7 +144,7 @@ def test_a_request_that_offers_http_2_keeps_its_body(address: tuple[str, int], c
         assert b"\r\n\r\ndef" in answer_to(connection, b"ghi")
 
 
-def test_a_tunnel_is_refused_and_parsed_once(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tunnel_is_refused_and_parsed_once(patient: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     parser, made = httptools.HttpRequestParser, list[object]()
 
     def counted(protocol: object) -> object:
@@ -138,7 +152,7 @@ def test_a_tunnel_is_refused_and_parsed_once(address: tuple[str, int], monkeypat
         return parser(protocol)
 
     monkeypatch.setattr(httptools, "HttpRequestParser", counted)
-    with socket.create_connection(address, PATIENCE) as connection:
+    with socket.create_connection(patient, PATIENCE) as connection:
         connection.sendall(b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost\r\n\r\nabc")
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
     assert len(made) == 1
@@ -179,9 +193,9 @@ def test_a_head_without_end_is_refused_and_not_kept(address: tuple[str, int], na
 
 
 @pytest.mark.parametrize("pipelined", [1, 40])
-def test_a_head_within_the_limit_is_taken(address: tuple[str, int], pipelined: int) -> None:
+def test_a_head_within_the_limit_is_taken(patient: tuple[str, int], pipelined: int) -> None:
     request = b"GET /no HTTP/1.1\r\n" + LINE * 500 + b"\r\n"
-    with socket.create_connection(address, PATIENCE) as connection:
+    with socket.create_connection(patient, PATIENCE) as connection:
         for _ in range(pipelined):
             connection.sendall(request)
         answer = b""

@@ -17,7 +17,7 @@ from tokentape.gateway._endpoint import client_headers
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
-from tokentape.store._exporting import ExportCounts, exported
+from tokentape.store._reads import ExportCounts, exported
 from tokentape.training import assemble
 
 

@@ -24,7 +24,7 @@ from tokentape.gateway._events import TurnDone, TurnRequest
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, StoredSession, verify
 from tokentape.training import assemble, exports, padded, renormalized_logprobs
-from tokentape.training._columns import with_column
+from tokentape.training._collate import with_column
 from tokentape.training._samples import Sample
 from tokentape.types import TokenRows
 

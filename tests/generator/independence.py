@@ -13,6 +13,7 @@ from tests.generator.oracle import Reference, Refused, end_of_reply
 
 QUESTION: Message = {"role": "user", "content": "What is it?"}
 _ANSWER: Message = {"role": "assistant", "content": "It is this."}
+_SYSTEM: Message = {"role": "system", "content": "Be kind."}
 _FEWEST = 14
 """Renderings below which nothing is said."""
 _REPLIES = 2
@@ -36,6 +37,10 @@ _CALLED = [_after_a_call(content, form) for content in (None, "") for form in ({
 """Histories with a call. Templates take its arguments as an object or as text, and no content or an empty one."""
 
 
+def _ids_in(messages: Sequence[Message]) -> set[str]:
+    return {call["id"] for message in messages for call in message.get("tool_calls") or ()}
+
+
 def has_shortest(name: str, conversations: Sequence[Conversation]) -> bool:
     """Whether one of them continues with as few messages as any of this name. A template may count messages."""
     fewest = len(name.partition("/")[0].replace("tools", "tool+tool").split("+"))
@@ -50,6 +55,8 @@ def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
             yield [{"role": "user", "content": text}, _ANSWER, QUESTION]
             yield [QUESTION, {"role": "assistant", "content": text}, QUESTION]
             yield [QUESTION, _ANSWER, {"role": "user", "content": text}]
+            yield [_SYSTEM, {"role": "user", "content": text}, _ANSWER, QUESTION]
+            yield [_SYSTEM, QUESTION, {"role": "assistant", "content": text}, QUESTION]
 
 
 def dependence(
@@ -61,14 +68,21 @@ def dependence(
     """
     tried = 0
     # Templates that fail on a reply without content fail after most histories.
-    for one in sorted(conversations, key=lambda one: (len(one.new), one.reply.get("content") is None))[:_REPLIES]:
+    shortest = sorted(conversations, key=lambda one: (len(one.new), one.reply.get("content") is None))
+    silent = [one for one in shortest[_REPLIES:] if one.reply.get("content") is None][:1]
+    for one in [*shortest[:_REPLIES], *silent]:
         tails: set[str] = set()
         for history in [(QUESTION,), one.history, *_CALLED, *histories]:
+            # Within one conversation no two calls have the same id.
+            if history is not one.history and not _ids_in([one.reply]).isdisjoint(_ids_in(history)):
+                continue
             try:
                 full = reference.render([*history, one.reply, *one.new], one.tools, generate=True)
             except Refused:
                 continue
             end = end_of_reply(full, one.reply, one.new)
+            if end is None and one in silent:
+                continue
             if end is None:
                 return None
             tails.add(full[end:])

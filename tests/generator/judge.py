@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os.path
 import random
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.generator.compare import checks_of, composed, reply_differs, squeezed
 from tests.generator.conversations import Conversation, Message, words_in
 from tests.generator.independence import answered, dependence, has_shortest, histories_saying
 from tests.generator.oracle import Reference, Refused, appends, end_of_reply
@@ -92,7 +91,7 @@ class Judge:
             self._found(kind, one, f"{turn.stop!r} stands within the template's own turn {turn.text!r}")
             return
         self._appends(one, prompt, spoken, full, turn)
-        self._bridge(one, full, turn)
+        self._bridge(one, prompt, full, turn)
         self._splice(one, prompt, full, turn)
         self._parse(one, prompt, turn)
         self._truncated(one, turn)
@@ -151,8 +150,18 @@ class Judge:
         if problem:
             self._found("false append-only", one, f"{row.name}: {problem}")
 
-    def _bridge(self, one: Conversation, full: str, turn: Spoken) -> None:
+    def _before(self, one: Conversation) -> list[int]:
+        """The ids of the prompt that the reply is sampled after."""
+        return self.reference.encode(self.reference.render(one.history, one.tools, generate=True)).ids
+
+    def _bridge(self, one: Conversation, prompt: str, full: str, turn: Spoken) -> None:
         expected = expected_tail(self.reference, one, full, turn, self.end_tokens)
+        if not turn.stop and self.product.left_in_reasoning(prompt, turn.text):
+            # The template shows the turn without the reasoning that its prompt opens. What was sampled is all of it
+            # reasoning, cut short: it has no calls that could be answered, and it is closed first.
+            self.counts["turns that do not close the reasoning that their prompt opens"] += 1
+            self._after_any(one, turn.ids)
+            return
         if expected is None:
             self.counts["not compared: the reply ends otherwise in the whole rendering"] += 1
             return
@@ -234,7 +243,7 @@ class Judge:
     ) -> str:
         """How the product's bridge differs from what is expected; empty if it does not."""
         try:
-            ids = self.product.bridge(turn.ids, one.reply, one.new, one.tools, history)
+            ids = self.product.bridge(turn.ids, one.reply, one.new, one.tools, history, self._before(one))
         except TemplateRefused as error:
             return f"refused: {error}"
         except Exception as error:
@@ -245,7 +254,7 @@ class Judge:
                 return ""
             # Where text meets text no ids are certain; nor is the space that some tokenizers put before a first word.
             again = self.reference.decode(self.reference.encode(wanted).ids)
-            if wanted_ids is None and _composed(text) in (_composed(wanted), _composed(again)):
+            if wanted_ids is None and composed(text) in (composed(wanted), composed(again)):
                 return ""
         wanted, wanted_ids = expected[0]
         if wanted_ids is not None and text.split() == self.reference.decode(wanted_ids).split():
@@ -262,8 +271,8 @@ class Judge:
     def _parse(self, one: Conversation, prompt: str, turn: Spoken) -> None:
         self.counts["replies parsed"] += 1
         try:
-            reply = self.product.parse(turn.ids, one.tools)
-            if one.number % 3 == 0 and self.product.parse(turn.ids, one.tools, step=1) != reply:
+            reply = self.product.parse(turn.ids, one.tools, self._before(one))
+            if one.number % 3 == 0 and self.product.parse(turn.ids, one.tools, self._before(one), step=1) != reply:
                 self._found("reply depends on how it is cut", one, turn.text)
         except Exception as error:
             self._found("exception in parser", one, f"{type(error).__name__}: {error}: {turn.text}")
@@ -276,12 +285,12 @@ class Judge:
         if self.product.left_in_reasoning(prompt, turn.text):
             self.counts["not compared: the turn does not close the reasoning that its prompt opens"] += 1
             return
-        checks = _checks(one.reply)
+        checks = checks_of(one.reply)
         if not self.product.parses(checks):
             self.counts["not compared: the certificate does not say that it is parsed"] += 1
             return
         exact = self.reference.decode_whole(turn.ids) == turn.text
-        problem = _reply_differs(one.reply, message_of(reply, one.reply), _composed if exact else _squeezed)
+        problem = reply_differs(one.reply, message_of(reply, one.reply), composed if exact else squeezed)
         if problem:
             self._found("false claim of parsing", one, f"{problem}; {turn.text[:160]!r}")
 
@@ -296,7 +305,7 @@ class Judge:
     def _after_any(self, one: Conversation, cut: list[int]) -> None:
         """Go on after ids that are no whole turn."""
         try:
-            reply = self.product.parse(cut, one.tools)
+            reply = self.product.parse(cut, one.tools, self._before(one))
         except Exception as error:
             self._found("exception in parser", one, f"{type(error).__name__}: {error}: {self.reference.decode(cut)}")
             return
@@ -312,7 +321,9 @@ class Judge:
                 return
             history = one.history if strategy == "contextual" else None
             ids = self._called(
-                "exception in bridge", one, lambda: self.product.bridge(cut, said, new, one.tools, history)
+                "exception in bridge",
+                one,
+                lambda: self.product.bridge(cut, said, new, one.tools, history, self._before(one)),
             )
         except (Refused, TemplateRefused):
             return
@@ -340,11 +351,16 @@ class Judge:
         self.counts["bridges after truncated replies"] += 1
         # After a stop that was sampled stands what the template writes after that one.
         expected = tail.partition(stop[1])[2] if stop is not None and stop[1] in tail else tail
+        other = self.reference.first_control(tail) if stop is not None and expected == tail else None
+        if other is not None and self.reference.added[stop[1]]["id"] in self.product.stop_ids(one.tools):
+            # It ends the turn in place of the token that the template writes there, but is no next message's header.
+            replaced = tail[other[0] + len(other[1]) :]
+            expected = replaced if squeezed(text) == squeezed(replaced) else expected
         # What was sampled after the content may be its white space. Some tokens take along what follows them.
         again = self.reference.decode(self.reference.encode(expected).ids)
         lines = [one.partition("zqfollowup")[0].count("\n") for one in (text, expected, again)]
         exact = lines[0] in lines[1:] or not sampled.endswith(content)
-        if _squeezed(text) != _squeezed(expected) or not exact:
+        if squeezed(text) != squeezed(expected) or not exact:
             before = (prompt + sampled).rpartition(content)[0].rstrip()
             opening = [token for token in self.reference.controls if full[:at].rstrip().endswith(token)]
             if opening and not before.endswith(tuple(opening)):
@@ -361,17 +377,19 @@ class Judge:
     ) -> bool:
         """Whether a bridge closes reasoning and ends the turn, but without the frame of an empty content in between.
 
-        How a turn ends is what the template writes after a content that is not empty.
+        How a turn ends is what the template writes after a content that is not empty; without content some end none.
         """
         answered = {**said, "content": "say zqanswer"}
         full = self.reference.render([*one.history, answered, *new], one.tools, generate=True)
-        ended = os.path.commonprefix([full.rpartition("zqanswer")[2][::-1], expected[::-1]])[::-1]
+        after = full.rpartition("zqanswer")[2]
+        ended = os.path.commonprefix([after[::-1], expected[::-1]])[::-1]
         close = self.reference.first_control(expected)
         if close is None:
             return False
         # White space before it is the end of what was sampled.
         closed = expected[: close[0] + len(close[1])].lstrip()
-        return _squeezed(text) in [_squeezed(closed + ended), *([_squeezed(ended)] if ended.startswith(closed) else [])]
+        allowed = [closed + ended, closed + after, *([ended] if ended.startswith(closed) else [])]
+        return squeezed(text) in map(squeezed, allowed)
 
     # -- all conversations together ----------------------------------------------------------------------------------
 
@@ -408,55 +426,3 @@ class Judge:
 
 def _says_system(history: Sequence[Message]) -> bool:
     return any(message["role"] == "system" for message in history)
-
-
-def _checks(reply: Message) -> list[str]:
-    """The certificate's checks that a reply like this one falls under."""
-    content = reply.get("content") or ""
-    calls = reply.get("tool_calls") or ()
-    checks = ["content"] if content else []
-    if content != content.strip():
-        checks.append("white space")
-    if not content.isascii():
-        checks.append("unicode")
-    if calls:
-        checks += ["call", "typed arguments", "multi-line argument"]
-        values = [value for call in calls for value in _loaded(call["function"]["arguments"]).values()]
-        checks += ["null as text"] if "null" in values else []
-        checks += ["parallel calls"] if len(calls) > 1 else []
-        checks += ["content and call"] if content else []
-    if reply.get("reasoning_content"):
-        checks.append("reasoning and call" if calls else "reasoning")
-    return checks
-
-
-def _composed(text: str | None) -> str:
-    """Text without outer white space, in the one form of Unicode that tokenizers may bring all text to."""
-    return unicodedata.normalize("NFC", text or "").strip()
-
-
-def _squeezed(text: str | None) -> str:
-    """Text without white space, where `tokenizers` itself does not give back the white space that was encoded."""
-    return "".join(_composed(text).split())
-
-
-def _loaded(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _reply_differs(wanted: Message, found: Message, normal: Callable[[str | None], str]) -> str:
-    """What of a message did not come back, but for what `normal` takes for the same; empty if all did."""
-    for key in ("content", "reasoning_content"):
-        if normal(wanted.get(key)) != normal(found.get(key)):
-            return f"{key} came back as {found.get(key)!r} for {wanted.get(key)!r}"
-
-    def plain(message: Message) -> list[tuple[str, Any]]:
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        return [(f["name"], _loaded(f["arguments"])) for f in calls]
-
-    if normal(repr(plain(wanted))) != normal(repr(plain(found))):
-        return f"calls came back as {plain(found)!r} for {plain(wanted)!r}"
-    return ""

@@ -82,11 +82,14 @@ class Reference:
         }
         self._any_control = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))) or "(?!)")
         self._rendered: dict[str, str | Refused] = {}
+        self._parts_only: bool | None = None
         # Not on the method: that cache would keep the vocabularies of all cases, 27 MB each.
         self.encode = lru_cache(maxsize=512)(self._encode)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str:
         """The template's text. Raises `Refused` with what transformers raised."""
+        if self._parts_only is None:
+            self._parts_only = self._takes_parts_only()
         key = json.dumps([list(messages), list(tools), generate])
         if key not in self._rendered:
             self._rendered[key] = self._render(messages, tools, generate=generate)
@@ -95,11 +98,25 @@ class Reference:
             raise found
         return found
 
+    def given(self, message: Message) -> Message:
+        """The message as the template is given it: as parts where the template shows these, but no text as it is."""
+        given, content = joined(message), message.get("content")
+        if self._parts_only and content is not None:
+            given["content"] = [{"type": "text", "text": given["content"]}]
+        return given
+
+    def _takes_parts_only(self) -> bool:
+        shown = []
+        for self._parts_only in (False, True):
+            found = self._render([{"role": "user", "content": "zqshown"}], (), generate=True)
+            shown.append(isinstance(found, str) and "zqshown" in found)
+        return shown == [False, True]
+
     def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str | Refused:
         try:
             with frozen_clock():
                 texts, _ = chat_template_utils.render_jinja_template(
-                    conversations=[[joined(message) for message in messages]],
+                    conversations=[[self.given(message) for message in messages]],
                     tools=list(tools) or None,
                     chat_template=self._source,
                     add_generation_prompt=generate,
@@ -166,8 +183,13 @@ class Reference:
 
 
 def joined(message: Message) -> Message:
-    """The message without None, as `apply_chat_template` gives it to the template, and text parts as one text."""
+    """The message without None, as `apply_chat_template` gives it to the template, and text parts as one text.
+
+    Reasoning is under both of its names, as servers give it.
+    """
     given = {key: value for key, value in message.items() if value is not None}
+    if "reasoning_content" in given:
+        given["reasoning"] = given["reasoning_content"]
     if isinstance(given.get("content"), list):
         given["content"] = "".join(part["text"] for part in given["content"])
     return given

@@ -112,8 +112,8 @@ class FailsAtCalls(Product):
 class CutsReplies(Product):
     """Reads other content when tokens come one by one."""
 
-    def parse(self, completion: Sequence[int], tools: Sequence[Message], step: int = 0) -> Reply:
-        reply = super().parse(completion, tools, step)
+    def parse(self, *asked: Any, step: int = 0) -> Reply:
+        reply = super().parse(*asked, step=step)
         return replace(reply, content=reply.content[:-1]) if step else reply
 
 

@@ -29,7 +29,6 @@ class Product:
     def __init__(self, folder: Path, kwargs: dict[str, bool]) -> None:
         self.kwargs = kwargs
         self.renderer = Renderer.load(folder)
-        self.render([{"role": "user", "content": "hi"}], ())
         self.certificate: Certificate = certify(self.renderer, kwargs)
         self.certificate.to_json().encode()
 
@@ -70,12 +69,14 @@ class Product:
         new: Sequence[Message],
         tools: Sequence[Message],
         history: Sequence[Message] | None,
+        before: Sequence[int],
     ) -> list[int]:
-        ids = np.asarray(completion, dtype=np.int32)
-        return [int(i) for i in self.renderer.bridge(ids, reply, new, self._setup(tools), history).ids]
+        """What to append after a completion; `before` has the ids of its prompt."""
+        context, ids = (np.asarray(ids, dtype=np.int32) for ids in ([*before, *completion], completion))
+        return [int(i) for i in self.renderer.bridge(ids, reply, new, self._setup(tools), history, context).ids]
 
-    def parse(self, completion: Sequence[int], tools: Sequence[Message], step: int = 0) -> Reply:
-        parser = self.renderer.parser(self._setup(tools))
+    def parse(self, completion: Sequence[int], tools: Sequence[Message], before: Sequence[int], step: int = 0) -> Reply:
+        parser = self.renderer.parser(self._setup(tools), prompt_ids=np.asarray(before, dtype=np.int32))
         for at in range(0, len(completion), step or max(len(completion), 1)):
             parser.feed(completion[at : at + step] if step else completion)
         return parser.finish()[1]

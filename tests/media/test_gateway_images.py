@@ -25,8 +25,7 @@ from tests.media.tiny_vision import picture
 from tokentape.client import Client
 from tokentape.engines._image_processor import QwenImageProcessor
 from tokentape.store import SqliteStore, verify
-from tokentape.training._collate import padded, to_torch
-from tokentape.training._media import media_arrays
+from tokentape.training._collate import media_arrays, padded, to_torch
 from tokentape.training._samples import assemble
 from tokentape.types import Provenance, Trajectory
 

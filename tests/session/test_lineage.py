@@ -158,6 +158,7 @@ def speakers(t: Traffic, number: int) -> None:
 SHAPES = roots, forks, side_calls_beside_a_long_branch, subagents, titles_of_one_message, speakers
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_four_times_the_branches_are_four_times_the_work(
     shape: Callable[[Traffic, int], None], monkeypatch: pytest.MonkeyPatch

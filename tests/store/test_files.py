@@ -52,6 +52,7 @@ def recorded(store: Store, target: str | None) -> StoredSession:
     return store.load_session("s", per_token=True)
 
 
+@pytest.mark.sampled(2)
 def test_payloads_in_files_read_as_those_in_the_record_do(places: Places, target: str, tmp_path: Path) -> None:
     with places.new().open() as store:
         inside = recorded(store, None)
@@ -124,6 +125,7 @@ def test_a_payload_that_is_missing_or_was_changed_is_named(
         store.load_session("s", per_token=True)
 
 
+@pytest.mark.sampled(2)
 def test_a_deleted_session_leaves_no_file_and_another_keeps_its_own(place: Place, target: str) -> None:
     with place.open() as store:
         recorded(store, target)

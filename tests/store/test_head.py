@@ -465,12 +465,14 @@ def test_an_archive_is_compared_with_the_record_s_head_and_with_its_own(tmp_path
     assert verify(archive, against=read_head(tmp_path / "archive.json"), nothing_added=True).ok
 
 
+HEAD_BEFORE = "5b1914fa0d5654a52e9a6247a511605153fca2abf1130ef1aaac9716673a4c3d"
+"""What a version that read the kept record without migrating it computed."""
+
+
 def test_an_old_record_has_the_same_head_after_its_migration(tmp_path: Path) -> None:
     (tmp_path / "tokentape.db").write_bytes(written())
-    before = verify(tmp_path, head_out=tmp_path / "head.json")
     SqliteStore.open(tmp_path).close()
-    assert before.head is not None
-    assert verify(tmp_path, head_out=tmp_path / "again.json").head == before.head
+    assert verify(tmp_path, head_out=tmp_path / "head.json").head == HEAD_BEFORE
 
 
 def test_a_record_with_findings_gets_no_head(directory: Path) -> None:

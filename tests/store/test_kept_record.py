@@ -96,10 +96,6 @@ def test_every_part_of_every_session_is_what_it_was(opened: Path) -> None:
         assert differences(expected()[part], found[part], part) == []
 
 
-def test_it_reads_the_same_without_being_opened_to_write(directory: Path) -> None:
-    assert differences(expected()["sessions"], contents(directory)["sessions"]) == []
-
-
 def test_a_later_schema_reads_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def add_note(connection: Connection) -> None:
         connection.execute(text("ALTER TABLE turns ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
@@ -198,16 +194,16 @@ FLIPS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("table", "column"), FLIPS)
-def test_a_flipped_byte_in_the_record_is_found(directory: Path, table: str, column: str) -> None:
-    connection = sqlite3.connect(directory / "tokentape.db")
+def test_a_flipped_byte_in_the_record_is_found(opened: Path, table: str, column: str) -> None:
+    connection = sqlite3.connect(opened / "tokentape.db")
     rowid, blob = connection.execute(f"SELECT rowid, {column} FROM {table} ORDER BY rowid DESC LIMIT 1").fetchone()
     flipped = bytes([*blob[:-1], blob[-1] ^ 1])
     connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (flipped, rowid))
     connection.commit()
     connection.close()
-    assert not verify(directory).ok
+    assert not verify(opened).ok
     try:
-        found = contents(directory)["sessions"]
+        found = contents(opened)["sessions"]
     except StoreCorrupt:
         return
     assert differences(expected()["sessions"], found)
@@ -225,12 +221,12 @@ def test_a_flipped_byte_in_the_record_is_found(directory: Path, table: str, colu
         "DELETE FROM turns WHERE session_id = 'forks' AND seq = 7",
     ],
 )
-def test_a_change_that_no_digest_covers_is_found(directory: Path, change: str) -> None:
-    connection = sqlite3.connect(directory / "tokentape.db")
+def test_a_change_that_no_digest_covers_is_found(opened: Path, change: str) -> None:
+    connection = sqlite3.connect(opened / "tokentape.db")
     assert connection.execute(change).rowcount > 0
     connection.commit()
     connection.close()
-    assert differences(expected()["sessions"], contents(directory)["sessions"])
+    assert differences(expected()["sessions"], contents(opened)["sessions"])
 
 
 def set_value(array: Any) -> None:
@@ -248,11 +244,11 @@ def set_dtype(array: Any) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [set_value, set_digest, set_dtype])
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "provenance", "completion_ends", "turn_rewards"])
-def test_a_change_to_what_is_expected_is_found(directory: Path, name: str, change: Callable[[Any], None]) -> None:
+def test_a_change_to_what_is_expected_is_found(opened: Path, name: str, change: Callable[[Any], None]) -> None:
     wrong = copy.deepcopy(expected()["sessions"]["rewarded"])
     array = wrong["trajectories"][0][name]
     change(array)
-    found = contents(directory)["sessions"]["rewarded"]
+    found = contents(opened)["sessions"]["rewarded"]
     assert len(differences(wrong, found)) == 1
     assert differences(expected()["sessions"]["rewarded"], found) == []
 

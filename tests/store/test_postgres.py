@@ -17,10 +17,9 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from tests.postgres import Server
 from tests.records import FROM_BEFORE, SETUP, bits, make_chain, make_turn
-from tests.store.killed_migration import check_kills
+from tests.store.killed_migration import SINCE_4, check_kills
 from tests.store.test_schema import with_migrations
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
-from tokentape.store import _schema as schema
 from tokentape.store import verify
 from tokentape.store._gateways import change_gate, gate_state
 from tokentape.store._postgres import PostgresStore, _url, is_url, without_password
@@ -237,9 +236,9 @@ def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_o
     store.close()
     name = str(make_url(url).query["options"]).partition("=")[2]
     for change in (
-        f"DROP TABLE {name}.events, {name}.record_log",
+        f"DROP TABLE {name}.events",
         f"ALTER TABLE {name}.snapshot_sessions DROP COLUMN last_event",
-        *(f"ALTER TABLE {name}.turns DROP COLUMN {column.name}" for column in schema.COLUMNS_SINCE_4[1:]),
+        *(f"ALTER TABLE {name}.turns DROP COLUMN {column}" for column in SINCE_4),
         f"UPDATE {name}.meta SET value = '3' WHERE key = 'schema_version'",
     ):
         postgres.execute(change)
@@ -276,10 +275,10 @@ def test_verify_finds_another_schema(url: str) -> None:
             "CREATE TRIGGER t BEFORE INSERT ON rewards FOR EACH ROW EXECUTE FUNCTION nothing()",
             "CREATE RULE r AS ON INSERT TO events DO INSTEAD NOTHING",
             "DROP INDEX token_columns_of_turn",
-            "ALTER TABLE record_log RENAME TO old",
-            "CREATE VIEW record_log AS SELECT * FROM old",
+            "ALTER TABLE gateways RENAME TO old",
+            "CREATE VIEW gateways AS SELECT * FROM old",
         ):
             connection.execute(change)
     found = "\n".join(map(str, verify(url).findings))
-    for problem in ("trigger t", "rule r", "index token_columns_of_turn is missing", "table record_log is missing"):
+    for problem in ("trigger t", "rule r", "index token_columns_of_turn is missing", "table gateways is missing"):
         assert problem in found

@@ -17,7 +17,7 @@ from tokentape.types import SessionInfo
 
 TURNS = make_chain("s", 2)
 RELEASED = schema.MIGRATIONS
-NOW = len(RELEASED) + 1
+NOW = schema.VERSION
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -58,7 +58,7 @@ def with_migrations(monkeypatch: pytest.MonkeyPatch, *migrations: schema.Migrati
 
 
 def test_a_new_database_has_the_current_version(directory: Path) -> None:
-    assert version(directory) == str(len(schema.MIGRATIONS) + 1)
+    assert version(directory) == str(NOW)
 
 
 def test_an_older_database_is_migrated_step_by_step_with_its_records(
@@ -84,7 +84,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(directory: Path, m
         assert len(store.load_session("s").turns) == 2
 
 
-@pytest.mark.parametrize("written", range(1, NOW))
+@pytest.mark.parametrize("written", range(schema.OLDEST, NOW))
 def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: int, tmp_path: Path) -> None:
     shutil.copy(GOLDEN / f"schema-{written}.db", tmp_path / "tokentape.db")
     with SqliteStore.open(tmp_path) as store:
@@ -109,7 +109,7 @@ def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_o
     assert verify(tmp_path).findings == ()
 
 
-@pytest.mark.parametrize("written", range(1, NOW))
+@pytest.mark.parametrize("written", range(schema.OLDEST, NOW))
 def test_a_migrated_database_has_the_tables_of_a_new_one(written: int, directory: Path, tmp_path: Path) -> None:
     def tables(of: Path) -> dict[object, list[tuple[object, ...]]]:
         names = execute(of, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
@@ -129,6 +129,13 @@ def test_a_newer_database_is_refused_and_left_alone(directory: Path, read_only: 
     with pytest.raises(StoreError, match="schema version 99"):
         SqliteStore.open(directory, read_only=read_only)
     assert version(directory) == "99"
+
+
+def test_a_database_of_a_development_version_is_refused_and_left_alone(directory: Path) -> None:
+    execute(directory, "UPDATE meta SET value = '2'")
+    with pytest.raises(StoreError, match="schema version 2, this Tokentape knows 3 to 4"):
+        SqliteStore.open(directory)
+    assert version(directory) == "2"
 
 
 def test_an_older_database_is_not_opened_read_only(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,10 +271,9 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
             "ALTER TABLE new RENAME TO snapshot_sessions",
             "of the table snapshot_sessions refer to nothing",
         ),
-        ("DROP TABLE record_log", "the table record_log is missing"),
+        ("DROP TABLE gateways", "the table gateways is missing"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime INT NOT NULL, data BLOB)", "column mime of"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "another primary key"),
-        ("UPDATE meta SET value = 3", "the table events is there, and is not of schema version 3"),
     ],
 )
 def test_another_schema_is_found(directory: Path, tmp_path: Path, change: str, found: str) -> None:
@@ -286,7 +285,7 @@ def test_another_schema_is_found(directory: Path, tmp_path: Path, change: str, f
         assert found in "\n".join(map(str, report.findings))
 
 
-@pytest.mark.parametrize("version", [1, 2, 99])
+@pytest.mark.parametrize("version", [1, 3, 99])
 def test_an_older_or_newer_schema_ends_it(directory: Path, tmp_path: Path, version: int) -> None:
     verify(directory, head_out=tmp_path / "head.json")
     execute(directory, f"UPDATE meta SET value = {version}")

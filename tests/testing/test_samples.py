@@ -22,7 +22,7 @@ from tokentape.testing._planted import ERRORS, Planted
 from tokentape.testing._rows import place
 from tokentape.testing.golden import GOLDEN, PAD, Golden, Token
 from tokentape.testing.samples import Row, check_samples, findings, main
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample, assemble
 
 BY_NAME = {golden.name: golden for golden in GOLDEN}

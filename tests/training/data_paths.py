@@ -20,10 +20,9 @@ import numpy as np
 
 from tokentape.testing.golden import PAD, VOCAB_SIZE
 from tokentape.testing.samples import Row, check_samples
-from tokentape.training import _files as files
+from tokentape.training import _samples as files
 from tokentape.training import exports
-from tokentape.training._collate import Batch, packed, padded
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import Batch, group_advantages, packed, padded
 from tokentape.training._samples import Sample
 from tokentape.training._trainers import token_temperatures
 from tokentape.training.trl._asynchronous import _rollout_sample

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.session.trajectory_cases import make_trajectory
 from tokentape.errors import InvalidRequest
-from tokentape.training._collate import IGNORED, Batch, packed, padded, to_torch
-from tokentape.training._columns import with_column
+from tokentape.training._collate import IGNORED, Batch, packed, padded, to_torch, with_column
 from tokentape.training._samples import Sample, assemble
 from tokentape.types import TokenRows
 

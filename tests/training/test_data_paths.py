@@ -20,7 +20,7 @@ from tokentape.testing.golden import GOLDEN
 from tokentape.testing.samples import ConformanceReport, check_samples
 from tokentape.training import _samples as samples
 from tokentape.training import exports
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample
 
 # The other one imports TRL, so it is run where that is imported anyway: test_trl_async.py.

@@ -9,9 +9,10 @@ import pytest
 
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
-from tokentape.training._embeddings import (
+from tokentape.training._tokenizer import (
     Auxiliary,
     Pieces,
+    TrainingTokenizer,
     enlarge_model,
     enlarged,
     mean_of_pieces,
@@ -19,7 +20,6 @@ from tokentape.training._embeddings import (
     pieces_of,
     token_adapt,
 )
-from tokentape.training._tokenizer import TrainingTokenizer
 
 OLD = np.array([[1, 0], [0, 1], [-1, 0], [3, 4]], np.float32)
 

@@ -16,7 +16,7 @@ from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
-from tokentape.training._columns import with_column
+from tokentape.training._collate import with_column
 from tokentape.training._samples import Sample, assemble
 from tokentape.types import FinishReason, MediaSpan, Reward, SessionInfo
 

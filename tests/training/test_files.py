@@ -19,8 +19,8 @@ from tokentape._session.arrow import write_parquet
 from tokentape._session.files import read_trajectories
 from tokentape._session.jsonl import write_jsonl
 from tokentape.errors import InvalidRequest
-from tokentape.training import _files as files
-from tokentape.training._columns import with_column
+from tokentape.training import _samples as files
+from tokentape.training._collate import with_column
 from tokentape.training._samples import Sample, assemble
 from tokentape.types import TokenRows, Trajectory
 

@@ -14,8 +14,7 @@ from tests.media.tiny_vision import PATCH, picture
 from tests.session.trajectory_cases import make_trajectory
 from tokentape.engines._image_processor import QwenImageProcessor
 from tokentape.errors import InvalidRequest
-from tokentape.training._collate import packed, padded
-from tokentape.training._media import media_arrays
+from tokentape.training._collate import media_arrays, packed, padded
 from tokentape.training._samples import Sample, assemble
 from tokentape.types import MediaSpan, Provenance
 

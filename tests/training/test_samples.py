@@ -15,7 +15,7 @@ from tests.session.trajectory_cases import make_trajectory
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.errors import InvalidRequest
-from tokentape.training._columns import group_advantages, with_column
+from tokentape.training._collate import group_advantages, with_column
 from tokentape.training._samples import (
     AssemblyReport,
     DropRetries,

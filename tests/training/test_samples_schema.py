@@ -17,9 +17,8 @@ from tests.json_schemas import validate
 from tokentape._session.arrow import trajectory_schema
 from tokentape.testing.golden import GOLDEN, GoldenSession
 from tokentape.testing.samples import golden_samples
-from tokentape.training._columns import with_column
-from tokentape.training._files import write_samples
-from tokentape.training._samples import Sample
+from tokentape.training._collate import with_column
+from tokentape.training._samples import Sample, write_samples
 
 SCHEMA = json.loads((package_files("tokentape.training") / "samples.schema.json").read_text())
 PROPERTIES = SCHEMA["properties"]

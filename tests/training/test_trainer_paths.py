@@ -13,7 +13,7 @@ from tokentape.testing._rows import Row, findings
 from tokentape.testing.golden import GOLDEN
 from tokentape.testing.samples import golden_samples
 from tokentape.training import exports
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample
 
 BATCHES = [one for one in GOLDEN if one.name != "no reward" and "1.4" not in one.name]

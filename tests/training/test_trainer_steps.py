@@ -24,7 +24,7 @@ from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._kv import cache_name
 from tokentape.testing._rows import Row
 from tokentape.training import exports
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._live import live_gateway
 from tokentape.training._samples import Sample
 

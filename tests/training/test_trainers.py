@@ -14,8 +14,7 @@ from tokentape.engines._base import SamplingParams
 from tokentape.engines._distributions import logprobs_of, sampled_from
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
-from tokentape.training._collate import packed, padded
-from tokentape.training._columns import with_column
+from tokentape.training._collate import packed, padded, with_column
 from tokentape.training._samples import Sample, assemble
 from tokentape.training._trainers import (
     TRAINERS,

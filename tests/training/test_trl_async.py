@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE
 from tokentape.client import Client, ClientSession
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.testing.samples import check_samples
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample, assemble
 from tokentape.training.trl import GatewayWorker, PolicyTransfer, Row, recorded_reward, serving
 from tokentape.training.trl._asynchronous import _rollout_sample

@@ -23,7 +23,7 @@ from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import Trajectory, TurnColumn
 from tokentape.viewer._routes import MAX_MEASURED
-from tokentape.viewer._static_files import FOLDER
+from tokentape.viewer._views import FOLDER
 
 ALICE, BOB, OPS = "alice-secret-0123456789", "bob-secret-0123456789", "ops-secret-0123456789"
 KEYS = Keys({"alice": ALICE, "bob": BOB}, {"ops": OPS})

@@ -50,9 +50,9 @@ def test_drift_is_what_the_command_counts(measures: Measures, store: SqliteStore
     assert sum(one["changed_tokens"] for one in drifts) == report.tokens.changed > 0
     assert sum(one["tokens"] for one in drifts) == report.tokens.total
     by_weights = {one.value: one.tokens for one in report.strata if one.dimension == "weights"}
-    assert {version: (one.drift_changed, one.drift_tokens) for version, one in merged(found).items()} == {
-        version: (rate.changed, rate.total) for version, rate in by_weights.items()
-    }
+    assert {
+        version: (one.counts["drift_changed"], one.counts["drift_tokens"]) for version, one in merged(found).items()
+    } == {version: (rate.changed, rate.total) for version, rate in by_weights.items()}
 
 
 def test_turns_are_counted_by_their_weights(measures: Measures, store: SqliteStore) -> None:
@@ -60,10 +60,10 @@ def test_turns_are_counted_by_their_weights(measures: Measures, store: SqliteSto
     for version, one in merged(all_of(measures, store)).items():
         mine = [turn for turn in turns if turn.weight_version == version]
         aborted = [turn for turn in mine if turn.finish_reason == "abort"]
-        assert one.turns == len(mine)
-        assert one.sampled_tokens == sum(len(turn.completion_ids) for turn in mine)
-        assert one.ended == len(mine) - len(aborted)
-        assert one.truncated == sum(turn.finish_reason == "length" for turn in mine)
+        assert one.counts["turns"] == len(mine)
+        assert one.counts["sampled_tokens"] == sum(len(turn.completion_ids) for turn in mine)
+        assert one.counts["ended"] == len(mine) - len(aborted)
+        assert one.counts["truncated"] == sum(turn.finish_reason == "length" for turn in mine)
         assert one.aborts["client_left"] == len(aborted)
         assert one.forks["sibling"] == sum(turn.fork == "sibling" for turn in mine)
         assert one.first_at == min(t.created_at for t in mine)

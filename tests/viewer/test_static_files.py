@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentape.viewer._static_files import FOLDER
+from tokentape.viewer._views import FOLDER
 
 SCRIPTS = sorted(FOLDER.glob("*.js"))
 FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())

@@ -109,10 +109,7 @@ class Spellings:
 
 
 def canonical_only(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Return a filter for `bytes_logprob` that accepts only ids that decoding and encoding leaves unchanged.
-
-    Tokens at the end that stop within a character are accepted, because they can't be encoded alone.
-    """
+    """Return a filter for `bytes_logprob`: ids that encoding their text returns, a partial last character aside."""
 
     def canonical(ids: Sequence[int]) -> bool:
         pieces = [tokenizer.token_bytes(token_id) for token_id in ids]

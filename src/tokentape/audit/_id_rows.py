@@ -102,7 +102,6 @@ def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[Id
 
 
 def store_rows(store: Store) -> Iterator[IdRow]:
-    """Yield the sequences of a record. Its gateway may be running."""
     for stored in store.iter_sessions():
         yield from session_rows(stored)
 
@@ -156,11 +155,9 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
 
 
 def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) -> Iterator[_Row]:
-    """Yield rows with lists of numbers as arrays, of all row groups if `row_groups` is None."""
     for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names, row_groups=row_groups):
-        found = {name: batch.column(name) for name in batch.schema.names}
         for at in range(batch.num_rows):
-            yield {name: _value(column[at]) for name, column in found.items()}
+            yield {name: _value(batch.column(name)[at]) for name in batch.schema.names}
 
 
 def _value(scalar: Any) -> Any:
@@ -198,7 +195,7 @@ def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
         return named or next((name for name in usual if name in names), None)
 
     paired = "prompt_ids" in names and "completion_ids" in names
-    ids = columns.ids or ("completion_ids" if paired else first(None, IDS_COLUMNS))
+    ids = first(columns.ids, ("completion_ids",) if paired else IDS_COLUMNS)
     if ids is None:
         raise InvalidRequest(
             f"{where}: no column of ids: looked for {', '.join(IDS_COLUMNS)}, found {', '.join(names)}; name it with "
@@ -212,30 +209,25 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     own = _ids(value.get(columns.ids or ""), where)
     prompt = _ids(value.get(columns.prompt), where) if columns.prompt else own[:0]
     ids = np.concatenate([prompt, own])
+    given = value.get(columns.mask) if columns.mask else None
+    mask = None if given is None else _mask(given, f"{where}: {columns.mask}")
+    if mask is not None and len(mask) == len(own):
+        mask = np.concatenate([np.zeros(len(prompt), np.bool_), mask])
+    if mask is not None and len(mask) != len(ids):
+        raise InvalidRequest(f"{where}: {len(mask)} values of {columns.mask} for {len(own)} ids")
+    sampled = np.arange(len(ids)) >= len(prompt) if mask is None else mask
+    codes = np.where(sampled, Provenance.SAMPLED, Provenance.TEMPLATE).astype(np.uint8)
     labels = {name: str(value.get(name)) for name in columns.by}
-    mask = value.get(columns.mask) if columns.mask else None
-    sampled = None
-    if mask is None:
-        spans = [(len(prompt), len(ids))]
-    else:
-        sampled = _mask(mask, f"{where}: {columns.mask}")
-        if len(sampled) == len(own):
-            sampled = np.concatenate([np.zeros(len(prompt), np.bool_), sampled])
-        if len(sampled) != len(ids):
-            raise InvalidRequest(f"{where}: {len(sampled)} values of {columns.mask} for {len(own)} ids")
-        spans = _runs(sampled)
+    spans = [(len(prompt), len(ids))] if mask is None else _runs(mask)
+    found = [
+        Span(start, end, labels if mask is None else {**labels, "turn": _turn_label(n)})
+        for n, (start, end) in enumerate(spans)
+    ]
     name = value.get(columns.name) if columns.name else None
-    provenance = None
-    if mask is not None or len(prompt):
-        provenance = np.full(len(ids), Provenance.TEMPLATE, np.uint8)
-        for start, end in spans:
-            provenance[start:end] = Provenance.SAMPLED
-    found = []
-    for n, (start, end) in enumerate(spans):
-        found.append(Span(start, end, labels if mask is None else {**labels, "turn": _turn_label(n)}))
     row = str(number) if name is None else str(name)
+    provenance = None if mask is None and not len(prompt) else codes
     logprobs = _logprobs(value.get(next((one for one in LOGPROB_COLUMNS if one in value), "")), len(own), len(prompt))
-    return IdRow(row, ids, tuple(found), provenance, 1, sampled, logprobs, session=row)
+    return IdRow(row, ids, tuple(found), provenance, 1, mask, logprobs, session=row)
 
 
 def _logprobs(values: Any, tokens: int, prompt: int) -> Logprobs | None:

@@ -1,8 +1,7 @@
 """Compare recorded log-probabilities with an engine's scores of the same ids, and find the cause of differences.
 
-If applying one temperature, or one truncation, to the model's scores gives the recorded logprobs, that is the cause.
-Otherwise the model computed something else. With other weights, logprobs differ from the first sampled token of a
-sequence on. If a sequence agrees at first and differs later, the same weights saw other ids from there on.
+If one temperature, or one truncation, turns the scores into the recorded logprobs, that is the cause. With other
+weights, logprobs differ from the first sampled token on. If they agree at first, the weights saw other ids from there.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class Doubt:
     start: int
     end: int
     positions: npt.NDArray[np.int64]
-    """The tokens to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,6 @@ class _Group:
     declared: Rule
     sampled: set[Rule] = field(default_factory=set)
     sequences: list[tuple[Values, Values]] = field(default_factory=list)
-    """Recorded and expected logprobs of each sequence."""
     tokens: int = 0
     apart: int = 0
     total: float = 0.0
@@ -116,12 +113,10 @@ class _Group:
     scored: list[_Tokens] = field(default_factory=list)
 
     def too_far(self, limits: Precision) -> bool:
-        """Return True if rounding does not explain the differences."""
         many = max(self.tokens, 1)
         return self.apart / many > limits.share or self.total / many > limits.mean
 
     def joined(self) -> _Tokens | None:
-        """Return all tokens that were scored again, None if there are none."""
         if not self.scored:
             return None
         width = min(one.top.shape[1] for one in self.scored)
@@ -130,11 +125,7 @@ class _Group:
 
 
 class Mismatch:
-    """Compares recorded log-probabilities with scores of the same ids by the model that sampled them.
-
-    Call `add` with the scores of each trajectory, score each of `doubts` again and pass the scores to `look`, and then
-    call `causes`. Memory does not grow with the number of trajectories.
-    """
+    """Compares recorded log-probabilities with scores of the same ids: `add`, then `look`, then `causes`."""
 
     def __init__(self, precision: str, vocab_size: int, adapter: str | None = None) -> None:
         self._limits = PRECISIONS[precision]
@@ -161,10 +152,7 @@ class Mismatch:
         scores: Scores,
         sampling: Sampling | None = None,
     ) -> Logprobs:
-        """Compare the tokens in the mask `wanted`, bool [tokens], with `scores`, which begin at position `start`.
-
-        Return the expected log-probability of each token of the trajectory, NaN for tokens that are not compared.
-        """
+        """Compare the tokens in the mask `wanted` with `scores` from `start` on. Return what was expected."""
         expected = np.full(len(one.token_ids), np.nan, np.float32)
         for at, rule in enumerate(self.rules(one, sampling)):
             first, last = int(one.completion_starts[at]), int(one.completion_ends[at])
@@ -191,7 +179,6 @@ class Mismatch:
         return expected
 
     def numbers(self) -> Numbers:
-        """Return statistics of the differences between scores and records."""
         return self._numbers.numbers()
 
     def _count(self, group: _Group, one: Trajectory, positions: npt.NDArray[np.int64], value: Values) -> None:
@@ -219,7 +206,6 @@ class Mismatch:
         next(group for group in self._groups.values() if doubt in group.doubts).scored.append(tokens)
 
     def causes(self) -> tuple[Attribution, ...]:
-        """Return the causes for each version of the weights and distribution with too large differences."""
         found = []
         for (version, declared), group in self._groups.items():
             if group.too_far(self._limits):
@@ -257,7 +243,6 @@ class Mismatch:
 
 
 def _versions(one: Trajectory, positions: npt.NDArray[np.int64]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    """Yield each version of the weights with a mask of the positions that it sampled."""
     found: dict[str, npt.NDArray[np.bool_]] = {}
     for start, end, version in one.weight_spans:
         within = (positions >= start) & (positions < end)
@@ -291,10 +276,7 @@ class _Explaining:
         return under(self._tokens.own, self._tokens.top, rule, self._vocab)
 
     def rule(self) -> Rule | None:
-        """Return the simplest rule that explains the recorded logprobs; None if there is none.
-
-        A `top_p` of NaN means a truncation with an unknown limit.
-        """
+        """Return the simplest rule that explains the recorded logprobs (`top_p` NaN: unknown), or None."""
         if self._telling.sum() < 8:
             return None
         declared, sampled = self._group.declared, self._group.sampled
@@ -351,10 +333,7 @@ class _Explaining:
 
 
 def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision) -> bool:
-    """Return True if sequences differ from their first tokens on, but no more than in bfloat16.
-
-    This excludes other ids, before which logprobs agree. Slightly different weights look the same as rounding.
-    """
+    """Return True if sequences differ from their first tokens on, unlike with other ids, and only as in bfloat16."""
     coarse = PRECISIONS["bfloat16"]
     apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]
     together = np.concatenate(apart)
@@ -366,10 +345,7 @@ def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision
 def _ids_or_weights(
     sequences: Iterable[tuple[Values, Values]], limits: Precision, known: bool
 ) -> tuple[tuple[Cause, ...], str]:
-    """Return `ids`, `weights` or both as the cause, and the reason, from recorded and expected logprobs of sequences.
-
-    `known` is True if the record names the version of the weights that sampled all of them.
-    """
+    """Return the cause and the reason. `known`: the record names the version of the weights of all sequences."""
     clean = broken = within = 0
     for recorded, expected in sequences:
         telling = (recorded < -_CERTAIN) | (expected < -_CERTAIN)

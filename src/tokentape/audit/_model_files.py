@@ -29,13 +29,8 @@ MAX_LENGTH = f"{CONFIG} model_max_length"
 _NO_LIMIT = 10**20
 """transformers reads a larger `model_max_length` as no limit, and writes 10^30 for it."""
 SAMPLED = (
-    "stop_strings",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "bad_words_ids",
-    "sequence_bias",
-    "forced_decoder_ids",
-)
+    "stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_decoder_ids",
+)  # fmt: skip
 """Keys of generation_config.json that change where turns end, or which ids are sampled."""
 
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -49,12 +44,7 @@ def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def model_configuration(folder: Path) -> dict[str, Any] | None:
-    """Return ids, stop strings and embedding rows of `CONFIG_FILES`, by file and key; None if both files are missing.
-
-    Ids are sorted lists. A value that is missing at the top level is taken from `text_config`.
-
-    Raises `TokenizerUnusable` if a file is not a JSON object.
-    """
+    """Return ids, stop strings and rows in `CONFIG_FILES` or `text_config`, by file and key; None without files."""
     present = [name for name in CONFIG_FILES if (folder / name).is_file()]
     found: dict[str, Any] = {}
     for name in present:
@@ -81,11 +71,7 @@ def _ids(value: Any) -> list[Any]:
 
 
 def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a folder's settings, by file, with which transformers may change the tokenizer of tokenizer.json, `spec`.
-
-    Settings that repeat tokenizer.json have no effect and are left out, and so are files that transformers ignores.
-    Raises `TokenizerUnusable` if a file is not a JSON object.
-    """
+    """Return settings, by file, with which transformers may change the tokenizer of `spec`, and no repetitions."""
     config = read_json(folder / CONFIG)
     read = {CONFIG: config}
     if "added_tokens_decoder" not in config:
@@ -122,10 +108,7 @@ def _repeats(number: str, token: Any, added: Mapping[str, Mapping[str, Any]]) ->
 
 
 def named_templates(folder: Path) -> dict[str, str]:
-    """Return the named chat templates of a folder, without `default` and `tool_use`.
-
-    Raises `TokenizerUnusable` if a template is not text.
-    """
+    """Return the named chat templates of a folder, without `default` and `tool_use`."""
     files = sorted((folder / TEMPLATES).glob("*.jinja"))
     found = {file.stem: read_source(file) for file in files}
     listed = read_json(folder / CONFIG).get("chat_template")
@@ -156,10 +139,7 @@ def _brief(value: Any) -> str:
 
 
 def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder: Path, like: Path) -> None:
-    """Write settings and special tokens to files in `folder`, with links to tokenizer.json and config.json of `like`.
-
-    Then `AutoTokenizer` loads `folder` as it would load `like` with these settings.
-    """
+    """Write files to `folder` from which `AutoTokenizer` loads what it would load from `like` with these settings."""
     named = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
     for file, keys in {**settings, **named}.items():
         if file in _FILES:  # a lock from elsewhere may name any path: write only known files

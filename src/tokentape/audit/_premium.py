@@ -1,8 +1,7 @@
 """Count tokens per byte and per character of a corpus, by language and script, for several tokenizers.
 
-If the languages' texts are translations of each other, line by line, the *premium* of a language is its number of
-tokens divided by that of a baseline language (Petrov et al. 2023, arXiv 2305.15425). It tells how much more context,
-time and money the language takes.
+The *premium* of a language is its number of tokens divided by that of a baseline language, on translations line by line
+(Petrov et al. 2023, arXiv 2305.15425). It tells how much more context, time and money the language takes.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ class PremiumRow:
     name: str
     lines: int
     characters: int
-    """The number of code points."""
     bytes: int
     tokens: float
     """Not whole for scripts: a token with letters of two scripts is split between them by bytes."""
@@ -117,7 +116,6 @@ def measure_premium(
 
 
 def premium_layout(found: Premium) -> Report:
-    """Return the report as blocks: a table per tokenizer and, for languages and scripts, plots."""
     blocks: list[Block] = [
         Paragraph(
             "Tokens of a text, per character (code point) and per UTF-8 byte. Fewer is cheaper. Tokens per character "
@@ -135,10 +133,11 @@ def premium_layout(found: Premium) -> Report:
         over = f"tokens over those of {found.baseline}"
         plots.append((f"Premium over {found.baseline}", found.languages, over, "premium"))
     for title, rows, unit, field in plots:
-        ordered = sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer)))
-        bars = [(f"{row.name}, {row.tokenizer}", getattr(row, field), names.index(row.tokenizer)) for row in ordered]
-        plot = Bars([Bar(label, value or 0.0, group=group) for label, value, group in bars], unit)
-        blocks.append(Details(title, [plot]))
+        bars = [
+            Bar(f"{row.name}, {row.tokenizer}", getattr(row, field) or 0.0, group=names.index(row.tokenizer))
+            for row in sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer)))
+        ]
+        blocks.append(Details(title, [Bars(bars, unit)]))
     return Report("Token premium", blocks)
 
 
@@ -196,7 +195,6 @@ def scripts_of(text: str) -> list[str]:
 
 
 def _by_script(text: str) -> dict[str, tuple[int, int]]:
-    """Return the number of characters and bytes of each script."""
     if text.isascii():
         return {"Latin" if any(map(str.isalpha, text)) else COMMON: (len(text), len(text))}
     chars: dict[str, list[str]] = defaultdict(list)
@@ -213,11 +211,8 @@ def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: To
     lengths = np.array(list(map(len, pieces)))
     spelled = b"".join(pieces).decode("utf-8", "replace")
     numbers = {script: n for n, script in enumerate(scripts)}
-    of_bytes = [
-        numbers.get(script, 0)
-        for char, script in zip(spelled, scripts_of(spelled), strict=True)
-        for _ in range(len(char.encode()))
-    ]
+    both = zip(spelled, scripts_of(spelled), strict=True)
+    of_bytes = [numbers.get(script, 0) for char, script in both for _ in char.encode()]
     weights = np.repeat(1 / np.maximum(lengths, 1), lengths)
     # U+FFFD, which replaces invalid bytes, is longer than these bytes.
     least = min(len(of_bytes), len(weights))
@@ -227,16 +222,13 @@ def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: To
 
 
 def _baseline(languages: _Counts, baseline: str) -> dict[str, float]:
-    """Return the tokens of the baseline language by tokenizer."""
-    lines = {language: int(counts[0]) for (_, language), counts in sorted(languages.items(), key=lambda one: one[0])}
+    lines = {language: int(counts[0]) for (_, language), counts in sorted(languages.items(), key=itemgetter(0))}
     if baseline not in lines:
         raise InvalidRequest(f"there is no language {baseline!r} in the corpus; there are {', '.join(sorted(lines))}")
     for language, many in lines.items():
         if many != lines[baseline]:
-            raise InvalidRequest(
-                f"a premium needs translations, line by line: {baseline} has {lines[baseline]} lines, {language} has "
-                f"{many}"
-            )
+            counts = f"{baseline} has {lines[baseline]} lines, {language} has {many}"
+            raise InvalidRequest(f"a premium needs translations, line by line: {counts}")
     return {name: counts[3] for (name, language), counts in languages.items() if language == baseline}
 
 

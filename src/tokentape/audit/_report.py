@@ -1,16 +1,5 @@
 """Build a report from blocks, and write it for a terminal (rich), as one HTML file (Jinja2) or as JSON.
 
-    report = Report("Drift of run 7", [
-        Paragraph("What a trainer would have seen."),
-        Facts({"sessions": 120, "model": "Qwen3-8B"}),
-        Heading("Classes"),
-        Table(["class", "stretches"], [["whitespace", 12]], numeric={1}),
-        Bars([Bar("whitespace", 0.031, low=0.018, high=0.052)], unit="share"),
-    ])
-    Path("drift.html").write_text(report.html(), encoding="utf-8")
-    report.print()
-    json_text(findings)
-
 Much of the content comes from models and unknown users. Both writers escape all text: HTML's special characters, and
 control characters, lone surrogates and characters that change the writing direction.
 """
@@ -111,24 +100,18 @@ class Bar:
     low: float | None = None
     high: float | None = None
     group: int = 0
-    """The index of the bar's color."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars from zero. The axis ends at `highest`, or fits the values.
-
-    Raises `InvalidRequest` for values that are not finite or below zero.
-    """
+    """Horizontal bars from zero, none of them below. The axis ends at `highest`, or fits the values."""
 
     bars: Sequence[Bar]
     unit: str
     highest: float | None = None
     ticks: Sequence[float] = field(init=False)
-    """Round numbers from zero to the end of the axis."""
 
     def __post_init__(self) -> None:
-        """Check the values and choose the axis."""
         tops = [max(bar.value, bar.high or 0.0) for bar in self.bars]
         if not all(map(math.isfinite, tops)) or any(bar.value < 0 for bar in self.bars):
             raise InvalidRequest("bars need finite values that are not below zero")
@@ -140,7 +123,6 @@ Block: TypeAlias = Heading | Paragraph | Facts | Table | Code | TokenIds | Detai
 
 
 def rate_bar(label: str, rate: Rate, group: int = 0, unit: int = 1) -> Bar:
-    """Return the bar of a share, with its interval if there is one."""
     low, high = (None if end is None else unit * end for end in (rate.low, rate.high))
     return Bar(label, unit * rate.share, low, high, group)
 
@@ -154,10 +136,7 @@ def round_numbers(highest: float) -> list[float]:
 
 
 def escape_invisible(text: str) -> str:
-    r"""Return text with invisible characters as escapes: `\x1b`, `\u202e`, `\ud800`.
-
-    New lines, tabs and the joiners that emoji and some scripts need are kept.
-    """
+    r"""Return text with invisible characters as escapes (`\x1b`), except new lines, tabs and joiners of scripts."""
     hidden = (char not in _KEPT and unicodedata.category(char) in _INVISIBLE for char in text)
     pairs = zip(text, hidden, strict=True)
     return "".join(char.encode("unicode_escape").decode() if is_hidden else char for char, is_hidden in pairs)
@@ -173,10 +152,7 @@ def escape_for_terminal(text: str) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """Return dataclasses, mappings and sequences as JSON values. A `Rate` also gets its share.
-
-    NaN and infinity become null, since JSON has neither.
-    """
+    """Return dataclasses (a `Rate` with its share), mappings and sequences as JSON values, NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
         found = {one.name: json_value(getattr(value, one.name)) for one in fields(value)}
         return {**found, "share": value.share} if isinstance(value, Rate) else found
@@ -188,7 +164,6 @@ def json_value(value: Any) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """Return `json_value` as one line of ASCII text."""
     return json.dumps(json_value(value))
 
 
@@ -207,7 +182,6 @@ class Report:
         return _template().render(title=self.title, blocks=self.blocks, version=__version__)
 
     def print(self, console: Console | None = None) -> None:
-        """Print the blocks to a terminal, without the title."""
         from rich.console import Console
 
         console = console or Console(highlight=False)
@@ -313,7 +287,6 @@ def _table(block: Table) -> RenderableType:
 
 
 _MOST_ANNOTATIONS = 10
-"""The largest number of annotations per case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,11 +306,9 @@ class CiCase:
     findings: Sequence[CiFinding] = ()
     summary: str = ""
     line: int = 1
-    """The case's line in the checked file."""
     details: Sequence[str] | None = None
     """Lines for JUnit; if None, the texts of the findings."""
     skipped: str = ""
-    """The reason if the check was skipped."""
 
 
 def ci_report(
@@ -348,11 +319,7 @@ def ci_report(
     cases: Iterable[CiCase],
     fail_on: Literal["error", "warning"] = "error",
 ) -> str:
-    """Return cases in the format `kind`: `junit`, `sarif` or `github`.
-
-    `uri` is the checked file or directory, `rules` maps each rule to its meaning, and `fail_on` is the lowest level
-    that fails a JUnit test case, as it fails the command.
-    """
+    """Return cases about `uri` as `kind`: junit (the level `fail_on` fails), sarif (with all `rules`) or github."""
     match kind:
         case "junit":
             return _junit(tool, cases, fail_on)

@@ -35,16 +35,12 @@ class Rule:
 
     @property
     def truncates(self) -> bool:
-        """True if the rule excludes tokens."""
         return bool(self.min_p or self.top_k or self.top_p != 1)
 
     def __str__(self) -> str:
         cuts = {"min_p": self.min_p, "top_k": self.top_k, "top_p": self.top_p if self.top_p < 1 else 0}
-        parts = [
-            f"temperature {self.temperature:.3g}",
-            *(f"{name} {value:.3g}" for name, value in cuts.items() if value),
-        ]
-        return ", ".join(parts)
+        shown = {"temperature": self.temperature, **{name: value for name, value in cuts.items() if value}}
+        return ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
 
 
 RAW = Rule()
@@ -87,10 +83,7 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
 def _truncated(
     own: Values, scaled: Values, norm: Values, error: Values, rule: Rule, more: bool
 ) -> tuple[Values, Values]:
-    """Return log-probabilities and errors after truncation of the scaled `own` and `scaled`; see `under`.
-
-    `norm` may be off by `error`. `more` is True if `scaled` lacks less likely tokens.
-    """
+    """Return what `under` does after truncation. `norm` may be off by `error`. `more`: `scaled` lacks likely tokens."""
     likely = np.exp(scaled - norm[:, None])
     floor = rule.min_p * likely[:, :1]
     kept = likely >= floor
@@ -116,11 +109,7 @@ def _truncated(
 def recorded_rules(
     one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None, adapter: str | None = None
 ) -> list[Rule | str]:
-    """Return, per turn, the rule of its recorded log-probabilities, or the reason why scores can't be compared.
-
-    `sampling` maps turns, by their `seq`, to their sampling parameters, which define a truncation. `adapter` is the
-    name of the LoRA adapter that scores with the model; None for the model itself.
-    """
+    """Return, per turn, the rule of its logprobs, or why scores by `adapter` can't be compared."""
     turns = zip(one.turns, one.logprobs_of, one.adapters, strict=True)
     return [other_adapter(own, adapter) or _rule(of, (sampling or {}).get(turn)) for turn, of, own in turns]
 

@@ -107,11 +107,7 @@ async def score_sessions(
 
 
 async def _score(
-    session: Recorded,
-    scorer: Scorer,
-    write: Write,
-    report: ScoreReport,
-    compared: Mismatch | None,
+    session: Recorded, scorer: Scorer, write: Write, report: ScoreReport, compared: Mismatch | None
 ) -> None:
     done = set(session.done)
     columns: list[TurnColumn] = []
@@ -197,7 +193,7 @@ async def open_and_score(
     elif url is None:
         raise InvalidRequest(f"an engine of kind {kind} is a server: pass its URL", "url")
     else:
-        from tokentape.engines._opening import open_engine
+        from tokentape.engines._kinds import open_engine
 
         renderer = Renderer.load(model)
         size = renderer.tokenizer.vocab_size

@@ -2,39 +2,41 @@
 
 `tokentape doctor` prints the results, and a gateway refuses servers that fail. If a server does not offer what a check
 needs, the result is a warning, never ok.
+
+The vocabulary is compared in a few dozen requests: the server encodes all entries as lines of long texts, with a rare
+character after each if the tokenizer looks words up, and decodes the ids that no text has, such as parts of characters.
+Merges in another order are not found if only other texts show them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os.path
 import re
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, chain, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from tokentape import errors
 from tokentape.audit._lock.lockfile import TEXTS
-from tokentape.audit._served_vocabulary import around, same_vocabulary
+from tokentape.audit._skew.battery import merged_text
+from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
+from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import ServedAs, process_start, served_as
 from tokentape.engines._scoring import server_scores
 from tokentape.engines._tokenizing import server_chat_ids, server_text, server_text_ids
-from tokentape.errors import (
-    EngineContractError,
-    EngineError,
-    EngineTimeout,
-    EngineUnavailable,
-    InvalidRequest,
-    TemplateRefused,
-    TokentapeError,
-)
 from tokentape.types import Message, TokenIds, Tool
 
 MARGIN = 4.0
@@ -96,7 +98,6 @@ class FolderModel:
 
     @classmethod
     def read(cls, folder: Path, *names: str) -> FolderModel:
-        """Read `folder`, which is also known by `names`."""
         try:
             config = json.loads((folder / "config.json").read_bytes())
         except (OSError, ValueError):
@@ -108,10 +109,7 @@ class FolderModel:
 async def serves_model(
     kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
 ) -> list[CheckResult]:
-    """Run all checks of a server against a model folder. The server must serve the name `expected`, if given.
-
-    Raises `EngineUnavailable` and `EngineTimeout`.
-    """
+    """Run all checks of a server against a model folder. The server must serve the name `expected`, if given."""
     served = await served_as(kind, http)
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     if tokenizer.status == "ok":
@@ -126,7 +124,6 @@ async def serves_model(
 
 
 async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
-    """Compare the server's ids of plain texts and of all control tokens with ours."""
     name = "tokenizer"
     controls = "\n".join(control.content for control in renderer.tokenizer.controls)
     texts = [text for text in (*TEXTS.values(), controls) if text]
@@ -134,7 +131,7 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
         asked = (server_text_ids(kind, http, model, text, controls=text is controls) for text in texts)
         answers = await asyncio.gather(*asked)
         more = None if None in answers else await _more_text(kind, http, model, renderer.tokenizer.vocab_size)
-    except TokentapeError as error:
+    except errors.TokentapeError as error:
         return CheckResult(name, "warn", f"not compared: asking the server to tokenize failed: {error}")
     if None in answers:
         return CheckResult(name, "warn", "not compared: this server has no endpoint that tokenizes")
@@ -162,7 +159,7 @@ async def _whole_vocabulary(
     if _COMPARED.get(http) != now:
         try:
             status, found = await same_vocabulary(kind, http, model, renderer.tokenizer)
-        except TokentapeError as error:
+        except errors.TokentapeError as error:
             status, found = "warn", f"not compared: asking the server for its vocabulary failed: {error}"
         if status != "ok":
             return CheckResult(name, status, found, _OTHER_FOLDER if status == "fail" else "")
@@ -177,9 +174,9 @@ async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -
         return None
     try:
         return await server_text(kind, http, model, range(vocab_size, vocab_size + _MORE_IDS))
-    except (EngineUnavailable, EngineTimeout):
+    except (errors.EngineUnavailable, errors.EngineTimeout):
         raise
-    except EngineError:
+    except errors.EngineError:
         return None
 
 
@@ -193,7 +190,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     name = "text"
     try:
         ids = renderer.render(_SCORED).ids
-    except TokentapeError as error:
+    except errors.TokentapeError as error:
         return CheckResult(name, "warn", f"not scored: {error}")
     if len(ids) >= info.max_context:
         return CheckResult(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
@@ -201,7 +198,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     try:
         asked = (server_scores(http, info, one, max(1, len(one) - SCORED_TOKENS)) for one in (ids, *others))
         scored = await asyncio.gather(*asked)
-    except (EngineContractError, InvalidRequest) as error:
+    except (errors.EngineContractError, errors.InvalidRequest) as error:
         return CheckResult(name, "warn", f"not scored: {error}")
     means = [float(one.logprobs.mean()) for one in scored if one is not None]
     if len(means) != len(scored):
@@ -224,7 +221,6 @@ def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
 
 
 def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> CheckResult:
-    """Compare the names, type and size of the server's model with the folder."""
     name, config = "name", folder.config
     says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
     advice = "Name the server's own model folder; or say with --engine-model NAME that NAME is the folder's model."
@@ -254,7 +250,6 @@ def _hub_name(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Return the last part of a path or Hub name."""
     return re.split(r"[/\\]", _hub_name(name).rstrip("/\\"))[-1].lower()
 
 
@@ -278,9 +273,9 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
         try:
             ours = renderer.render(messages, tools).ids.tolist()
             theirs = await server_chat_ids(kind, http, model, messages, tools)
-        except TemplateRefused:
+        except errors.TemplateRefused:
             continue
-        except TokentapeError as error:
+        except errors.TokentapeError as error:
             return CheckResult(name, "warn", f"not compared: asking the server to render failed: {error}")
         if theirs is None:
             continue
@@ -291,3 +286,113 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
     if not compared:
         return CheckResult(name, "warn", "not compared: this server renders none of the conversations")
     return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")
+
+
+_ENTRIES = 12_000
+
+_LEADS = (b"", b"\xc3", b"\xe1", b"\xf1")
+_TRAILS = (b"", *(first + b"\x80" * more for more in range(3) for first in (b"\x80", b"\xa0")))
+"""Bytes that complete a part of a character."""
+
+Outcome: TypeAlias = tuple[Literal["ok", "warn", "fail"], str]
+
+
+async def same_vocabulary(kind: str, http: HttpClient, model: str, tokenizer: Tokenizer) -> Outcome:
+    """Compare the server's vocabulary with the tokenizer's. Return what differs, or what could not be compared."""
+    texts, undecoded = await asyncio.to_thread(_vocabulary, tokenizer)
+    for parts, ours in texts:
+        theirs = await server_text_ids(kind, http, model, "".join(parts), controls=True)
+        if theirs != ours.tolist():
+            return await _encoded_otherwise(kind, http, model, tokenizer, parts, theirs or [])
+    for sequences in undecoded:
+        text = await server_text(kind, http, model, [*chain.from_iterable(sequences)])
+        if text is None:
+            return "warn", f"not compared: the server does not decode the {len(sequences)} ids that no text has"
+        if found := _decoded_otherwise(tokenizer, sequences, text):
+            return "fail", found
+    return "ok", ""
+
+
+@lru_cache(maxsize=1)
+def _vocabulary(tokenizer: Tokenizer) -> tuple[list[tuple[list[str], TokenIds]], list[list[list[int]]]]:
+    """Return the parts and ids of long texts, and the ids that no text has, each with those that complete its bytes."""
+    pieces: dict[int, bytes] = {}
+    for token_id in range(tokenizer.vocab_size):
+        try:
+            pieces[token_id] = tokenizer.token_bytes(token_id)
+        except errors.InvalidRequest:  # no token has this id
+            continue
+    spelled = dict.fromkeys(filter(None, map(_text, pieces.values())))
+    entries = [text for text in spelled if not tokenizer.control_pattern.search(text)]
+    lines = [f"{text}\n" for text in entries]
+    if tokenizer.looks_words_up:
+        lines += [f"{merged_text(text)}\n" for text in entries]
+    texts = [lines[at : at + _ENTRIES] for at in range(0, len(lines), _ENTRIES)]
+    ids = [tokenizer.array(one) for one in tokenizer.encode_plain_batch(["".join(parts) for parts in texts])]
+    seen = {control.id for control in tokenizer.controls}.union(*(one.tolist() for one in ids))
+    single = {piece: token_id for token_id, piece in pieces.items() if len(piece) == 1}
+    found = (_completed(token_id, piece, single) for token_id, piece in pieces.items() if token_id not in seen)
+    sequences = [*filter(None, found)]
+    undecoded = [sequences[at : at + _ENTRIES] for at in range(0, len(sequences), _ENTRIES)]
+    return list(zip(texts, ids, strict=True)), undecoded
+
+
+def _text(data: bytes) -> str:
+    """Return UTF-8 as text; empty if it has an incomplete character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _completed(token_id: int, piece: bytes, single: dict[bytes, int]) -> list[int]:
+    """Return an id with those of bytes that complete its characters. Return nothing if its bytes are never UTF-8."""
+    for lead, trail in product(_LEADS, _TRAILS):
+        if _text(lead + piece + trail):
+            around = ([single.get(bytes([byte]), -1) for byte in part] for part in (lead, trail))
+            before, after = around
+            return [] if -1 in (*before, *after) else [*before, token_id, *after]
+    return []
+
+
+async def _encoded_otherwise(
+    kind: str, http: HttpClient, model: str, tokenizer: Tokenizer, parts: list[str], theirs: list[int]
+) -> Outcome:
+    text = "".join(parts)
+    ours = tokenizer.encode_plain(text)
+    at = first_difference(ours, theirs)
+    # The number of parts before the difference. Each step encodes a text.
+    n = bisect_left(range(len(parts)), at, key=lambda n: len(tokenizer.encode_plain("".join(parts[: n + 1]))) - 1)
+    for small in (parts[n][:-1], parts[n], "".join(parts[max(0, n - 1) : n + 2])):
+        answer = await server_text_ids(kind, http, model, small, controls=True)
+        if answer is not None and answer != tokenizer.encode_plain(small):
+            text, ours, theirs = small, tokenizer.encode_plain(small), answer
+            break
+    at = first_difference(ours, theirs)
+    shown = text if len(text) < 200 else tokenizer.decode(ours[max(0, at - 3) : at + 4])
+    found = f"{shown!r} has the ids {around(ours, theirs)}"
+    # llama.cpp splits some rare texts otherwise. Its tokenizer is not used, so only the meaning of ids counts.
+    if kind == "llamacpp" and await server_text(kind, http, model, ours) == text:
+        return "warn", f"{found}, which decodes both to this text"
+    return "fail", found
+
+
+def _decoded_otherwise(tokenizer: Tokenizer, sequences: list[list[int]], text: str) -> str:
+    """Describe the first difference in the text of ids, apart from white space; empty if there is none."""
+    ours = ["".join(tokenizer.decode(ids).split()) for ids in sequences]
+    theirs = "".join(text.split())
+    if theirs == "".join(ours):
+        return ""
+    at = len(os.path.commonprefix(["".join(ours), theirs]))
+    ends = [*accumulate(map(len, ours))]
+    n = min(bisect_right(ends, at), len(ours) - 1)
+    there = theirs[ends[n] - len(ours[n]) :][: len(ours[n]) + 8]
+    return f"the ids {sequences[n]} are {ours[n]!r} here and begin {there!r} at the server"
+
+
+def around(ours: Sequence[int], theirs: Sequence[int]) -> str:
+    at = first_difference(ours, theirs)
+    return (
+        f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
+        f"(tokens in all: {len(ours)} here, {len(theirs)} at the server)"
+    )

@@ -1,13 +1,10 @@
 """Compute shares with 95 % confidence intervals, and statistics of logprob differences, in constant memory.
 
-Shares are counted over clusters: sessions, or sentences of a probe.
-
-Turns and tokens of the same session are not independent. So the variance of a share is a jackknife estimate over
-sessions, each left out once. It gives an effective number of independent trials; the interval is Wilson's for that
-number, with a quantile of Student's t. It replaces a bootstrap over sessions, which covered the true share in 77 to
-94 % of simulations with 50 sessions of very different lengths; this method covers it in 93 to 97 %
-(tests/audit/test_intervals.py). If long sessions change more than short ones, and few of them hold most of the turns,
-no method tried reaches 90 %.
+Turns and tokens of one session, or trials of one sentence, are not independent. So the variance of a share is a
+jackknife estimate over these clusters, each left out once. It gives an effective number of independent trials; the
+interval is Wilson's for that number, with a quantile of Student's t. It covers the true share in 93 to 97 % of
+simulations with 50 sessions of very different lengths (tests/audit/test_intervals.py), a bootstrap in 77 to 94 %. If a
+few long sessions hold most of the turns and change more than short ones, no method tried reaches 90 %.
 """
 
 from __future__ import annotations
@@ -81,11 +78,9 @@ class Shares:
             found[at] += changed, total
 
     def keys(self) -> list[Key]:
-        """Return all keys in order of appearance."""
         return list(self._counts)
 
     def rate(self, key: Key) -> Rate:
-        """Return the share that changed, with an interval if there are enough clusters."""
         counts = self._counts.get(key, np.zeros((0, 2), np.int64))
         return rate_of(counts[counts[:, 1] > 0])
 
@@ -111,7 +106,6 @@ def rate_of(counts: npt.NDArray[np.int64]) -> Rate:
 
 
 def _wilson(share: float, total: float, quantile: float) -> tuple[float, float]:
-    """Return Wilson's interval of a share of `total` trials."""
     part = quantile**2 / total
     middle = (share + part / 2) / (1 + part)
     reach = quantile / (1 + part) * math.sqrt(share * (1 - share) / total + part / (4 * total))
@@ -160,7 +154,6 @@ class NumbersTally:
         """Logs of the sums of the importance weights and of their squares, per token and per sequence."""
 
     def add(self, apart: npt.NDArray[np.float64]) -> None:
-        """Add the differences of one sequence, float64 [tokens]."""
         finite = apart[np.isfinite(apart)]
         self._not_finite += len(apart) - len(finite)
         if not len(finite):
@@ -178,7 +171,6 @@ class NumbersTally:
         self._logs = np.logaddexp(self._logs, logs)
 
     def merge(self, other: NumbersTally) -> None:
-        """Add the counts of another tally."""
         self._tokens += other._tokens
         self._not_finite += other._not_finite
         self._sequences += other._sequences
@@ -188,11 +180,9 @@ class NumbersTally:
         self._logs = np.logaddexp(self._logs, other._logs)
 
     def mean_ratio(self) -> float:
-        """Return the mean of the importance ratios exp(d) of the tokens."""
         return float(np.exp(self._logs[0])) / self._tokens
 
     def numbers(self) -> Numbers:
-        """Return the statistics of all sequences added so far."""
         if not self._tokens:
             return Numbers(not_finite=self._not_finite)
         # (sum of weights)^2 / (sum of squares) is from 1 to their number; logs of 1e15 round to a value outside.

@@ -31,38 +31,9 @@ if TYPE_CHECKING:
     from tokentape.chat._tokenizer import Tokenizer
 
 __all__ = [
-    "Certificate",
-    "Completion",
-    "Continuation",
-    "ExternalRenderer",
-    "ImageProcessor",
-    "Overrides",
-    "ParseCheck",
-    "PromptTokens",
-    "Renderer",
-    "RendererObject",
-    "Reply",
-    "ReplyDelta",
-    "ReplyParser",
-    "Tokenizer",
-    "ToolCall",
-    "certify",
-    "load_or_certify",
-    "parse_whole",
-]
+    "Certificate", "Completion", "Continuation", "ExternalRenderer", "ImageProcessor", "Overrides", "ParseCheck",
+    "PromptTokens", "Renderer", "RendererObject", "Reply", "ReplyDelta", "ReplyParser", "Tokenizer", "ToolCall",
+    "certify", "load_or_certify", "parse_whole",
+]  # fmt: skip
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.chat._certificate": "Certificate Continuation ParseCheck",
-        "tokentape.chat._certificate_cache": "load_or_certify",
-        "tokentape.chat._certification": "certify",
-        "tokentape.chat._external_renderer": "ExternalRenderer RendererObject",
-        "tokentape.chat._media": "ImageProcessor",
-        "tokentape.chat._overrides": "Completion Overrides parse_whole",
-        "tokentape.chat._parse": "ReplyParser",
-        "tokentape.chat._renderer": "PromptTokens Renderer",
-        "tokentape.chat._reply": "Reply ReplyDelta ToolCall",
-        "tokentape.chat._tokenizer": "Tokenizer",
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -294,8 +294,10 @@ def _read_base(render: Render, prompt: str, opening: str) -> str:
             # A mark that opens the next message comes after one that ends the question.
             return shared.removesuffix(opening) if end is not None else shared
         if opening and opening in prompt:
-            # It takes no two questions in a row.
-            return prompt[: prompt.rindex(opening)]
+            # It takes no two questions in a row. Where the answer's header follows the mark, that ends the question.
+            at, answer = prompt.rindex(opening), render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
+            header = answer[len(prompt) :].partition(CONTENT)[0] if answer.startswith(prompt) else ""
+            return prompt if header.strip() and not prompt[at + len(opening) :].strip() else prompt[:at]
     return base
 
 

@@ -47,8 +47,10 @@ class CallShape:
     """How empty content is passed beside calls: `text` as "", `none` as None, `missing` without the key."""
     name_is_id: bool = False
     """Whether the template writes a call's id in place of its name."""
+    keeps_missing: bool = False
+    """Whether the template writes calls also without a content key. Then a message without one is left as it is."""
 
-    def message(self, content: str, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
+    def message(self, content: str | None, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
         """Return an assistant message in this shape. Each of `calls` is (id, name, arguments)."""
         made = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -63,7 +65,9 @@ class CallShape:
     def reshape(self, message: Message) -> dict[str, Any]:
         """Return a caller's tool-calling message in this shape; in another one the template may drop the calls."""
         reshaped = dict(message)
-        if not reshaped.get("content"):
+        if reshaped.get("content") is None and self.keeps_missing:
+            reshaped.pop("content", None)
+        elif not reshaped.get("content"):
             if self.content == "text":
                 reshaped["content"] = ""
             elif self.content == "none":
@@ -146,14 +150,21 @@ class CallSyntax:
 
 def find_shape(render: Render) -> CallShape | None:
     """Return the first shape in which the name, key and value of a call are all rendered; None if there is none."""
-    for shape in _SHAPES:
+
+    def writes(shape: CallShape, *later: Message) -> bool:
         try:
-            text = render([QUESTION, shape.message("", [shape.probe(NAME, {KEY: VALUE})])], False)
+            calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
+            text = render([QUESTION, calling, *later], bool(later))
         except TemplateRefused:
-            continue
-        if NAME in text and KEY in text and VALUE in text:
-            return shape
-    return None
+            return False
+        return NAME in text and KEY in text and VALUE in text
+
+    found = next(filter(writes, _SHAPES), None)
+    if found is None:
+        return None
+    missing = replace(found, content="missing")
+    result = {"role": "tool", "name": NAME, "tool_call_id": PROBE_ID, "content": CONTENT}
+    return replace(found, keeps_missing=writes(missing) and writes(missing, result) == writes(found, result))
 
 
 def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | None:

@@ -1,7 +1,8 @@
 """Escape callers' text before a template renders it, and find it in the rendering.
 
 A template mixes its own control tokens with strings from users, tools and systems. Before rendering, the first
-character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. So every
+character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. Where a
+template puts brackets around strings (`'<' ~ key ~ '>'`), so is what they would make a control token of. So every
 control token spelled in the rendering was written by the template; then the placeholders are turned back into their
 characters. A second rendering has edge markers, other surrogates, in place of the first and last character of each
 string. It shows which caller each character came from; ids never depend on it.
@@ -10,9 +11,9 @@ string. It shows which caller each character came from; ids never depend on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +23,27 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import Codes, Message, Provenance
 
 _PLACEHOLDERS = range(0xDB80, 0xDBA0)
-_EDGES = range(0xDBA0, 0xDBC0)
+_EDGES = range(0xDBA0, 0xDBBF)
+_NOTHING = "\udbbf"
+"""Placeholder of no character."""
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters of the strings that are rendered to read off what a template writes around them."""
 
-_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}]")
+_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SHORT = 64
 """Most characters of a text whose escaped form is cached: roles, keys and names come again in each message."""
+
+_BRACKETS = "<>[]{}()|｜/"
+
+_SCHEMA_WORDS = frozenset(
+    (
+        *("type", "properties", "required", "description", "enum", "items", "title", "default", "format", "const"),
+        *("anyOf", "oneOf", "allOf", "nullable", "minimum", "maximum", "pattern", "name", "additionalProperties"),
+    )
+)
+"""Keys of schemas that templates look for."""
 
 _PROVENANCE_OF_ROLE = {
     "system": Provenance.SYSTEM,
@@ -45,7 +58,8 @@ _PROVENANCE_OF_ROLE = {
 class Escaper:
     """Escapes the control tokens of one tokenizer in callers' strings, and unescapes renderings."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, compared: Sequence[str] | None = None) -> None:
+        """`compared`: strings that the template compares, if it puts brackets around strings too; else None."""
         self._tokenizer = tokenizer
         contents = [control.content for control in tokenizer.controls]
         outer = sorted({content[0] for content in contents} | {content[-1] for content in contents})
@@ -56,6 +70,8 @@ class Escaper:
         self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
+        self._inner = {inner for content in contents for inner in _without_brackets(content)}
+        self._inner = self._inner.difference(compared) if compared is not None else set()
         self._part_lengths = sorted(set(map(len, self._heads | self._tails)))
         self._cached = lru_cache(4096)(self._escape)
 
@@ -72,6 +88,8 @@ class Escaper:
         pattern = self._tokenizer.control_pattern
         while pattern.search(text):
             text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
+        if ends and text in self._inner:
+            return text[:1] + _NOTHING + text[1:]
         for n in self._part_lengths if ends else ():
             if n > len(text):
                 break
@@ -82,34 +100,58 @@ class Escaper:
                 text = text[: n - 1] + self._placeholder_of[text[n - 1]] + text[n:]
         return text
 
-    def escape_all(self, value: Any) -> Any:
+    def escape_all(self, value: Any, *, keys: Literal["known", "schema", "any"] = "known") -> Any:
         """Return a copy of messages or tools with every string escaped.
 
-        In keys, roles and types only whole control tokens are escaped, because templates compare them.
+        In roles, types and keys that the caller did not make up, only whole control tokens are escaped, because
+        templates compare them. `keys` says which those are: all, those of schemas, or none (names of parameters).
         """
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, Mapping):
-            return {
-                self._escape_controls(str(key)): self._escape_controls(item)
-                if key in ("role", "type") and isinstance(item, str)
-                else self.escape_all(item)
-                for key, item in value.items()
-            }
+            escaped = {}
+            for key, item in value.items():
+                made_up = keys == "any" or (keys == "schema" and key not in _SCHEMA_WORDS)
+                name = self.escape(str(key)) if made_up else self._escape_controls(str(key))
+                if key in ("role", "type") and isinstance(item, str) and not made_up:
+                    escaped[name] = self._escape_controls(item)
+                else:
+                    escaped[name] = self.escape_all(item, keys=_keys_below(key, keys))
+            return escaped
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self.escape_all(item) for item in value]
+            return [self.escape_all(item, keys=keys) for item in value]
         return value
+
+    def escape_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return template kwargs escaped. A text that is a word in brackets stays: templates compare and write it."""
+        escaped = self.escape_all(kwargs)
+        return {key: one.replace(_NOTHING, "") if isinstance(one, str) else one for key, one in escaped.items()}
 
     def _escape_controls(self, text: str) -> str:
         return self._cached(text, ends=False) if len(text) <= _SHORT else self._escape(text, ends=False)
 
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""
-        return _PLACEHOLDER.sub(lambda match: self._character_of[match[0]], text)
+        return _PLACEHOLDER.sub(lambda match: self._character_of.get(match[0], ""), text)
 
     def marked(self, rendered: str) -> str:
         """Return the marked text of a rendering of escaped strings."""
         return self.unescape(self._tokenizer.mark_controls(rendered))
+
+
+def _without_brackets(token: str) -> Iterator[str]:
+    """Yield what is left of a control token without one or more of the brackets on each side."""
+    left, right = (len(token) - len(bare) for bare in (token.lstrip(_BRACKETS), token.rstrip(_BRACKETS)))
+    for start in range(1, left + 1):
+        yield from (token[start : len(token) - end] for end in range(1, right + 1) if start + end < len(token))
+
+
+def _keys_below(key: str, keys: Literal["known", "schema", "any"]) -> Literal["known", "schema", "any"]:
+    """Return which keys the mapping under `key` has."""
+    if keys == "known":
+        below: Mapping[str, Literal["schema", "any"]] = {"arguments": "any", "parameters": "schema"}
+        return below.get(key, "known")
+    return "any" if keys == "schema" and key == "properties" else "schema"
 
 
 def provenance_of_role(role: str) -> Provenance:

@@ -7,6 +7,7 @@ conversation tried that proves it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
     """Try everything and write down what holds. Takes some hundred renderings: tenths of a second.
 
     A template that fails on the grammar's tool is tried with a plainer one, then with none: if it only renders without
-    tools, all continuations with tools are refused.
+    tools, all continuations with tools are refused, and so are those without if it only renders with tools.
 
     Raises `TemplateRefused` if the template does not even render a question and an answer.
     """
@@ -101,7 +102,9 @@ def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refus
 
     `tools_refused`: why no calls can be asked for, if the template takes no tools.
     """
-    form = renderer.format(setup)
+    form, differs_without = renderer.format(setup), False
+    with contextlib.suppress(TemplateRefused):  # Some templates take no conversation without tools.
+        differs_without = renderer.format(without_tools) != form
     for name, message in grammar.TURNS.items():
         if tools_refused and message.get("tool_calls"):
             yield ParseCheck(name, holds=None, detail=tools_refused)
@@ -112,7 +115,7 @@ def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refus
         others = [(setup, message, grammar.LATER), (setup, message, grammar.accepted(grammar.AFTER_RESULT, form))]
         if name == "parallel calls":
             others.append((setup, grammar.THREE_CALLS, asked))
-        if not message.get("tool_calls") and renderer.format(without_tools) != form:
+        if differs_without and not message.get("tool_calls"):
             others.append((without_tools, message, grammar.LATER))
         for under, turn, history in others:
             if check.holds:

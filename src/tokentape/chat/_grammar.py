@@ -129,8 +129,12 @@ THREE_CALLS = _turn("", [_ONE, _TWO, call(3, {"place": "nowhere"})])
 """For templates that count calls: the text between the first two may differ from that between the next two."""
 
 _ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
-_CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"])
-_CALLING_TWICE = (TURNS["parallel calls"], _turn("An answerword.", [_ONE, _TWO], "A thoughtword."))
+_CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"], _turn(None, [_ONE]))
+_CALLING_TWICE = (
+    TURNS["parallel calls"],
+    _turn("An answerword.", [_ONE, _TWO], "A thoughtword."),
+    _turn(None, [_ONE, _TWO]),
+)
 
 _RESULT, _SECOND = result(1, " a resultword\n"), result(2, "another {resultword}")
 
@@ -230,6 +234,7 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (*_past("Xq3vT8nLw"), QUESTION),
     (SYSTEM, *_past("Rk2dY7mPz", "Hc5bJ9sGf"), QUESTION),
     AFTER_RESULT,
+    (SYSTEM, *AFTER_RESULT),
 )
 
 

@@ -38,6 +38,9 @@ _PROMPT_END = 96
 _TURN_END = 96
 """Number of ids at the end of a turn that are read to find the close of its calls."""
 
+_CLOSE_AFTER = 8
+"""Number of ids at the end of a truncated turn that its close is encoded after."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
@@ -248,7 +251,7 @@ class Renderer(TemplateText):
             return read_text(self.tokenizer, last, self.stop_ids(setup))
 
         cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
-        encoded = self.tokenizer.encode_after_control(cut.text)
+        encoded = self.tokenizer.encode_after(cut.before, cut.text)
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
@@ -356,7 +359,8 @@ class Renderer(TemplateText):
             close = space
         # The next message's header may close the part too.
         close = close[: len(close) - repeated_end(close, following)]
-        return self.tokenizer.encode_after_control(close).array if close else self.tokenizer.array([])
+        last = read_text(self.tokenizer, completion_ids[-_CLOSE_AFTER:].tolist())
+        return self.tokenizer.encode_after(last, close).array if close else self.tokenizer.array([])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, reply: Reply) -> str:
         """Return the delimiters that close the content, if the completion ended inside or before its frame."""

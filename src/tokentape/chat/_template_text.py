@@ -32,7 +32,7 @@ class TemplateText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._escaper = Escaper(tokenizer)
+        self._escaper = Escaper(tokenizer, compared=template.compared_strings if template.adds_brackets else None)
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
         self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
@@ -145,10 +145,11 @@ class TemplateText:
         else:
             before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
+        reply = {**reply, "tool_calls": self._escaper.escape_all(_names_of_calls(reply))}
         texts = texts_of(plain, self._escaper.unescape)
         refused = TemplateRefused("there is no new message to continue with")
         said = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
-        for probe, sentinel, close in _probes(reply, new_messages, form, said):
+        for probe, sentinel, close in _probes(reply, plain, form, said):
             kind = sentinel, setup.key, *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
@@ -246,8 +247,8 @@ class TemplateText:
         """Return the marked text of escaped messages."""
         escaped = self._escaped.get(setup.key)
         if escaped is None:
-            escape = self._escaper.escape_all
-            escaped = keep(self._escaped, setup.key, (escape(setup.tools), escape(setup.template_kwargs)))
+            escaped = self._escaper.escape_all(setup.tools), self._escaper.escape_kwargs(setup.template_kwargs)
+            keep(self._escaped, setup.key, escaped)
         tools, kwargs = escaped
         rendered = self.template.render(
             plain,
@@ -303,6 +304,11 @@ class TemplateText:
                 )
 
 
+def _names_of_calls(reply: Message) -> list[Message]:
+    """Return the calls of a message with their ids and names alone."""
+    return [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
+
+
 def _probes(
     reply: Message, new_messages: Sequence[Message], form: AssistantFormat, said: str
 ) -> Iterator[tuple[Message, str, TurnClose]]:
@@ -318,19 +324,20 @@ def _probes(
     ]
     speaking = {"role": "assistant", "content": said + CONTENT}
     if form.shape is not None and calls:
+        calling = _calling(form.shape, calls, "" if reply.get("content") == "" else None)
         if reply.get("content") and form.content_after_calls is not None:
-            yield {**_calling(form.shape, calls), **speaking}, CONTENT, form.content_after_calls
+            yield {**calling, **speaking}, CONTENT, form.content_after_calls
         if said.strip():
-            yield {**_calling(form.shape, calls), "content": said}, VALUE, form.calls_close
-        yield _calling(form.shape, calls), VALUE, form.calls_close
+            yield {**calling, "content": said}, VALUE, form.calls_close
+        yield calling, VALUE, form.calls_close
     yield speaking, CONTENT, form.content_close
     if form.shape is not None and answered and not calls:
         yield _calling(form.shape, answered), VALUE, form.calls_close
 
 
-def _calling(shape: CallShape, calls: Sequence[tuple[str, str]]) -> Message:
+def _calling(shape: CallShape, calls: Sequence[tuple[str, str]], content: str | None = "") -> Message:
     *before, (last_id, last_name) = calls
-    return shape.message("", [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
+    return shape.message(content, [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
 
 
 def _after(text: str, sentinel: str) -> str:

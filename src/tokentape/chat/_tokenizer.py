@@ -279,6 +279,15 @@ class Tokenizer:
             return encoded
         return Encoded(encoded.array[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
+    def encode_after(self, before: str, marked: str) -> Encoded:
+        """Encode marked text as it is encoded after the marked text `before`, where no token lies across the two."""
+        if before and not MARK.match(marked):
+            whole, at = self.encode_after_control(before + marked), len(MARK.sub(" ", before))
+            first = int(np.searchsorted(whole.spans[:, 0], at))
+            if first and whole.spans[first - 1, 1] <= at:
+                return Encoded(whole.array[first:], whole.spans[first:] - at, whole.text[at:])
+        return self.encode_after_control(marked)
+
     def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode as `tokenizers` and `transformers` do: a control token spelled in `text` becomes its id.
 

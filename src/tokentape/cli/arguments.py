@@ -120,8 +120,7 @@ GatewayUrl: TypeAlias = Annotated[
     str | None, option("Base URL of the gateway that has this data directory open, if one has.", "URL")
 ]
 AdminKey: TypeAlias = Annotated[
-    str | None,
-    option("Its admin key; better in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY"),
+    str | None, option("Its admin key; better in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY")
 ]
 AsJson: TypeAlias = Annotated[bool, flag("Print JSON.", "--json")]
 HtmlFile: TypeAlias = Annotated[Path | None, new_file("Write the report as one HTML file too.", "--html")]

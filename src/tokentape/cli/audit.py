@@ -10,7 +10,7 @@ import typer
 
 from tokentape.audit._report import ci_report
 from tokentape.audit._skew.auditor import audit as audit_sides
-from tokentape.audit._skew.backends.spec import BackendOptions
+from tokentape.audit._skew.backends import BackendOptions
 from tokentape.audit._skew.findings import RULES, audit_cases, audit_layout
 from tokentape.cli.arguments import AsJson, CiFormat, EngineKey, HtmlFile, existing_file, json_object, option
 from tokentape.cli.output import end, print_report, working

@@ -11,17 +11,7 @@ from tokentape.audit._lock import LockReport, examine, examine_server, read_lock
 from tokentape.audit._lock.comparing import RULES, lock_cases, lock_layout
 from tokentape.audit._report import ci_report
 from tokentape.audit._report import escape_for_terminal as readable
-from tokentape.cli.arguments import (
-    AsJson,
-    CiFormat,
-    EngineKey,
-    HtmlFile,
-    TemplateFile,
-    flag,
-    json_object,
-    model_folder,
-    option,
-)
+from tokentape.cli import arguments as arg
 from tokentape.cli.output import end, print_report, working
 from tokentape.errors import InvalidRequest
 from tokentape.store._location import refuse_output
@@ -29,22 +19,24 @@ from tokentape.store._location import refuse_output
 
 def check(
     lockfile: Annotated[Path, typer.Argument(metavar="LOCKFILE", exists=True, dir_okay=False)],
-    path: Annotated[Path | None, model_folder("Model folder to compare.")] = None,
-    engine: Annotated[str | None, option("Running server or gateway to compare.", "URL")] = None,
+    path: Annotated[Path | None, arg.model_folder("Model folder to compare.")] = None,
+    engine: Annotated[str | None, arg.option("Running server or gateway to compare.", "URL")] = None,
     kind: Annotated[
         Literal["vllm", "sglang", "llamacpp", "gateway"] | None,
-        option("vllm, sglang, llamacpp or gateway; detected if not given.", "KIND"),
+        arg.option("vllm, sglang, llamacpp or gateway; detected if not given.", "KIND"),
     ] = None,
     model_name: Annotated[
-        str | None, option("Name of the model on the server. Default: the first that it lists.", "NAME")
+        str | None, arg.option("Name of the model on the server. Default: the first that it lists.", "NAME")
     ] = None,
-    api_key: EngineKey = None,
-    chat_template: TemplateFile = None,
-    kwargs: Annotated[str | None, option("Template kwargs in use. Default: the lock's.", "JSON", "--kwargs")] = None,
-    strict: Annotated[bool, flag("Also fail for another library version or file with the same ids.")] = False,
-    html: HtmlFile = None,
-    file_format: CiFormat = "text",
-    as_json: AsJson = False,
+    api_key: arg.EngineKey = None,
+    chat_template: arg.TemplateFile = None,
+    kwargs: Annotated[
+        str | None, arg.option("Template kwargs in use. Default: the lock's.", "JSON", "--kwargs")
+    ] = None,
+    strict: Annotated[bool, arg.flag("Also fail for another library version or file with the same ids.")] = False,
+    html: arg.HtmlFile = None,
+    file_format: arg.CiFormat = "text",
+    as_json: arg.AsJson = False,
 ) -> None:
     """Report what changed since a lockfile was made. Exits with 1 if anything did, 3 if nothing was compared.
 
@@ -53,7 +45,7 @@ def check(
     """
     if path is None and engine is None:
         raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")
-    given = None if kwargs is None else json_object(kwargs, "--kwargs")
+    given = None if kwargs is None else arg.json_object(kwargs, "--kwargs")
 
     refuse_output(html, lockfile, path, chat_template)
     try:

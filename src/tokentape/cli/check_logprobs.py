@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokentape._session.files import iter_file
 from tokentape.audit._mismatch import Attribution
 from tokentape.audit._report import CiCase, CiFinding, ci_report
 from tokentape.audit._report import escape_for_terminal as readable
@@ -18,53 +17,45 @@ from tokentape.audit._statistics import Numbers
 from tokentape.audit._tokendiff.retokenizing import TokenDrift as Drift
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.cli.arguments import (
-    Adapter,
-    AsJson,
-    CiFormat,
-    existing_file,
-    existing_folder,
-    flag,
-    option,
-    record_or_file,
-)
+from tokentape.cli import arguments as arg
 from tokentape.cli.extras import open_forward
 from tokentape.cli.output import end, print_json, working
-from tokentape.cli.source import RecordSource, open_source, open_tokenizer
+from tokentape.cli.source import open_source, open_tokenizer
 from tokentape.store._served_model import served_tokenizer
-from tokentape.training._logprob_check import Forward, LogprobLimits, LogprobReport, Outlier, read_rows
+from tokentape.training._logprob_check import LogprobLimits, LogprobReport, Outlier, read_rows
 from tokentape.training._logprob_check import check_logprobs as check
 from tokentape.training._rerendering import IfRerendered, check_rerendered
-from tokentape.types import Trajectory
 
 
 def check_logprobs(
-    location: Annotated[str, record_or_file("a file that export wrote: .parquet, .jsonl.")],
+    location: Annotated[str, arg.record_or_file("a file that export wrote: .parquet, .jsonl.")],
     model: Annotated[
         Path | None,
-        existing_folder(
+        arg.existing_folder(
             "Model folder, for its tokenizer and its forward pass. Default without --batch: that of the record."
         ),
     ] = None,
     batch: Annotated[
         Path | None,
-        existing_file("A trainer's file: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
+        arg.existing_file("A trainer's file: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
     ] = None,
-    adapter: Adapter = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], option("Precision of the forward pass.")] = "float32",
-    max_mean: Annotated[float, option("Largest mean difference on the same ids.", "NATS")] = 0.02,
-    max_delta: Annotated[float | None, option("Largest difference of one token on the same ids.", "NATS")] = None,
-    max_k3: Annotated[float, option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
+    adapter: arg.Adapter = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], arg.option("Precision of the forward pass.")
+    ] = "float32",
+    max_mean: Annotated[float, arg.option("Largest mean difference on the same ids.", "NATS")] = 0.02,
+    max_delta: Annotated[float | None, arg.option("Largest difference of one token on the same ids.", "NATS")] = None,
+    max_k3: Annotated[float, arg.option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
     max_drift: Annotated[
-        float, option("Largest share of trained tokens with other ids, or with other text.", "SHARE")
+        float, arg.option("Largest share of trained tokens with other ids, or with other text.", "SHARE")
     ] = 0.0,
-    max_missing: Annotated[int, option("Rows that only the record, or only --batch, may have.", "N", min=0)] = 0,
-    outliers: Annotated[int, option("How many tokens to list.", "N", min=0)] = 10,
+    max_missing: Annotated[int, arg.option("Rows that only the record, or only --batch, may have.", "N", min=0)] = 0,
+    outliers: Annotated[int, arg.option("How many tokens to list.", "N", min=0)] = 10,
     rerender: Annotated[
-        bool, flag("Also report what rendering the messages again would change.", "--rerender")
+        bool, arg.flag("Also report what rendering the messages again would change.", "--rerender")
     ] = False,
-    file_format: CiFormat = "text",
-    as_json: AsJson = False,
+    file_format: arg.CiFormat = "text",
+    as_json: arg.AsJson = False,
 ) -> None:
     """Compare recorded logprobs with a trainer's.
 
@@ -95,7 +86,7 @@ def check_logprobs(
         tokenizer = None if isinstance(found_tokenizer, str) else found_tokenizer
         with working("comparing"):
             report = check(
-                _trajectories(source),
+                source.trajectories(),
                 rows=rows,
                 forward=forward,
                 tokenizer=tokenizer,
@@ -103,7 +94,10 @@ def check_logprobs(
                 precision="float32" if dtype == "float32" else "bfloat16",
                 adapter=name,
             )
-        again = _rerendered(source, model, forward) if rerender else None
+        again = None
+        if rerender and source.store is not None:
+            folder, _ = open_tokenizer(model, source, option="--model")
+            again = check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
     failures = report.failures(LogprobLimits(max_mean, max_delta, max_k3, max_drift, max_missing))
     if as_json:
         by_channel = {channel: [what for one, what in failures if one == channel] for channel, _ in failures}
@@ -129,20 +123,6 @@ _RULES = {
     "id drift": "the same text, other ids",
     "text drift": "other text",
 }
-
-
-def _trajectories(source: RecordSource) -> Iterator[Trajectory]:
-    if source.store is None:
-        yield from iter_file(source.location)
-        return
-    for stored in source.store.iter_sessions():
-        yield from stored.trajectories()
-
-
-def _rerendered(source: RecordSource, model: Path | None, forward: Forward | None) -> IfRerendered:
-    assert source.store is not None
-    folder, _ = open_tokenizer(model, source, option="--model")
-    return check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
 
 
 def _lines(report: LogprobReport) -> Iterator[str]:

@@ -10,39 +10,30 @@ import typer
 
 from tokentape.audit._id_rows import Columns, IdRow, session_rows
 from tokentape.audit._tokendiff.rows import RowComparison, compare_rows, printed
-from tokentape.cli.arguments import (
-    ANY_RECORD,
-    AsJson,
-    IdsColumn,
-    MaskColumn,
-    NameColumn,
-    TokenizerFolder,
-    option,
-    there,
-)
+from tokentape.cli import arguments as arg
 from tokentape.cli.output import end
 from tokentape.cli.source import RecordSource, open_source, open_tokenizer
 from tokentape.errors import InvalidRequest
 
-_SIDE_HELP = f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
+_SIDE_HELP = f"{arg.ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
 
 
 def compare(
     expected: Annotated[str, typer.Argument(metavar="EXPECTED", help=_SIDE_HELP)],
     recorded: Annotated[str, typer.Argument(metavar="RECORDED", help="The record or file to compare with it.")],
-    tokenizer: TokenizerFolder = None,
-    ids_column: IdsColumn = None,
-    mask_column: MaskColumn = None,
-    name_column: NameColumn = None,
+    tokenizer: arg.TokenizerFolder = None,
+    ids_column: arg.IdsColumn = None,
+    mask_column: arg.MaskColumn = None,
+    name_column: arg.NameColumn = None,
     file_format: Annotated[
-        Literal["text", "json", "junit", "sarif", "github"], option("What to print.", None, "--format")
+        Literal["text", "json", "junit", "sarif", "github"], arg.option("What to print.", None, "--format")
     ] = "text",
     fail_on: Annotated[
-        Literal["error", "warning"], option("The lowest severity that makes the exit code 1.")
+        Literal["error", "warning"], arg.option("The lowest severity that makes the exit code 1.")
     ] = "warning",
-    max_delta: Annotated[float, option("Largest difference between logprobs.", "NATS", min=0)] = 1e-3,
-    show: Annotated[int, option("Differences to print per row, as text.", "N", min=1)] = 20,
-    as_json: AsJson = False,
+    max_delta: Annotated[float, arg.option("Largest difference between logprobs.", "NATS", min=0)] = 1e-3,
+    show: Annotated[int, arg.option("Differences to print per row, as text.", "N", min=1)] = 20,
+    as_json: arg.AsJson = False,
 ) -> None:
     """Compare two records of token ids, row by row.
 
@@ -82,7 +73,7 @@ def _address(side: str) -> tuple[str, str | None]:
             location, name = side, ""
     else:
         location, _, name = side.partition("#")
-    return there(location), name or None
+    return arg.there(location), name or None
 
 
 def _rows(source: RecordSource, name: str | None, columns: Columns) -> Iterator[IdRow]:

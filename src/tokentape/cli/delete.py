@@ -41,14 +41,16 @@ def delete(
     """
     if not where and older_than is None and owner is None:
         raise typer.BadParameter("no condition is given; give --where KEY=VALUE, --owner NAME or --older-than AGE.")
-    wanted = [*map(_condition, where or ())]
+    for condition in where or ():
+        if "=" not in condition:
+            raise typer.BadParameter(f"{condition!r} has no '='; expected KEY=VALUE.", param_hint="--where")
     newest = None if older_than is None else time.time() - age(older_than, "--older-than")
     kept: dict[str, str] = {}
     deleted = []
     with ExitStack() as held:
         record = held.enter_context(open_record(store, read_only=url is not None or not yes))
         client = None if url is None else held.enter_context(Client(url, api_key=api_key, max_retries=0))
-        selected = list(_selected(record, wanted, newest, owner))
+        selected = list(_selected(record, where or (), newest, owner))
         for session_id in selected if yes else ():
             try:
                 if client is None:
@@ -69,23 +71,14 @@ def delete(
     raise typer.Exit(1 if kept else 0)
 
 
-def _condition(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{text!r} has no '='; expected KEY=VALUE.", param_hint="--where")
-    return key, value
-
-
-def _selected(
-    record: Store, wanted: Sequence[tuple[str, str]], newest: float | None, owner: str | None
-) -> Iterator[str]:
+def _selected(record: Store, where: Sequence[str], newest: float | None, owner: str | None) -> Iterator[str]:
     """Yield the ids of the sessions with these metadata, of this owner, and with no turn after `newest`."""
-    after = 0
+    wanted, after = [one.partition("=") for one in where], 0
     while page := record.sessions(limit=1000, after=after, owner=owner):
         for one in page:
             metadata: Mapping[str, Any] = one.info.metadata
             # Compare with the text, or with the JSON of any other value: a user may be "7" or 7.
-            same = (key in metadata and value in (metadata[key], json.dumps(metadata[key])) for key, value in wanted)
+            same = (key in metadata and value in (metadata[key], json.dumps(metadata[key])) for key, _, value in wanted)
             if all(same) and (newest is None or (one.last_at or one.info.created_at) <= newest):
                 yield one.info.session_id
         after = page[-1].position

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import difflib
+import ipaddress
+import os
+import platform
+import shutil
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Literal
 
+import numpy as np
 import typer
 
+from tokentape._opening import folder_model, model_folder, open_configured
+from tokentape._session.invariants import check_completion
+from tokentape._settings import env_name
+from tokentape._version import __version__
+from tokentape.audit._served import CheckResult, same_template, serves_model
+from tokentape.chat._certificate import Certificate
+from tokentape.chat._certificate_cache import load_or_certify
+from tokentape.chat._renderer import Renderer
 from tokentape.cli.arguments import AsJson, option
-from tokentape.cli.examination import examine
 from tokentape.cli.output import print_json, working
 from tokentape.cli.serve import config_of_serve
-from tokentape.training._trainers import TRAINERS
+from tokentape.config import ServeConfig, settings
+from tokentape.engines._base import Engine, SamplingParams
+from tokentape.engines._http import HttpClient
+from tokentape.engines._identity import offered_routes
+from tokentape.engines._vllm import WITHOUT_GENERATE
+from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
+from tokentape.store import SqliteStore
+from tokentape.store._lock import LOCK_NAME, DirectoryLock
+from tokentape.store._postgres import PostgresStore, without_password
+from tokentape.store._sqlite import DATABASE_NAME
+from tokentape.training._trainers import TRAINERS, served, served_to_all
 
 
 def doctor(
@@ -48,3 +80,223 @@ def doctor(
     if as_json:
         print_json({"ok": not failed, "findings": findings})
     raise typer.Exit(1 if failed else 0)
+
+
+_LIBRARIES = ("tokenizers", "jinja2", "numpy", "sqlalchemy", "starlette", "uvicorn", "transformers", "torch")
+_LITTLE_SPACE = 5 * 2**30
+_NO_SPACE = 2**28
+_SLOW_FSYNC = 0.05
+_PROBE_TOKENS = 8
+_ROUNDING = 1e-2
+_OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
+
+
+def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str | None = None) -> Iterator[CheckResult]:
+    """Check this machine, everything that `config` names, and a `trainer`. Yield each result as soon as it is known."""
+    yield versions()
+    yield sqlite_version(sqlite3.sqlite_version_info)
+    yield from environment(os.environ)
+    if config.store is None:
+        yield from data_directory(config.data)
+    else:
+        yield database(config.store)
+    yield from access(config)
+    progress("trying out conversations")
+    try:
+        model = model_folder(config)
+        renderer = Renderer.load(model, config.chat_template)
+        certificate = load_or_certify(renderer, {})
+    except (TokentapeError, OSError) as error:
+        yield CheckResult("model", "fail", str(error))
+        return
+    yield CheckResult("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
+    yield certified(certificate)
+    progress("asking the engine")
+    yield from asyncio.run(_engine(config, renderer, trainer))
+
+
+def versions() -> CheckResult:
+    """Report the versions of Python and the libraries."""
+    found = [f"tokentape {__version__}", f"Python {platform.python_version()}"]
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return CheckResult("versions", "ok", ", ".join(found))
+
+
+def sqlite_version(found: tuple[int, ...]) -> CheckResult:
+    """Check whether this SQLite can corrupt a database that two connections write to at once."""
+    text = ".".join(map(str, found))
+    if (3, 7, 0) <= found < (3, 51, 3):
+        text += (
+            ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two that write at once; in a gateway one "
+            "writes at a time, and it locks its data directory. Let no other program write to the database"
+        )
+    return CheckResult("sqlite", "ok", text)
+
+
+def environment(environ: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Yield a warning for each variable that looks like a misspelled setting."""
+    known = [*map(env_name, settings()), *_OWN_VARIABLES]
+    for name in environ:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        if name.startswith("TOKENTAPE_") and name not in known and near:
+            yield CheckResult("environment", "warn", f"{name} is no setting", f"Did you mean {near[0]}?")
+
+
+def data_directory(directory: Path) -> Iterator[CheckResult]:
+    """Check that a record can be kept in a directory: permissions, lock, space, flushing, an existing record."""
+    there = directory.resolve()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield CheckResult(
+            "data", "fail", f"{there} is not a directory to write in", "Change its owner, or name another."
+        )
+        return
+    found = f"{directory}" if there == directory.resolve() else f"{directory} will be made"
+    try:
+        if (directory / LOCK_NAME).exists():
+            DirectoryLock(directory).release()
+        if (directory / DATABASE_NAME).exists():
+            SqliteStore.open(directory, read_only=True).close()
+        yield CheckResult("data", "ok", found)
+    except StoreLocked as error:
+        yield CheckResult("data", "warn", str(error), "If a gateway is to run there, all is well.")
+    except (TokentapeError, OSError) as error:
+        yield CheckResult("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
+    free = shutil.disk_usage(there).free
+    status: Literal["ok", "warn", "fail"] = "fail" if free < _NO_SPACE else "warn" if free < _LITTLE_SPACE else "ok"
+    yield CheckResult("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Make room.")
+    yield _flushing(there)
+
+
+def database(url: str) -> CheckResult:
+    """Check that a record can be kept in a PostgreSQL database: address, permissions, an existing record."""
+    shown = without_password(url)
+    try:
+        # Open it as a gateway does, which creates the tables.
+        PostgresStore.open(url).close()
+    except TokentapeError as error:
+        return CheckResult("store", "fail", f"{shown}: {error}", "See to the server, the user's rights or the URL.")
+    return CheckResult("store", "ok", shown)
+
+
+def _flushing(directory: Path) -> CheckResult:
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tokentape-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            took = time.perf_counter() - began
+    except OSError as error:
+        return CheckResult("fsync", "fail", f"{error.strerror}", "Acknowledged turns could be lost: use another disk.")
+    slow = took > _SLOW_FSYNC
+    advice = "Every turn waits for it; a local SSD takes a few ms." if slow else ""
+    return CheckResult("fsync", "warn" if slow else "ok", f"{1000 * took:.1f} ms", advice)
+
+
+def access(config: ServeConfig) -> Iterator[CheckResult]:
+    """Check who can reach the gateway."""
+    try:
+        keys = config.all_keys()
+    except InvalidRequest as error:
+        yield CheckResult("keys", "fail", str(error), "Correct the keys.")
+        return
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if config.host == "localhost" else config.host)
+    except ValueError:
+        yield CheckResult(
+            "host", "fail", f"{config.host!r} is not an address of this machine", "Use 127.0.0.1 or 0.0.0.0."
+        )
+        return
+    if not address.is_loopback and not keys:
+        found = f"others can reach {config.host}, and there are no API keys: serve refuses to start"
+        yield CheckResult("host", "fail", found, "Give keys with --keys-file, or listen on 127.0.0.1.")
+    else:
+        reach = "this machine only" if address.is_loopback else "others can reach it"
+        yield CheckResult("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
+    for path in (config.keys_file, config.admin_keys_file):
+        if path is not None and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            yield CheckResult("keys", "warn", f"{path} can be read by other users", f"Run: chmod 600 {path}")
+
+
+def certified(certificate: Certificate) -> CheckResult:
+    """Report which parts of the chat template are not certified."""
+    refused = [one.name for one in certificate.continuations if one.strategy == "refused"]
+    lost = [check.name for check in certificate.parsing if check.holds is False]
+    if not certificate.injection_safe:
+        return CheckResult("certificate", "fail", "text of callers can become control tokens", "Use another template.")
+    both = {"refused continuations": refused, "turns not parsed back": lost}
+    parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
+    if parts:
+        advice = "Requests like these fail or fork. Run: tokentape certify MODEL"
+        return CheckResult("certificate", "warn", "; ".join(parts), advice)
+    return CheckResult("certificate", "ok", f"{len(certificate.continuations)} continuations, all certified")
+
+
+async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[CheckResult]:
+    try:
+        engine = await open_configured(config, renderer, check=False)
+    except ImportError as error:
+        advice = "Run: pip install 'tokentape[hf]'. Or name a server with --engine and --engine-url: it needs no torch."
+        return [CheckResult("engine", "fail", str(error), advice)]
+    except (TokentapeError, OSError) as error:
+        advice = "Check that it runs, and its address and API key." if config.engine.urls else "Name another model."
+        return [CheckResult("engine", "fail", str(error), advice)]
+    try:
+        info, mode, name = engine.info, engine.info.logprobs_mode, engine.info.name
+        described = f"{info}, model {Path(info.model).name}, context {info.max_context}, vocabulary {info.vocab_size}"
+        findings = [CheckResult("engine", "ok", described), await probe(engine, renderer)]
+        findings.append(served_to_all(mode, name) if trainer is None else served(trainer, mode, name))
+        for url in config.engine.urls:
+            http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
+            try:
+                kind, expected = config.engine.kind, config.engine.model
+                findings += await serves_model(kind, http, engine.info, renderer, folder_model(config), expected)
+                if kind == "vllm":
+                    routes = ", ".join(await offered_routes(http)) or "none"
+                    advice = "" if "generate" in engine.info.capabilities else WITHOUT_GENERATE
+                    findings.append(CheckResult("routes", "ok", routes, advice))
+                findings.append(await same_template(kind, http, engine.info.model, renderer))
+            except EngineError as error:
+                advice = "Look at its log; then run this again."
+                findings.append(CheckResult("engine", "fail", f"{url} did not answer what was asked: {error}", advice))
+            finally:
+                await http.close()
+        return findings
+    finally:
+        await engine.close()
+
+
+async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
+    """Sample greedily, twice. Each id must have a log-probability, and be the likeliest token."""
+    prompt = np.array(renderer.tokenizer.encode_plain("The first three letters are A, B and"), np.int32)
+    try:
+        first, again = [await _sample(engine, prompt) for _ in range(2)]
+    except TokentapeError as error:
+        return CheckResult("probe", "fail", str(error), "Nothing that it samples can be recorded: see docs/engines.md.")
+    ids, logprobs = first[0], np.array(first[1])
+    found = f"{len(ids)} tokens with their log-probabilities"
+    if ids != again[0] or np.abs(logprobs - np.array(again[1])).max() > _ROUNDING:
+        advice = (
+            "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities. Recorded ids "
+            "and log-probabilities are not affected: they are those of each call."
+        )
+        return CheckResult("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
+    return CheckResult("probe", "ok", f"{found}, the same twice")
+
+
+async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:
+    tops = int("top_logprobs" in engine.info.sampling)
+    params = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0, top_logprobs=tops)
+    async with aclosing(engine.sample(prompt, params, stream=False, request_id="tokentape-doctor")) as sampled:
+        deltas = [delta async for delta in sampled]
+    ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+    check_completion(np.array(ids, np.int32), np.array(logprobs, np.float32), engine.info.vocab_size)
+    best = [pairs[0][1] for delta in deltas for pairs in delta.top_logprobs if pairs]
+    if best and (len(best) != len(ids) or np.abs(np.array(best) - np.array(logprobs)).max() > _ROUNDING):
+        raise EngineContractError("greedy sampling did not take the likeliest tokens by the engine's own report")
+    return ids, logprobs

@@ -10,21 +10,10 @@ from typing import Annotated
 import typer
 
 from tokentape.audit._drift.meter import measure_drift
-from tokentape.audit._drift.report import drift_layout
-from tokentape.audit._drift.rerender import RerenderMeter
+from tokentape.audit._drift.report import RerenderMeter, drift_layout
 from tokentape.audit._id_rows import Columns, IdRow, session_rows
 from tokentape.chat._renderer import Renderer
-from tokentape.cli.arguments import (
-    AsJson,
-    HtmlFile,
-    IdsColumn,
-    MaskColumn,
-    NameColumn,
-    TokenizerFolder,
-    existing_folder,
-    option,
-    record_or_file,
-)
+from tokentape.cli import arguments as arg
 from tokentape.cli.extras import open_forward
 from tokentape.cli.output import end, print_report, working
 from tokentape.cli.source import RecordSource, open_source, open_tokenizer
@@ -33,30 +22,32 @@ from tokentape.store._location import refuse_output
 
 
 def drift(
-    location: Annotated[str, record_or_file("a file of ids: .parquet, .jsonl, .json.")],
-    tokenizer: TokenizerFolder = None,
+    location: Annotated[str, arg.record_or_file("a file of ids: .parquet, .jsonl, .json.")],
+    tokenizer: arg.TokenizerFolder = None,
     model: Annotated[
         Path | None,
-        existing_folder(
+        arg.existing_folder(
             "Model folder with weights, to compute logprobs of drifted completions in both spellings.", "FOLDER"
         ),
     ] = None,
-    ids_column: IdsColumn = None,
-    mask_column: MaskColumn = None,
-    prompt_column: Annotated[str | None, option("Column with the ids before the sampled ones.", "NAME")] = None,
-    name_column: NameColumn = None,
+    ids_column: arg.IdsColumn = None,
+    mask_column: arg.MaskColumn = None,
+    prompt_column: Annotated[str | None, arg.option("Column with the ids before the sampled ones.", "NAME")] = None,
+    name_column: arg.NameColumn = None,
     by: Annotated[
-        list[str] | None, option("Also split the report by this column; may be given several times.", "COLUMN")
+        list[str] | None, arg.option("Also split the report by this column; may be given several times.", "COLUMN")
     ] = None,
-    rerender: Annotated[int, option("Largest number of later turns of a record to render again.", "N", min=0)] = 200,
+    rerender: Annotated[
+        int, arg.option("Largest number of later turns of a record to render again.", "N", min=0)
+    ] = 200,
     completions: Annotated[
-        int, option("With --model: largest number of drifted completions to compute.", "N", min=1)
+        int, arg.option("With --model: largest number of drifted completions to compute.", "N", min=1)
     ] = 100,
     fail_above: Annotated[
-        float | None, option("Exit with 1 if a greater share of completions drifted.", "RATE", min=0, max=1)
+        float | None, arg.option("Exit with 1 if a greater share of completions drifted.", "RATE", min=0, max=1)
     ] = None,
-    html: HtmlFile = None,
-    as_json: AsJson = False,
+    html: arg.HtmlFile = None,
+    as_json: arg.AsJson = False,
 ) -> None:
     """Measure how often sampled ids change when they go through text.
 

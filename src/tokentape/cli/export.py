@@ -23,8 +23,8 @@ from tokentape.cli.arguments import AsJson, StoreLocation, flag, new_file, optio
 from tokentape.cli.output import end, working
 from tokentape.errors import InvalidRequest
 from tokentape.store import Store, StoredSession, open_record
-from tokentape.store._exporting import ExportCounts, exported
 from tokentape.store._location import refuse_output
+from tokentape.store._reads import ExportCounts, exported
 from tokentape.training._samples import Sample, assemble, group_name
 from tokentape.training._trainer_rows import accepted_rows, trainer_rows, write_trainer_rows
 from tokentape.types import Trajectory
@@ -88,13 +88,11 @@ def export(
     In a trainer's format a row is a sample, and all samples are held in memory.
     """
     unnamed = file_format is None
-    if file_format is None:
-        file_format = "jsonl" if output.suffix == ".jsonl" else "parquet"
-    for_trainer = file_format not in ("parquet", "jsonl", "atif")
-    if group is not None and not for_trainer:
-        raise InvalidRequest("--group is for the format of a trainer", "group")
-    if skip_refused and not for_trainer:
-        raise InvalidRequest("--skip-refused is for the format of a trainer", "skip_refused")
+    file_format = file_format or ("jsonl" if output.suffix == ".jsonl" else "parquet")
+    if file_format in ("parquet", "jsonl", "atif"):
+        for param, given in (("group", group is not None), ("skip_refused", skip_refused)):
+            if given:
+                raise InvalidRequest(f"--{param.replace('_', '-')} is for the format of a trainer", param)
     wanted, wanted_roles = _entries(verdict), _entries(roles)
     check_verdicts(wanted or ())
     check_roles(wanted_roles or ())
@@ -133,12 +131,7 @@ def export(
             elif file_format == "parquet":
                 write_parquet(found, file, extra)
             else:
-                if skip_refused:
-                    samples: Sequence[Sample] = assemble(_grouped(found, group, refused), group=group).samples
-                    samples, rows, others = accepted_rows(file_format, samples)
-                    refused |= others
-                else:
-                    samples, rows = _rows(file_format, found, group)
+                samples, rows, refused = _for_trainer(file_format, found, group, skip_refused=skip_refused)
                 write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
                 counts = replace(
                     counts,
@@ -155,10 +148,9 @@ def export(
             f"with loss {counts.trained_tokens}",
             err=True,
         )
-        for other, many in counts.other_verdicts.items():
-            typer.echo(f"left out by --verdict: {many} x {other!r}", err=True)
-        for role, many in counts.other_roles.items():
-            typer.echo(f"left out by --roles: {many} x {role!r}", err=True)
+        for name, others in (("verdict", counts.other_verdicts), ("roles", counts.other_roles)):
+            for other, many in others.items():
+                typer.echo(f"left out by --{name}: {many} x {other!r}", err=True)
         for session_id, why in list(refused.items())[:_SHOWN]:
             typer.echo(f"left out by --skip-refused: session {session_id!r}: {why}", err=True)
         if refused:
@@ -196,13 +188,17 @@ def _grouped(found: Iterable[Trajectory], group: str | None, refused: dict[str, 
             yield one
 
 
-def _rows(
-    trainer: str, found: Iterable[Trajectory], group: str | None
-) -> tuple[Sequence[Sample], list[dict[str, Any]]]:
-    """Return the samples and rows for a trainer. If some are refused, the error mentions --skip-refused."""
+def _for_trainer(
+    trainer: str, found: Iterable[Trajectory], group: str | None, *, skip_refused: bool
+) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
+    """Return the samples and rows for a trainer, and by session id the reasons for those that were skipped."""
+    refused: dict[str, str] = {}
+    if skip_refused:
+        samples, rows, others = accepted_rows(trainer, assemble(_grouped(found, group, refused), group=group).samples)
+        return samples, rows, refused | others
     try:
         samples = assemble(found, group=group).samples
-        return samples, trainer_rows(trainer, samples)
+        return samples, trainer_rows(trainer, samples), refused
     except InvalidRequest as error:
         if error.param not in ("samples", "group"):
             raise
@@ -218,19 +214,15 @@ def _filter_for(verdicts: Iterable[str]) -> str:
 
 def _wait(store: Store, wanted: Sequence[str] | None) -> int:
     """Wait until no check is due, or none was done for a minute. Return how many are still due."""
-    due, until = store.checks_due(wanted or None), time.monotonic() + _PATIENCE
-    while due and time.monotonic() < until:
+    due, changed_at = store.checks_due(wanted or None), time.monotonic()
+    while due and time.monotonic() < changed_at + _PATIENCE:
         time.sleep(0.1)
-        left = store.checks_due(wanted or None)
-        if left < due:
-            until = time.monotonic() + _PATIENCE
-        due = left
+        before, due = due, store.checks_due(wanted or None)
+        changed_at = time.monotonic() if due < before else changed_at
     return due
 
 
 def _sessions(store: Store, wanted: Sequence[str] | None) -> Iterator[StoredSession]:
     if not wanted:
-        yield from store.iter_sessions(per_token=True, together=True)
-        return
-    for session_id in dict.fromkeys(wanted):
-        yield store.load_session(session_id, per_token=True)
+        return store.iter_sessions(per_token=True, together=True)
+    return (store.load_session(session_id, per_token=True) for session_id in dict.fromkeys(wanted))

@@ -11,38 +11,18 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from tokentape.audit._probe.running import (
-    Header,
-    ProbeFile,
-    ProbeResult,
-    ProbeSettings,
-    header,
-    probe_layout,
-    run_trials,
-    summarise,
-)
+from tokentape.audit._probe import running as probing
 from tokentape.audit._probe.trials import BUILT_IN, Trial, read_texts, trials
 from tokentape.audit._report import json_value
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
-from tokentape.cli.arguments import (
-    AsJson,
-    EngineKey,
-    HtmlFile,
-    TemplateKwargs,
-    existing_file,
-    flag,
-    json_object,
-    model_folder,
-    new_file,
-    option,
-)
+from tokentape.cli import arguments as arg
 from tokentape.cli.output import end, print_report
 from tokentape.engines._base import Engine
-from tokentape.engines._opening import open_engine
+from tokentape.engines._kinds import KINDS, open_engine
 from tokentape.store._location import refuse_output
 
-_ENGINE_HELP = "vllm, sglang, llamacpp or openai: the server at --engine-url. Default: the model in this process."
+_ENGINE_HELP = f"{' or '.join(KINDS)}: the server at --engine-url. Default: the model in this process."
 _TEXTS_HELP = (
     "Sentences to use instead of the built-in ones, one per line: the word in [brackets], or JSON with text and "
     "target, or plain text, from which words are drawn."
@@ -50,22 +30,22 @@ _TEXTS_HELP = (
 
 
 def probe(
-    path: Annotated[Path, model_folder("Model folder: tokenizer and template, and weights unless served.")],
-    engine: Annotated[str | None, option(_ENGINE_HELP, "KIND")] = None,
-    engine_url: Annotated[str | None, option("The server. A gateway is a server of kind vllm.", "URL")] = None,
-    api_key: EngineKey = None,
-    texts: Annotated[Path | None, existing_file(_TEXTS_HELP)] = None,
-    output: Annotated[Path | None, new_file("JSONL of results; continues an old one.", "--output", "-o")] = None,
-    limit: Annotated[int | None, option("Run at most this many trials.", min=1)] = None,
-    repetitions: Annotated[int, option("Samples of each task; needs a temperature.", min=1)] = 1,
-    temperature: Annotated[float, option("0 is greedy.", min=0.0)] = 0.0,
-    seed: Annotated[int, option("Seed of sampling, and of the words drawn.")] = 0,
-    max_tokens: Annotated[int, option("Per completion.", min=1)] = 512,
-    ban: Annotated[bool, flag("Sample each phantom edit again with its ids banned. Greedy only.", "--ban")] = False,
-    kwargs: TemplateKwargs = "{}",
-    concurrency: Annotated[int, option("Calls at a time.", min=1)] = 8,
-    html: HtmlFile = None,
-    as_json: AsJson = False,
+    path: Annotated[Path, arg.model_folder("Model folder: tokenizer and template, and weights unless served.")],
+    engine: Annotated[str | None, arg.option(_ENGINE_HELP, "KIND")] = None,
+    engine_url: Annotated[str | None, arg.option("The server. A gateway is a server of kind vllm.", "URL")] = None,
+    api_key: arg.EngineKey = None,
+    texts: Annotated[Path | None, arg.existing_file(_TEXTS_HELP)] = None,
+    output: Annotated[Path | None, arg.new_file("JSONL of results; continues an old one.", "--output", "-o")] = None,
+    limit: Annotated[int | None, arg.option("Run at most this many trials.", min=1)] = None,
+    repetitions: Annotated[int, arg.option("Samples of each task; needs a temperature.", min=1)] = 1,
+    temperature: Annotated[float, arg.option("0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int, arg.option("Seed of sampling, and of the words drawn.")] = 0,
+    max_tokens: Annotated[int, arg.option("Per completion.", min=1)] = 512,
+    ban: Annotated[bool, arg.flag("Sample each phantom edit again with its ids banned. Greedy only.", "--ban")] = False,
+    kwargs: arg.TemplateKwargs = "{}",
+    concurrency: Annotated[int, arg.option("Calls at a time.", min=1)] = 8,
+    html: arg.HtmlFile = None,
+    as_json: arg.AsJson = False,
 ) -> None:
     """Count phantom edits: asked to replace a word, a model returns the same text in other ids.
 
@@ -77,25 +57,31 @@ def probe(
         raise typer.BadParameter("greedy samples are all the same: set --temperature", param_hint="--repetitions")
     if ban and temperature:
         raise typer.BadParameter("ids are banned in greedy decoding only", param_hint="--ban")
-    template_kwargs = json_object(kwargs, "--kwargs")
+    template_kwargs = arg.json_object(kwargs, "--kwargs")
 
     refuse_output(output, texts)
     refuse_output(html, path, texts, output)
     renderer = Renderer.load(path)
     asked = list(trials(read_texts(texts or BUILT_IN, seed=seed), repetitions=repetitions))[:limit]
 
-    async def run() -> tuple[Header, list[ProbeResult]]:
-        opened = await _open(engine, engine_url, path, renderer.tokenizer.vocab_size, api_key)
-        settings = ProbeSettings(max_tokens, temperature, seed, ban, concurrency)
+    async def run() -> tuple[probing.Header, list[probing.ProbeResult]]:
+        if engine is None or engine_url is None:
+            from tokentape.engines._transformers import TransformersEngine
+
+            opened: Engine = TransformersEngine.open(path)
+        else:
+            size = renderer.tokenizer.vocab_size
+            opened = await open_engine(engine, engine_url, vocab_size=size, api_key=api_key)
+        settings = probing.ProbeSettings(max_tokens, temperature, seed, ban, concurrency)
         try:
             return await _run(asked, opened, renderer, template_kwargs, settings, output)
         finally:
             await opened.close()
 
     made, results = asyncio.run(run())
-    found = summarise(results)
+    found = probing.summarise(results)
     value = {**made, **json_value(found)} if as_json else None
-    print_report(probe_layout(made, results, renderer.tokenizer), html, value)
+    print_report(probing.probe_layout(made, results, renderer.tokenizer), html, value)
     end(bool(found.normalised.changed), found.normalised.total, "sentence that came back")
 
 
@@ -104,31 +90,22 @@ async def _run(
     engine: Engine,
     renderer: Renderer,
     template_kwargs: dict[str, Any],
-    settings: ProbeSettings,
+    settings: probing.ProbeSettings,
     output: Path | None,
-) -> tuple[Header, list[ProbeResult]]:
+) -> tuple[probing.Header, list[probing.ProbeResult]]:
     """Return the header and the results, in order of the trials."""
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=grammar.DATE)
-    made = header(engine, renderer, setup, settings)
+    made = probing.header(engine, renderer, setup, settings)
     place = {trial: at for at, trial in enumerate(asked)}
-    file = ProbeFile(output, made) if output is not None else None
+    file = probing.ProbeFile(output, made) if output is not None else None
     results = [] if file is None else [one for one in file.results if one.trial in place]
     missing = asked if file is None else file.missing(asked)
     with file or nullcontext(), Progress(transient=True, console=Console(stderr=True)) as progress:
         bar = progress.add_task("probing", total=len(asked), completed=len(results))
-        async with aclosing(run_trials(missing, engine, renderer, setup, settings)) as running:
+        async with aclosing(probing.run_trials(missing, engine, renderer, setup, settings)) as running:
             async for result in running:
                 results.append(result)
                 if file is not None:
                     file.add(result)
                 progress.advance(bar)
     return made, sorted(results, key=lambda result: place[result.trial])
-
-
-async def _open(kind: str | None, url: str | None, model: Path, vocab_size: int, api_key: str | None) -> Engine:
-    if kind is None or url is None:
-        from tokentape.engines._transformers import TransformersEngine
-
-        return TransformersEngine.open(model)
-
-    return await open_engine(kind, url, vocab_size=vocab_size, api_key=api_key)

@@ -159,13 +159,7 @@ def _serve(
         on_ready(url)
 
     run_server(
-        gateway,
-        host=config.host,
-        port=config.port,
-        has_keys=bool(keys),
-        on_ready=ready,
-        drain=drain,
-        listener=listener,
+        gateway, host=config.host, port=config.port, has_keys=bool(keys), on_ready=ready, drain=drain, listener=listener
     )
     _log.info("stopped; everything that was answered is in %s", shown(config.location))
 

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokentape._session.files import iter_file
 from tokentape.audit._id_rows import Columns, IdRow, iter_rows, store_rows
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 from tokentape.store import Store
 from tokentape.store._location import is_record, open_record, served_model, shown
 from tokentape.store._served_model import ServedModel, served_tokenizer
+from tokentape.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,17 @@ class RecordSource:
         """Return the sequences of ids. `columns` names those of a file in another format. Raises as `iter_rows`."""
         return iter_rows(self.location, columns) if self.store is None else store_rows(self.store)
 
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Yield the trajectories of the record, or of a file that `export` wrote."""
+        if self.store is None:
+            yield from iter_file(self.location)
+        for stored in () if self.store is None else self.store.iter_sessions():
+            yield from stored.trajectories()
+
 
 @contextmanager
 def open_source(location: str) -> Iterator[RecordSource]:
-    """Open a location. Open an archive only once, because opening reads all of it.
-
-    Raises as `open_record`. Files are opened when they are read.
-    """
+    """Open a location, an archive only once, because opening reads all of it. Files are opened when they are read."""
     if not is_record(location):
         yield RecordSource(location, None)
         return

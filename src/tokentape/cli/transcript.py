@@ -10,23 +10,26 @@ it is trained and with `-` if not. In the lane `logprob` a higher bar means a le
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+from os.path import commonprefix
+from typing import Any
 
 import numpy as np
 from rich.cells import cell_len
 from rich.text import Text
 
+from tokentape._session.matching import message_key
 from tokentape._session.tree import Session
 from tokentape.audit._report import escape_for_terminal as readable
 from tokentape.audit._tokendiff.comparing import Difference, compare
 from tokentape.audit._tokendiff.kinds import ARTIFACTS
 from tokentape.audit._tokendiff.retokenizing import retokenized
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.cli.edited_message import edited_message
-from tokentape.types import Codes, LineageEdge, Provenance, Trajectory, Turn
+from tokentape.types import Codes, LineageEdge, Message, Provenance, Trajectory, Turn
 from tokentape.viewer._texts import whole_characters
 
 _STYLES = {
@@ -47,6 +50,8 @@ drift: ^~~ tokenizing the text again gives other tokens here, and which kind"""
 _FIELDS = ("temperature", "truncation", "penalties", "grammar")
 _GUTTER = max(len(code.name) for code in Provenance)
 _SEPARATOR = " | "
+_BEFORE, _QUOTED = 12, 48
+"""Characters quoted before the first difference, and in all."""
 _STEPS = "▁▂▃▄▅▆▇█"
 """Bars for -logprob in nats, from less than 1 to 7 or more (a probability of 1 in 1,100 or less)."""
 
@@ -87,7 +92,7 @@ def transcript(
         for edge in trajectory.lineage:
             if edge.turn == seq:
                 yield Text(_lineage(edge, trajectory.session_id), style="cyan")
-        if session.turns[seq].fork == "edited_history" and (edited := edited_message(session, session.turns[seq])):
+        if session.turns[seq].fork == "edited_history" and (edited := _edited_message(session, session.turns[seq])):
             yield Text(readable(f"   {edited}"), style="cyan")
         for run_start, run_end in _runs(trajectory.provenance[start:end], start):
             ids = trajectory.token_ids[run_start:run_end].tolist()
@@ -151,6 +156,55 @@ def _line(label: str, content: Text) -> Text:
 
 def _joined(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _edited_message(session: Session, turn: Turn) -> str | None:
+    """Describe the first message of `turn`'s history that differs from the most similar earlier branch.
+
+    Return None if there is no earlier turn.
+    """
+    sent = _history(session, turn)[:-1]
+    earlier = [one for one in session.turns[: turn.seq] if one.finish_reason != "abort"]
+    if not earlier:
+        return None
+    keys = [message_key(one) for one in sent]
+    continued = {one.parent for one in earlier}
+    ends = (one for one in earlier if one.seq not in continued)
+    # Of equally similar branches, the newest one.
+    at, _, nearest = max((_agreeing(keys, _history(session, one)), one.seq, one) for one in ends)
+    recorded = _history(session, nearest)
+    own = f"messages[{at}] {_shown(sent, recorded, at)}" if at < len(sent) else f"messages end before messages[{at}]"
+    there = _shown(recorded, sent, at) if at < len(recorded) else "no such message"
+    return f"{own}; the branch of turn {nearest.seq} has {there}"
+
+
+def _history(session: Session, turn: Turn) -> list[Message]:
+    return [message for one in session.path(turn.seq) for message in (*one.messages, one.reply)]
+
+
+def _agreeing(keys: list[bytes], recorded: list[Message]) -> int:
+    """Return the number of first messages that are equal."""
+    pairs = zip_longest(keys, map(message_key, recorded))
+    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(keys))
+
+
+def _shown(messages: list[Message], others: list[Message], at: int) -> str:
+    """Return a message's role, and its text around the first difference from the other message at this index."""
+    message = messages[at]
+    texts = [_message_text(message), _message_text(others[at]) if at < len(others) else ""]
+    if texts[0] == texts[1]:
+        texts = [json.dumps(one, ensure_ascii=False, sort_keys=True, default=str) for one in (message, others[at])]
+    start = max(0, len(commonprefix(texts)) - _BEFORE)
+    end = start + _QUOTED
+    quote = f"{'...' if start else ''}{texts[0][start:end]}{'...' if end < len(texts[0]) else ''}"
+    return f"({message.get('role')}) {quote!r}"
+
+
+def _message_text(message: Message) -> str:
+    content: Any = message.get("content") or ""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    calls = message.get("tool_calls")
+    return text + (json.dumps(calls, ensure_ascii=False, default=str) if calls else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,7 @@ from tokentape.client._results import (
 )
 
 __all__ = [
-    "AbortedTurn",
-    "AsyncClient",
-    "AsyncClientSession",
-    "Client",
-    "ClientSession",
-    "ClientSnapshot",
-    "DropReport",
-    "EngineState",
-    "KeptSession",
-    "LeafState",
-    "RewardState",
-    "SessionEntry",
-    "SessionState",
-    "SnapshotManifest",
+    "AbortedTurn", "AsyncClient", "AsyncClientSession", "Client", "ClientSession", "ClientSnapshot", "DropReport",
+    "EngineState", "KeptSession", "LeafState", "RewardState", "SessionEntry", "SessionState", "SnapshotManifest",
     "TurnState",
-]
+]  # fmt: skip

@@ -103,13 +103,9 @@ class Client:
         for these keys. The gateway waits up to `wait_checks` seconds for pending bridge checks. Raises `InvalidRequest`
         if no session is left.
         """
-        body = {
-            "session_ids": None if session_ids is None else list(session_ids),
-            "since": since,
-            "idle_seconds": idle_seconds,
-            "metadata": None if metadata is None else dict(metadata),
-            "wait_checks": wait_checks,
-        }
+        body: dict[str, Any] = {"since": since, "idle_seconds": idle_seconds, "wait_checks": wait_checks}
+        body["session_ids"] = None if session_ids is None else list(session_ids)
+        body["metadata"] = None if metadata is None else dict(metadata)
         read, encoded = reader(int, "snapshot_id"), msgspec.json.encode(body)
         # Repeated, it would take a second snapshot.
         call = Call("POST", "/snapshots", read, encoded, wait=wait_checks, repeatable=False)
@@ -345,8 +341,9 @@ class ClientSnapshot:
                     file.write(chunk)
             file.flush()
             digest = hashlib.sha256()
-            for line in _lines_of(Path(file.name), lines):
-                digest.update(line)
+            with open(file.name, "rb") as written:
+                for line in written if lines else map(json_line, iter_parquet(Path(file.name))):
+                    digest.update(line)
             if digest.hexdigest() != expected:
                 raise GatewayUnavailable(
                     f"the received contents of snapshot {self.snapshot_id} have digest {digest.hexdigest()}, not "
@@ -385,19 +382,10 @@ class ClientSnapshot:
 
 def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
     """Return the trained turns that have a column: its values are not NaN there."""
-    found = set()
-    for one in trajectories:
-        for turn, start, end in one.completions():
-            trained = one.loss_mask[start:end].all()
-            if trained and column in one.columns and not np.isnan(one.columns[column][start:end]).any():
-                found.add(turn)
-    return found
-
-
-def _lines_of(path: Path, jsonl: bool) -> Iterator[bytes]:
-    """Yield a file's trajectories as lines of JSON. For Parquet they are converted."""
-    if jsonl:
-        with open(path, "rb") as file:
-            yield from file
-    else:
-        yield from map(json_line, iter_parquet(path))
+    return {
+        turn
+        for one in trajectories
+        if column in one.columns
+        for turn, start, end in one.completions()
+        if one.loss_mask[start:end].all() and not np.isnan(one.columns[column][start:end]).any()
+    }

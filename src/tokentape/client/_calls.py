@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -147,10 +148,9 @@ def unreachable(base_url: str, error: httpx2.RequestError) -> GatewayUnavailable
 
 def answered_error(response: httpx2.Response) -> TokentapeError:
     """Return the error of an answer: by its code, else by its status."""
-    try:
-        answer = msgspec.json.decode(response.content) if response.content else None
-    except ValueError:
-        answer = None
+    answer: Any = None
+    with suppress(ValueError):
+        answer = msgspec.json.decode(response.content)
     found = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(found, dict):
         return GatewayUnavailable(
@@ -252,19 +252,14 @@ def show_session(session_id: str) -> Call[SessionState]:
 
 def give_reward(session_id: str, value: float, turn: int | None, leaf: int | None) -> Call[str | None]:
     """Give a reward, and return the gateway's warning, if any. It replaces earlier ones, so a retry is safe."""
-    try:
+    number = math.nan
+    with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
     if not math.isfinite(number):
         raise InvalidRequest(f"reward must be a finite number, got {value!r}", "value")
     body = msgspec.json.encode({"value": number, "turn": turn, "leaf": leaf})
-
-    def read(content: bytes) -> str | None:
-        warning: str | None = msgspec.json.decode(content).get("warning")
-        return warning
-
-    return Call("POST", f"{session_path(session_id)}/reward", read, body)
+    path = f"{session_path(session_id)}/reward"
+    return Call("POST", path, lambda content: msgspec.json.decode(content).get("warning"), body)
 
 
 def pass_on(warning: str | None) -> None:

@@ -3,4 +3,3 @@
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "model"
-"""Folder of the tiny model."""

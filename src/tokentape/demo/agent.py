@@ -53,14 +53,8 @@ async def solve(client: AsyncOpenAI, task: Task, *, temperature: float, seed: in
 async def _complete(
     client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]], temperature: float, seed: int, stream: bool
 ) -> dict[str, Any]:
-    request: dict[str, Any] = {
-        "model": "demo",
-        "messages": messages,
-        "tools": TOOLS,
-        "temperature": temperature,
-        "seed": seed,
-        "max_tokens": MAX_TOKENS,
-    }
+    sampling = {"temperature": temperature, "seed": seed, "max_tokens": MAX_TOKENS}
+    request: dict[str, Any] = {"model": "demo", "messages": messages, "tools": TOOLS, **sampling}
     if stream:
         return await _assembled(await client.chat.completions.create(stream=True, **request))
     reply = await client.chat.completions.create(**request)
@@ -76,14 +70,11 @@ async def _assembled(chunks: AsyncIterable[ChatCompletionChunk]) -> dict[str, An
         for choice in chunk.choices:
             text += choice.delta.content or ""
             for part in choice.delta.tool_calls or ():
-                call = calls.setdefault(
-                    part.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-                )
+                begun = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+                call = calls.setdefault(part.index, begun)
                 call["id"] += part.id or ""
                 if part.function is not None:
                     call["function"]["name"] += part.function.name or ""
                     call["function"]["arguments"] += part.function.arguments or ""
     message: dict[str, Any] = {"role": "assistant", "content": text or None}
-    if calls:
-        message["tool_calls"] = [calls[index] for index in sorted(calls)]
-    return message
+    return {**message, "tool_calls": [calls[index] for index in sorted(calls)]} if calls else message

@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,8 +19,7 @@ from rich.console import Console
 
 from tokentape._session.files import read_trajectories, write_trajectories
 from tokentape.audit._drift.meter import measure_drift
-from tokentape.audit._drift.report import Example
-from tokentape.audit._drift.rerender import through_messages
+from tokentape.audit._drift.report import Example, through_messages
 from tokentape.audit._id_rows import session_rows
 from tokentape.audit._report import Block, Code, Facts, Heading, Paragraph, Report, Table
 from tokentape.audit._tokendiff.kinds import ARTIFACTS
@@ -48,7 +47,6 @@ class Group:
     changed_completions: int
     """Completions that change when they are decoded and encoded again."""
     tokens: int
-    """Sampled tokens."""
     changed_tokens: int
     trajectories: int
     retokenized_trajectories: int
@@ -107,33 +105,25 @@ def replay(directory: Path) -> DemoReport:
 
 
 def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: float) -> DemoReport:
-    """Write the trajectories of a run to a file, and report on the record.
-
-    `calls` has the `call_digest` of each call in the engine's log.
-    """
+    """Write the trajectories of a run to a file, and report on the record. `calls` are digests of the engine's log."""
     file = directory / "trajectories.jsonl"
     with SqliteStore.open(directory, read_only=True) as record:
         stored = sorted(record.iter_sessions(), key=lambda one: one.info.session_id)
     write_trajectories((row for one in stored for row in one.trajectories()), file)
     written = read_trajectories(file)
+    grouped: defaultdict[float, list[StoredSession]] = defaultdict(list)
+    for one in stored:
+        grouped[one.info.metadata["temperature"]].append(one)
     return DemoReport(
         directory=directory,
         trajectories_file=file,
-        groups=_groups(renderer, stored),
+        groups=tuple(group_of(renderer, one, grouped[one]) for one in sorted(grouped)),
         turns=sum(len(one.turns) for one in stored),
         tokens=sum(t.added_ids.size + t.completion_ids.size for one in stored for t in one.turns),
         trajectories=len(written),
         turns_unlike_engine=turns_unlike_engine(written, calls),
         findings=len(verify(directory).findings),
         seconds=seconds,
-    )
-
-
-def _groups(renderer: Renderer, stored: list[StoredSession]) -> tuple[Group, ...]:
-    temperatures = sorted({one.info.metadata["temperature"] for one in stored})
-    return tuple(
-        group_of(renderer, temperature, [one for one in stored if one.info.metadata["temperature"] == temperature])
-        for temperature in temperatures
     )
 
 
@@ -163,7 +153,6 @@ def group_of(renderer: Renderer, temperature: float, sessions: list[StoredSessio
 
 
 def _comes_back(renderer: Renderer, stored: StoredSession, one: Trajectory) -> bool:
-    """Return True if the messages of a branch render to its ids."""
     path = stored.tree().path(one.leaf)
     try:
         return np.array_equal(one.token_ids, through_messages(renderer, path, stored.setups[path[-1].setup]))
@@ -218,23 +207,23 @@ def _blocks(report: DemoReport, example: Example | None) -> Iterator[Block]:
     groups = report.groups
     names = [f"temperature {group.temperature:g}" if group.temperature else "greedy" for group in groups]
 
-    def row(label: str, count: Callable[[Group], int], of: Callable[[Group], int] | None = None) -> list[str]:
-        counts = [f"{sum(map(count, some)):,}" for some in (*([group] for group in groups), groups)]
-        wholes = [f" of {sum(map(of, some)):,}" if of else "" for some in (*([group] for group in groups), groups)]
-        return [label, *map(str.__add__, counts, wholes)]
+    def row(label: str, count: str, of: str = "") -> list[str]:
+        counts, wholes = ([getattr(group, name) for group in groups] if name else [] for name in (count, of))
+        ends = [f" of {many:,}" for many in (*wholes, sum(wholes))] if of else [""] * (len(groups) + 1)
+        return [label, *(f"{many:,}{end}" for many, end in zip((*counts, sum(counts)), ends, strict=True))]
 
     rows = [
-        row("sessions", lambda g: g.sessions),
-        row("  of these streamed", lambda g: g.streamed),
-        row("  tasks solved", lambda g: g.solved, lambda g: g.sessions),
-        row("turns", lambda g: g.completions),
-        row("sampled tokens", lambda g: g.tokens),
+        row("sessions", "sessions"),
+        row("  of these streamed", "streamed"),
+        row("  tasks solved", "solved", "sessions"),
+        row("turns", "completions"),
+        row("sampled tokens", "tokens"),
         ["all tokens", *[""] * len(groups), f"{report.tokens:,}"],
         ["retokenizing would change", *[""] * (len(groups) + 1)],
-        row("  completions", lambda g: g.changed_completions, lambda g: g.completions),
-        row("  sampled tokens", lambda g: g.changed_tokens, lambda g: g.tokens),
-        row("  trajectories", lambda g: g.retokenized_trajectories, lambda g: g.trajectories),
-        row("  the same, re-rendered", lambda g: g.rerendered_trajectories, lambda g: g.trajectories),
+        row("  completions", "changed_completions", "completions"),
+        row("  sampled tokens", "changed_tokens", "tokens"),
+        row("  trajectories", "retokenized_trajectories", "trajectories"),
+        row("  the same, re-rendered", "rerendered_trajectories", "trajectories"),
     ]
     yield Table(["", *names, "all"], rows, range(1, len(groups) + 2))
     yield Paragraph(

@@ -42,7 +42,6 @@ def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str]
 
 
 def _tasks(count: int, seed: int) -> list[Task]:
-    """Return tasks with several questions that the model was not trained on."""
     drawn = count
     while True:
         tasks = [task for task in sample_tasks(seed, drawn, "heldout") if len(task.questions) > 1]
@@ -52,7 +51,6 @@ def _tasks(count: int, seed: int) -> list[Task]:
 
 
 async def _run_all(base_url: str, tasks: list[Task], seed: int, progress: Callable[[str], None]) -> None:
-    """Run the sessions at once, and give each a reward."""
     done = 0
     async with AsyncClient(base_url) as client:
 

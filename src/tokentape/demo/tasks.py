@@ -18,88 +18,24 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 Split: TypeAlias = Literal["train", "heldout"]
 
 SYSTEM_PROMPT = "You help in a shop."
 
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Price of an item.",
-            "parameters": {
-                "type": "object",
-                "properties": {"item": {"type": "string"}},
-                "required": ["item"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "calculator",
-            "description": "Value of an expression.",
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string"}},
-                "required": ["expression"],
-            },
-        },
-    },
-]
+_DATA = json.loads(Path(__file__).with_name("tasks.json").read_text(encoding="utf-8"))
+
+TOOLS: list[dict[str, Any]] = _DATA["tools"]
 """The tools in the format of the OpenAI API."""
 
+ITEMS, NAMES = tuple(_DATA["items"].split()), tuple(_DATA["names"].split())
+GREETINGS = tuple(_DATA["greetings"])
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-ITEMS = _words(
-    """
-    almonds apples apricots avocados bananas beans beets berries biscuits carrots cashews cherries
-    chestnuts coconuts cookies crackers cucumbers dates eggs figs grapes guavas hazelnuts lemons lentils
-    limes mangoes melons muffins mushrooms noodles nuts oats olives onions oranges pancakes papayas
-    peaches peanuts pears peas peppers pickles plums potatoes pretzels prunes pumpkins radishes raisins
-    rolls scones shallots spices sprouts tomatoes turnips waffles walnuts
-    """
-)
-NAMES = _words(
-    """
-    Ada Alan Amir Anna Aziz Bela Boris Carla Chen Clara Dana Diego Elena Emil Farah Finn Grace Hana Hugo
-    Ines Ivan Jana Juan Kenji Lara Leo Lin Maria Mila Nadia Nils Olga Omar Pablo Priya Rosa Sami Sara
-    Tariq Yuki
-    """
-)
-
-GREETINGS = (
-    "Hello, I am {name}.",
-    "Hi, my name is {name}.",
-    "Good morning! I am {name}.",
-    "Hello, this is {name}.",
-)
-
-# Phrasings by (number of items, how many numbers, refers to the answer before, operator).
 _Form: TypeAlias = tuple[int, int, bool, str]
-PHRASINGS: Mapping[_Form, tuple[str, ...]] = {
-    (0, 2, False, "+"): ("What is {m} plus {n}?", "Add {m} and {n}.", "Please work out {m}+{n}."),
-    (0, 2, False, "-"): ("What is {m} minus {n}?", "Take {n} away from {m}.", "Please work out {m}-{n}."),
-    (0, 2, False, "*"): ("What is {m} times {n}?", "Multiply {m} by {n}.", "Please work out {m}*{n}."),
-    (1, 0, False, ""): ("How much are {x}?", "What is the price of {x}?", "What do {x} cost?", "And {x}?"),
-    (1, 1, False, "+"): ("What is the price of {x} plus {n}?", "Add {n} to the price of {x}."),
-    (1, 1, False, "-"): ("What is the price of {x} minus {n}?", "How much are {x} with {n} off?"),
-    (1, 1, False, "*"): ("What do {n} bags of {x} cost?", "How much are {n} boxes of {x}?"),
-    (2, 0, False, "+"): ("What do {x} and {y} cost together?", "Add the prices of {x} and {y}."),
-    (2, 0, False, "-"): (
-        "How much more are {x} than {y}?",
-        "What is the price of {x} minus the price of {y}?",
-    ),
-    (0, 1, True, "+"): ("Now add {n} to that.", "And plus {n}?"),
-    (0, 1, True, "-"): ("Now take {n} away from that.", "And minus {n}?"),
-    (0, 1, True, "*"): ("Now multiply that by {n}.", "And {n} times that?"),
-}
+PHRASINGS: Mapping[_Form, tuple[str, ...]] = {tuple(form): tuple(texts) for *form, texts in _DATA["phrasings"]}
+"""Phrasings by number of items, number of numbers, if it refers to the answer before, and operator."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

@@ -19,33 +19,15 @@ from tokentape.engines._base import Engine, EngineInfo, SampleDelta, SamplingPar
 
 if TYPE_CHECKING:
     from tokentape.engines._function import FunctionEngine
-    from tokentape.engines._opening import open_engine
+    from tokentape.engines._kinds import open_engine
     from tokentape.engines._pool import EnginePool
     from tokentape.engines._remote import RemoteEngine
     from tokentape.engines._transformers import TransformersEngine
 
 __all__ = [
-    "Engine",
-    "EngineInfo",
-    "EnginePool",
-    "FunctionEngine",
-    "RemoteEngine",
-    "SampleDelta",
-    "SamplingParams",
-    "Timeouts",
-    "TransformersEngine",
-    "WeightSpan",
-    "open_engine",
-]
+    "Engine", "EngineInfo", "EnginePool", "FunctionEngine", "RemoteEngine", "SampleDelta", "SamplingParams",
+    "Timeouts", "TransformersEngine", "WeightSpan", "open_engine",
+]  # fmt: skip
 
 # Modules that import an HTTP client or torch are imported on first use.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.engines._function": "FunctionEngine",
-        "tokentape.engines._opening": "open_engine",
-        "tokentape.engines._pool": "EnginePool",
-        "tokentape.engines._remote": "RemoteEngine",
-        "tokentape.engines._transformers": "TransformersEngine",
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -281,7 +281,7 @@ CAPTURED = "captured"
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall:
+class StartedCompletion:
     """A completion that a server began from messages."""
 
     prompt_ids: TokenIds
@@ -301,6 +301,6 @@ class ChatServer(Engine, Protocol):
         params: SamplingParams,
         *,
         request_id: str,
-    ) -> ChatCall:
+    ) -> StartedCompletion:
         """Begin a completion, and return when the server has sent the prompt's ids. Raises as `sample` does."""
         ...

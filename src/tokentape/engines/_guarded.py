@@ -13,12 +13,12 @@ from tokentape.engines._base import (
     CAPTURED,
     UNKNOWN_MODE,
     UNVERIFIED,
-    ChatCall,
     ChatServer,
     EngineInfo,
     KeepsSessions,
     SampleDelta,
     SamplingParams,
+    StartedCompletion,
 )
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import ServedAs, served_as
@@ -127,7 +127,7 @@ class GuardedEngine:
         """Sample as the engine does, with `media` if it takes them. Raises `EngineUnavailable` for another model."""
         return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id, **media))
 
-    async def begin(self, *call: Any, **options: Any) -> ChatCall:
+    async def begin(self, *call: Any, **options: Any) -> StartedCompletion:
         """Begin a chat with the engine, which must be a `ChatServer`. Raises as `sample` does."""
         await self._raise_unless_served()
         begun = await cast(ChatServer, self._engine).begin(*call, **options)

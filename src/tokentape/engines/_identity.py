@@ -32,6 +32,8 @@ class ServedAs:
     model_type: str | None = None
     """The `model_type` of config.json."""
     hidden_size: int | None = None
+    by_gateway: bool = False
+    """Whether the server is a Tokentape gateway."""
 
 
 class _Meta(msgspec.Struct):
@@ -91,12 +93,12 @@ async def process_start(http: HttpClient) -> str | None:
     return found and found[1].decode()
 
 
-async def refuse_gateway(http: HttpClient, *, stage: Stage = "first_token") -> None:
+async def refuse_gateway(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> None:
     """Raise `InvalidRequest` if the server is a Tokentape gateway: its record would get the calls of this one too.
 
-    Else raises as `served_cards`.
+    Else raises as `served_as`.
     """
-    if any(card.owned_by == "tokentape" for card in await served_cards(http, stage=stage)):
+    if (await served_as(kind, http, stage=stage)).by_gateway:
         raise InvalidRequest(
             "this is the address of a Tokentape gateway, not of an engine; give the engine's own address", "engine_url"
         )
@@ -114,9 +116,12 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
     raise InvalidRequest(f"the engine does not serve {name}; it serves {served}: name one of these", "model")
 
 
-async def served_as(kind: str, http: HttpClient) -> ServedAs:
-    """Return the facts of `/v1/models`, and of SGLang's `/model_info`. Raises `EngineError` or a subclass."""
-    listed = await served_cards(http)
+async def served_as(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
+    """Return the facts of `/v1/models`, and of SGLang's `/model_info`. Raises `EngineError` or a subclass.
+
+    The server has the time of `stage`.
+    """
+    listed = await served_cards(http, stage=stage)
     cards = [card for card in listed if card.parent is None]
     more = _ModelInfo()
     if kind == "sglang":
@@ -129,6 +134,7 @@ async def served_as(kind: str, http: HttpClient) -> ServedAs:
         max_model_len=next((card.max_model_len for card in cards if card.max_model_len), None),
         model_type=more.model_type,
         hidden_size=next((card.meta.n_embd for card in cards if card.meta is not None), None),
+        by_gateway=any(card.owned_by == "tokentape" for card in listed),
     )
 
 

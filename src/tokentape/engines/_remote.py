@@ -35,6 +35,9 @@ class RemoteEngine(ABC):
 
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
+    """Path that ends a call with its last tokens and the finish_reason `abort`. Without one, override neither
+    `_abort_body` nor `interrupt`, and pass no `abort_id` to `_receive`. If a server drops aborted calls without a last
+    event, let `interrupt` return False."""
 
     def __init__(self, http: HttpClient, info: EngineInfo) -> None:
         self.http = http
@@ -162,7 +165,10 @@ class RemoteEngine(ABC):
         stream: bool,
         abort_id: str | None = None,
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Send a call and yield its tokens. If the caller closes the generator early, abort `abort_id`."""
+        """Send a call and yield its tokens. If the caller closes the generator early, abort `abort_id`.
+
+        A stream is server-sent events that end with `[DONE]`. For another format, override this method.
+        """
         running = True
         if abort_id is not None:
             self._calls.add(abort_id)

@@ -325,15 +325,19 @@ class EngineReply(ABC):
     def last(self) -> SampleDelta:
         """Return the delta that ended the completion, once the reply is complete and has been checked."""
         if self._ended is None or not self._done:
+            missing = "a finish_reason" if self._ended is None else "the event [DONE]"
             raise EngineError(
-                f"the engine's reply ended after {self._completion.tokens} tokens without a finish_reason; send the "
-                "request again"
+                f"the engine's reply ended after {self._completion.tokens} tokens without {missing}; send the request "
+                "again"
             )
         return self._ended
 
     @abstractmethod
     def _read(self, data: bytes) -> SampleDelta | None:
-        """Return the tokens of an event, with a `finish_reason` if it is the last."""
+        """Return the tokens of an event, with a `finish_reason` if it is the last.
+
+        For a server that sends no `[DONE]`, set `self._done` with its last event.
+        """
 
     def _check_prompt(self, echoed: msgspec.Raw) -> None:
         """Compare the prompt's ids in the reply, if it has any, with those sent."""

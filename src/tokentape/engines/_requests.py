@@ -59,7 +59,7 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
     end: End | None = None
-    """Set with the completion's last token. `Sampler.update` sends it."""
+    """Set with the completion's last token. `TokenSampler.update` sends it."""
     sent: int = 0
     finished: bool = False
     """Whether the end was sent, so that no more tokens are sampled."""
@@ -76,7 +76,7 @@ class Request:
     """Whether all keys and values come from one version of the weights. Also False after an error."""
 
 
-class Sampler:
+class TokenSampler:
     """Chooses tokens from logits, records them with each request, and sends them to the callers.
 
     Args:

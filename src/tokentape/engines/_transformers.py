@@ -133,7 +133,7 @@ class TransformersEngine:
         from tokentape.engines import _loading as loading
         from tokentape.engines._experts import expert_layers
         from tokentape.engines._grammar import CONSTRAINTS, Grammars
-        from tokentape.engines._requests import Sampler
+        from tokentape.engines._requests import TokenSampler
         from tokentape.engines._worker import Worker
 
         if threads is not None:
@@ -156,7 +156,7 @@ class TransformersEngine:
 
         samplable = known.copy()
         samplable[sorted(media_ids)] = False
-        sampler = Sampler(
+        sampler = TokenSampler(
             samplable=torch.from_numpy(samplable).to(model.device),
             weight_version=weight_version,
             on_finish=report,

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tokentape.engines._base import CAPTURED, ChatCall, SampleDelta, SamplingParams
+from tokentape.engines._base import CAPTURED, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.engines._checks import refuse_params, refuse_unsupported
 from tokentape.engines._http import HttpClient
 from tokentape.engines._remote import unique_id
@@ -46,7 +46,7 @@ class VllmChatServer(VllmEngine):
         params: SamplingParams,
         *,
         request_id: str,
-    ) -> ChatCall:
+    ) -> StartedCompletion:
         """Make the server render the messages and begin to sample; see `ChatServer`."""
         refuse_params(params)
         refuse_unsupported(replace(params, payloads_from=None), self.info)
@@ -66,7 +66,7 @@ class VllmChatServer(VllmEngine):
         except BaseException:
             await deltas.aclose()
             raise
-        return ChatCall(prompt_ids, deltas)
+        return StartedCompletion(prompt_ids, deltas)
 
     async def _deltas(
         self, reply: VllmReply, body: bytes, headers: dict[str, str]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tokentape.engines._adapters import Adapters
 from tokentape.engines._kv import NO_PREFIX, DecodeBatch, Prefix, PrefixCache
-from tokentape.engines._requests import End, Request, Sampler
+from tokentape.engines._requests import End, Request, TokenSampler
 from tokentape.errors import EngineError
 
 _PREFILL_TOKENS = 2048
@@ -41,7 +41,7 @@ class Worker:
     """
 
     def __init__(
-        self, model: Any, sampler: Sampler, adapters: Adapters, *, max_batch: int, prefix_cache_bytes: int
+        self, model: Any, sampler: TokenSampler, adapters: Adapters, *, max_batch: int, prefix_cache_bytes: int
     ) -> None:
         self._batch = DecodeBatch(model)
         self._adapters = adapters

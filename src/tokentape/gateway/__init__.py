@@ -16,14 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Keys", "Limits", "Turns", "create_app", "running", "serving"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "tokentape.gateway._app": "create_app",
-        "tokentape.gateway._keys": "Keys",
-        "tokentape.gateway._limits": "Limits",
-        "tokentape.gateway._serve": "running",
-        "tokentape.gateway._serving": "serving",
-        "tokentape.gateway._turns": "Turns",
-    },
-)
+__getattr__ = lazy_names(__name__)

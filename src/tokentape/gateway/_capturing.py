@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokentape.engines._base import ChatCall, ChatServer, SampleDelta, SamplingParams
+from tokentape.engines._base import ChatServer, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.errors import EngineContractError
 from tokentape.gateway._events import TurnRequest
 from tokentape.types import TokenIds
@@ -44,7 +44,7 @@ class ServerRenderedCall:
     def __init__(self, server: ChatServer, request: TurnRequest) -> None:
         self._server = server
         self._request = request
-        self._first: ChatCall | None = None
+        self._first: StartedCompletion | None = None
         self.request_id = secrets.token_hex(12)
         """Request id of the first call."""
 
@@ -78,7 +78,7 @@ class ServerRenderedCall:
         if self._first is not None:
             await self._first.deltas.aclose()
 
-    async def _ask(self, params: SamplingParams, request_id: str) -> ChatCall:
+    async def _ask(self, params: SamplingParams, request_id: str) -> StartedCompletion:
         request = self._request
         return await self._server.begin(
             tuple(request.messages),

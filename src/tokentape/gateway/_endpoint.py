@@ -84,7 +84,10 @@ class DoneChoice:
 
 
 class Encoder(Protocol):
-    """Writes the replies to one request in the format of a wire API."""
+    """Writes the replies to one request in the format of a wire API.
+
+    Content and calls of a whole reply are in `TurnDone.turn.reply`. A stream has them in deltas and `TurnDone.rest`.
+    """
 
     def whole(self, choices: Sequence[DoneChoice]) -> Any:
         """Return the JSON value of the reply to a request without `stream`."""
@@ -127,7 +130,7 @@ class Dialect:
     """
 
     path: str
-    """Path below a base URL, for example `/v1/chat/completions`."""
+    """Path below a base URL, for example `/v1/chat/completions`, without placeholders."""
     summary: str
     """Name of the API in the OpenAPI document."""
     body: type[Struct]
@@ -152,8 +155,12 @@ class Dialect:
         """Decode a body parsed as JSON. Raises `InvalidRequest` or a subclass that names the parameter."""
         raise NotImplementedError
 
+    def given(self, body: Any) -> frozenset[str]:
+        """Return the parameters of `pins.NAMES` that an accepted body sets: defaults do not replace these."""
+        return pins.given_in(body)
+
     def error_event(self, error: TokentapeError) -> bytes:
-        """Return an error as the last event of a stream."""
+        """Return an error as the last event of a stream. `_error_response` in `_app.py` answers other errors."""
         return encode_event(error_body(error))
 
 
@@ -279,7 +286,7 @@ class Endpoint:
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
-            given=pins.given_in(parsed),
+            given=self.dialect.given(parsed),
             client_session=None if hint is None or hint == line.session_id else hint[:128],
             client=client_headers(request.scope["headers"], line.session_id),
         )

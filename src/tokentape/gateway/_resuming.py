@@ -113,7 +113,7 @@ class SplitStopFinder:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class CompletionSampler:
     """Samples completions, each with one engine call or, after aborts, several.
 
     With `on_abort="resume"` an aborted completion is kept as it is after `limits.resumes` resumes, or if its rest would

@@ -35,7 +35,7 @@ from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder, noting_request
 from tokentape.gateway._recording import Recorder, replayed
-from tokentape.gateway._resuming import Sampler
+from tokentape.gateway._resuming import CompletionSampler
 from tokentape.gateway._session_cache import OpenSession, SessionCache, UnreadMarks, not_found
 from tokentape.gateway._telemetry import Telemetry
 from tokentape.store import Store, StoredSession
@@ -55,7 +55,8 @@ class Turns:
     effect with `capture`.
     With `payloads`, the engine's per-token data besides logprobs (routed experts) are requested and recorded if the
     engine supports them. `supports` is the largest support to record: the ids that truncation keeps at a token.
-    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see `Sampler`.
+    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see
+    `CompletionSampler`.
     `pins` are sampling parameters that callers can't change, and defaults.
     `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
     `BridgeChecks`. None checks no bridge, and then verdicts don't mention checks.
@@ -114,7 +115,7 @@ class Turns:
         self._payloads = payloads and "payloads_from" in engine.info.sampling
         if payloads and not self._payloads:
             _log.warning("%s returns no payloads per token: none are recorded", engine.info)
-        self._sampler = Sampler(
+        self._sampler = CompletionSampler(
             engine,
             renderer.tokenizer,
             self.vocab_size,

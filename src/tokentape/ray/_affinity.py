@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterable
-from typing import Any
 from urllib.parse import unquote
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
@@ -28,22 +27,17 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
     ) -> list[list[RunningReplica]]:
         """Return the replica of the request's session, then those to try if it is full."""
         if pending_request is not None and pending_request.metadata.is_http_request:
-            scope = _scope(pending_request)
-            if scope is not None:
-                found = affinity_key(scope["path"], scope["headers"])
-                pending_request.metadata.session_id = found or ""
+            # Serve's proxy sends the ASGI scope in the pickled first argument.
+            (sent,) = pending_request.args or (None,)
+            if isinstance(sent, bytes):
+                scope = pickle.loads(sent).asgi_scope
+                pending_request.metadata.session_id = affinity_key(scope["path"], scope["headers"]) or ""
         ranked: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         return ranked
 
 
 def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the session id of a call, else its Idempotency-Key, else None. Calls with the same key go together.
-
-    >>> affinity_key("/sessions/s1/v1/chat/completions", [])
-    's1'
-    >>> affinity_key("/v1/chat/completions", [(b"x-session-id", b"s1")])
-    's1'
-    """
+    """Return the session id of a call, else its Idempotency-Key, else None. Calls with the same key go together."""
     given = {name.lower(): value.decode("latin-1") for name, value in headers}
     in_path = _IN_PATH.search(path)
     key = given.get(b"x-api-key") or given.get(b"authorization", "").partition(" ")[2].strip()
@@ -52,12 +46,3 @@ def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | Non
             return session_id
     # A retry goes to the replica where the call may still be running.
     return given.get(b"idempotency-key") or None
-
-
-def _scope(pending_request: PendingRequest) -> dict[str, Any] | None:
-    """Return the ASGI scope, which Serve's proxy sends as the pickled first argument."""
-    (request,) = pending_request.args or (None,)
-    if not isinstance(request, bytes):
-        return None
-    scope: dict[str, Any] = pickle.loads(request).asgi_scope
-    return scope

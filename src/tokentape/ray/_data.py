@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from tokentape._session.arrow import ExtraNames, open_parquet, write_parquet
 from tokentape._session.verdict import check_verdicts
@@ -23,24 +23,15 @@ from tokentape.audit._drift.meter import DriftTally, RowDrift, RowMeter
 from tokentape.audit._drift.report import DriftReport
 from tokentape.audit._id_rows import Columns, iter_rows, parquet_rows
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.base import Backend
+from tokentape.audit._skew.backends import Backend, open_backend
 from tokentape.audit._skew.corpus import Compared, Range, compare_corpus, compare_range
 from tokentape.audit._skew.findings import AuditReport
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import Conflict, InvalidRequest, NotFound, TokentapeError
 from tokentape.store import StoredSession, open_record
-from tokentape.store._exporting import ExportCounts, exported
+from tokentape.store._reads import ExportCounts, exported
 
-Piece = TypeVar("Piece")
-Result = TypeVar("Result")
 Paths: TypeAlias = str | Path | Iterable[str | Path]
-
-_MOST_ACTORS = 1024
-"""Ray starts only as many as it has CPUs for."""
-
-USUAL = Columns()
-"""Find columns by their usual names."""
 
 
 def require_ray() -> None:
@@ -66,28 +57,23 @@ def export(
 
     Raises `Conflict` if `folder` exists, `InvalidRequest` for an unknown verdict, `NotFound` for an unknown session,
     and the errors of `open_record`.
-
-    >>> export("postgresql://tokentape@db.internal/tokentape", "exports/2026-11")      # doctest: +SKIP
-    ExportCounts(sessions=120000, trajectories=131072, tokens=2147483648, trained_tokens=536870912)
     """
     check_verdicts(verdicts or ())
     target = Path(folder).resolve()
     if target.exists():
         raise Conflict(f"there is a {target} already; name a new folder")
-    if isinstance(location, Path) or "://" not in location:
-        location = Path(location).resolve()
+    location = location if "://" in str(location) else Path(location).resolve()
     with open_record(location, read_only=True) as store:
         extra = store.extra_names(sessions)
         ids = list(store.session_ids() if sessions is None else dict.fromkeys(sessions))
     # A record without sessions gives a file without rows, which can be opened.
     starts = range(0, max(len(ids), 1), sessions_per_file)
     pieces = [(f"part-{n:05}.parquet", ids[start : start + sessions_per_file]) for n, start in enumerate(starts)]
-    part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
+    part, counts = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}"), ExportCounts()
     part.mkdir(parents=True)
     try:
-        counts = ExportCounts()
         opened = partial(_exporting, location, part, extra, verdicts, sessions is not None)
-        for one in in_order(pieces, opened, actors=actors, cpus=cpus):
+        for one in _in_order(pieces, opened, actors, cpus):
             counts.add(one)
         for left in part.glob(".*"):
             left.unlink()
@@ -107,13 +93,11 @@ def _exporting(
             try:
                 yield store.load_session(session_id, per_token=True)
             except NotFound:
-                if named:
+                if named:  # else it was deleted after the list was made
                     raise
-                # It was deleted after the list was made.
 
     def write(piece: tuple[str, list[str]]) -> ExportCounts:
-        name, ids = piece
-        counts = ExportCounts()
+        (name, ids), counts = piece, ExportCounts()
         # If Ray loses an actor, another one may do the same piece.
         beginning = folder / f".{name}.{secrets.token_hex(4)}"
         write_parquet(exported(sessions(ids), extra, verdicts, counts), beginning, extra)
@@ -124,28 +108,19 @@ def _exporting(
 
 
 def drift(
-    paths: Paths,
-    tokenizer: str | Path,
-    *,
-    columns: Columns = USUAL,
-    actors: int | None = None,
-    cpus: float = 1.0,
+    paths: Paths, tokenizer: str | Path, *, columns: Columns | None = None, actors: int | None = None, cpus: float = 1.0
 ) -> DriftReport:
     """Measure drift like `measure_drift`, in files of ids (see `iter_rows`) or folders of Parquet files.
 
     `tokenizer` is a model folder; `columns` names the columns of files from other programs. Raises `InvalidRequest` if
     there are no files, or files without ids or with ids of another model, and `TokenizerUnusable`.
-
-    >>> drift("exports/", "models/Qwen3-8B").tokens.share      # doctest: +SKIP
-    0.0031
     """
-    loaded = Tokenizer.load(tokenizer)
-    tally = DriftTally()
-    opened = partial(_measuring, Path(tokenizer).resolve(), loaded.sha256, columns)
-    for part in in_order(list(_drift_pieces(_listed(paths))), opened, actors=actors, cpus=cpus):
-        for row in part:
+    sha256, tally = Tokenizer.load(tokenizer).sha256, DriftTally()
+    opened = partial(_measuring, Path(tokenizer).resolve(), sha256, columns or Columns())
+    for rows in _in_order(list(_drift_pieces(paths)), opened, actors, cpus):
+        for row in rows:
             tally.add(row)
-    return tally.report(loaded.sha256)
+    return tally.report(sha256)
 
 
 def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[Path, int | None]], list[RowDrift]]:
@@ -162,10 +137,9 @@ def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[P
     return measure
 
 
-def _drift_pieces(paths: Iterable[Path]) -> Iterator[tuple[Path, int | None]]:
+def _drift_pieces(paths: Paths) -> Iterator[tuple[Path, int | None]]:
     """Yield each file, Parquet files once per row group with its number."""
-    for named in paths:
-        path = named.resolve()
+    for path in map(Path.resolve, _listed(paths)):
         files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
         if not files:
             raise InvalidRequest(f"no Parquet files at {path}; name files of ids, or folders of such files", "paths")
@@ -185,17 +159,14 @@ def audit_corpus(
     cpus: float = 1.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Compare two backends like `tokentape.audit._skew.auditor.audit`, with the corpus of text files in `paths`.
+    """Compare two backends like `audit`, with the corpus of text files in `paths`.
 
     The report is that of `audit`, except for the seconds. Raises `InvalidRequest` for an unknown name, a backend that
     is a server, or a corpus without text, and `TokenizerUnusable` for a backend that can't be read.
-
-    >>> audit_corpus("models/train", "models/serve", "corpus/").skewed      # doctest: +SKIP
-    False
     """
 
     def compare_ranges(names: tuple[str, str], ranges: Sequence[Range]) -> Iterator[Compared]:
-        return in_order(ranges, partial(_comparing, *names), actors=actors, cpus=cpus)
+        return _in_order(ranges, partial(_comparing, *names), actors, cpus)
 
     compare = partial(compare_corpus, elsewhere=compare_ranges)
     return audit(_absolute(a), _absolute(b), corpus=_listed(paths), progress=progress, compare=compare)
@@ -210,25 +181,18 @@ def _absolute(side: str | Path | Backend) -> str | Backend:
     if not isinstance(side, str | Path):
         return side
     prefix, colon, rest = str(side).rpartition(":")
-    path, hash_sign, detail = rest.partition("#")
-    return f"{prefix}{colon}{Path(path).resolve()}{hash_sign}{detail}" if Path(path).exists() else str(side)
+    path, *detail = rest.partition("#")
+    return "".join([prefix, colon, str(Path(path).resolve()), *detail]) if Path(path).exists() else str(side)
 
 
 def _listed(paths: Paths) -> list[Path]:
-    return [Path(paths)] if isinstance(paths, str | Path) else [Path(one) for one in paths]
+    return [Path(one) for one in ([paths] if isinstance(paths, str | Path) else paths)]
 
 
-def in_order(
-    pieces: Sequence[Piece],
-    opened: Callable[[], Callable[[Piece], Result]],
-    *,
-    actors: int | None = None,
-    cpus: float = 1.0,
-) -> Iterator[Result]:
-    """Yield the result of each piece, in order. Results that come early are kept until their turn.
-
-    Each actor calls `opened` once to get the function that processes a piece. Its `TokentapeError`s are raised here.
-    """
+def _in_order(
+    pieces: Sequence[Any], opened: Callable[[], Callable[[Any], Any]], actors: int | None, cpus: float
+) -> Iterator[Any]:
+    """Yield the result of each piece, in order, from the functions that `opened` returns in each actor."""
     require_ray()
     import ray.data
 
@@ -238,11 +202,11 @@ def in_order(
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         _Actor,
         fn_constructor_args=[pickle.dumps(opened)],
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=min(actors or _MOST_ACTORS, len(rows))),
+        # Ray starts only as many actors as it has CPUs for.
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=min(actors or 1024, len(rows))),
         num_cpus=cpus,
     )
-    early: dict[int, Result] = {}
-    following = 0
+    early, following = dict[int, Any](), 0
     for row in dataset.iter_rows():
         result = pickle.loads(row["result"])
         if isinstance(result, TokentapeError):
@@ -261,6 +225,5 @@ class _Actor:
         try:
             result = self._work(pickle.loads(row["piece"]))
         except TokentapeError as error:
-            # Returned, because Ray would wrap a raised error.
-            result = error
+            result = error  # returned, because Ray would wrap a raised error
         return {"number": row["number"], "result": pickle.dumps(result)}

@@ -22,15 +22,6 @@ from tokentape.store._location import note_served_model, open_record
 if TYPE_CHECKING:
     from ray.serve import Application
 
-DEPLOYMENT = "Tokentape"
-"""Name of the deployment, for options in a Serve config file."""
-
-MOST_CALLS = 1000
-"""Default number of concurrent calls per replica. Serve's default of 5 is for models; these calls mostly wait."""
-
-_CLOSING_SECONDS = 15.0
-"""Time to close the engine and the record, after the time that calls have to end."""
-
 
 def gateway_app(config: ServeConfig, **options: Any) -> Application:
     """Return the gateway as an application for `ray.serve.run`.
@@ -39,33 +30,27 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
 
     Raises `InvalidRequest` unless the record is a PostgreSQL database, the only thing that replicas share. Raises the
     errors of `ServeConfig.all_keys`, and `TokentapeError` if Ray is not installed.
-
-    >>> config = ServeConfig(store="postgresql://tokentape@db.internal/tokentape", ...)    # doctest: +SKIP
-    >>> serve.run(gateway_app(config, num_replicas=2))                                     # doctest: +SKIP
     """
     if config.store is None:
-        raise InvalidRequest(
-            "replicas share their record: name a PostgreSQL database as store, postgresql://user@host/database", "store"
-        )
+        expected = "name a PostgreSQL database as store, postgresql://user@host/database"
+        raise InvalidRequest(f"replicas share their record: {expected}", "store")
     if config.workers != 1:
-        raise InvalidRequest(
-            f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are", "workers"
-        )
+        found = f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are"
+        raise InvalidRequest(found, "workers")
     # Raise errors here rather than when replicas start.
     config.all_keys()
     require_ray()
     from ray import serve
 
-    deployment = serve.deployment(serve.ingress()(GatewayReplica)).options(
-        **{
-            "name": DEPLOYMENT,
-            "max_ongoing_requests": MOST_CALLS,
-            "graceful_shutdown_timeout_s": config.drain_seconds + _CLOSING_SECONDS,
-            "request_router_config": {"request_router_class": "tokentape.ray._affinity.SessionRouter"},
-            **options,
-        }
-    )
-    return deployment.bind(config)
+    own = {
+        "name": "Tokentape",
+        # Serve's default of 5 is for models; these calls mostly wait.
+        "max_ongoing_requests": 1000,
+        # After the time that calls have to end, engine and record are closed.
+        "graceful_shutdown_timeout_s": config.drain_seconds + 15.0,
+        "request_router_config": {"request_router_class": "tokentape.ray._affinity.SessionRouter"},
+    }
+    return serve.deployment(serve.ingress()(GatewayReplica)).options(**own | options).bind(config)
 
 
 def app(args: Mapping[str, Any]) -> Application:
@@ -75,8 +60,8 @@ def app(args: Mapping[str, Any]) -> Application:
     such a file. Other settings come from the environment and the file, as with `tokentape serve`. Raises
     `InvalidRequest` like `resolve` and `gateway_app`, and for an unknown setting.
     """
-    given = dict(args)
-    file = given.pop("config", None)
+    given, file = dict(args), args.get("config")
+    given.pop("config", None)
     if unknown := [name for name in given if name not in settings()]:
         raise InvalidRequest(f"there is no setting {', '.join(unknown)}; expected those of tokentape.toml", "args")
     # `serve run` passes strings, a config file any YAML value. Convert both to environment variables.

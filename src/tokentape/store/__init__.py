@@ -10,13 +10,6 @@ from tokentape.store._sqlite import SqliteStore
 from tokentape.store._verify import verify
 
 __all__ = [
-    "Head",
-    "Record",
-    "SessionSummary",
-    "SqliteStore",
-    "Store",
-    "StoredSession",
-    "open_record",
-    "read_head",
+    "Head", "Record", "SessionSummary", "SqliteStore", "Store", "StoredSession", "open_record", "read_head",
     "verify",
-]
+]  # fmt: skip

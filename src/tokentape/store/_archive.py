@@ -35,6 +35,7 @@ from tokentape.errors import InvalidRequest, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._files import INSTALL, open_folder, write_file
+from tokentape.store._postgres import is_url
 from tokentape.store._reads import StoredSession
 from tokentape.store._rows import Record
 from tokentape.store._served_model import ServedModel
@@ -91,7 +92,9 @@ def _manifests(folder: DirFileSystem) -> dict[str, Any]:
 
 
 def is_archive(location: str | Path) -> bool:
-    """Return whether `location` is a URL, or a folder with an archive."""
+    """Return whether `location` is a URL of something else than a database, or a folder with an archive."""
+    if is_url(str(location)):
+        return False
     return "://" in str(location) or (Path(location) / MARKER).is_file()
 
 
@@ -147,14 +150,13 @@ def archive_sessions(
     don't read back as the snapshot: then nothing is deleted.
     """
     folder = open_folder(target)
-    found = _read_json(folder, MARKER)
-    if found not in (None, FORMAT) or (found is None and set(_names(folder)) - {MARKER + PART}):
+    found, begun = _read_json(folder, MARKER), _names(folder)
+    if found not in (None, FORMAT) or (found is None and set(begun) - {MARKER + PART}):
         raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
     if found is None:
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
-    finished, begun = _manifests(folder), _names(folder)
-    newest = None
+    finished, newest = _manifests(folder), None
     for snapshot in Snapshots(store).all(None):
         if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
             client.release(snapshot.snapshot_id)  # left over by an interrupted run

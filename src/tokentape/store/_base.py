@@ -155,8 +155,6 @@ class Store:
         )
         statement = select(func.count()).where(event.kind == BRIDGE_DUE, ~checked)
         with self.reading() as connection:
-            if not schema.has_events(connection):
-                return 0
             return sum(connection.execute(statement.where(some)).scalar_one() for some in _among(event, session_ids))
 
     def load_media(self, session_id: str, sha256: str) -> Media:

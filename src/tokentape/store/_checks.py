@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from sqlalchemy import Connection, Dialect, Table, UniqueConstraint, inspect
-from sqlalchemy.engine.interfaces import ReflectedColumn
+from sqlalchemy import Connection, Dialect, Inspector, Table, UniqueConstraint, inspect
 
 from tokentape._session.chain import fits_digest
 from tokentape._session.media import media_spans
@@ -86,53 +85,48 @@ def schema_faults(connection: Connection) -> Iterator[str]:
 
     Foreign tables and columns in the same database are ignored, and objects that don't act on the record's tables.
     """
-    inspector, old = inspect(connection), schema.schema_version(connection) == schema.VERSION - 1
+    inspector = inspect(connection)
     tables = inspector.get_table_names()
     for kind, name, table in connection.exec_driver_sql(_TRIGGERS[connection.dialect.name]):
         if table in schema.metadata.tables:
             yield f"the {kind} {name} changes what is written to the table {table}"
     for table in schema.metadata.sorted_tables:
-        if old and table in schema.TABLES_SINCE_4:
-            if table.name in tables:
-                yield f"the table {table.name} is there, and is not of schema version {schema.VERSION - 1}"
-        elif table.name not in tables:
-            yield f"the table {table.name} is missing, or is no table"
+        if table.name in tables:
+            yield from _table_faults(table, inspector, connection.dialect)
         else:
-            found = {one["name"]: one for one in inspector.get_columns(table.name)}
-            yield from _column_faults(table, found, old, connection.dialect)
-            primary = [one.name for one in table.primary_key]
-            if inspector.get_pk_constraint(table.name)["constrained_columns"] != primary:
-                yield f"the table {table.name} has another primary key"
-            unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table.name)}
-            for constraint in table.constraints:
-                if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
-                    yield f"{', '.join(constraint.columns.keys())} of the table {table.name} are not unique"
-            for check in inspector.get_check_constraints(table.name):
-                yield f"the table {table.name} has a constraint that is not Tokentape's: {check['sqltext']}"
-            keys = {
-                (tuple(one["constrained_columns"]), one["referred_table"])
-                for one in inspector.get_foreign_keys(table.name)
-            }
-            for key in table.foreign_key_constraints:
-                if (tuple(key.column_keys), key.referred_table.name) not in keys:
-                    yield f"{', '.join(key.column_keys)} of the table {table.name} refer to nothing"
-            indexes = {one["name"]: one for one in inspector.get_indexes(table.name)}
-            own = {index.name for index in table.indexes}
-            for one in indexes.values():
-                if one["unique"] and one["name"] not in own and not one.get("duplicates_constraint"):
-                    yield f"the table {table.name} has the unique index {one['name']}, which is not Tokentape's"
-            for index in table.indexes:
-                there = indexes.get(index.name)
-                if there is None or there["column_names"] != [one.name for one in index.columns]:
-                    yield f"the index {index.name} is missing, or is of other columns"
+            yield f"the table {table.name} is missing, or is no table"
 
 
-def _column_faults(table: Table, found: dict[str, ReflectedColumn], old: bool, dialect: Dialect) -> Iterator[str]:
-    expected = {one.name: one for one in table.columns if not (old and one in schema.COLUMNS_SINCE_4)}
-    for name in sorted(expected.keys() - found.keys()):
-        yield f"the column {name} of the table {table.name} is missing"
-    for name in sorted(expected.keys() & found.keys()):
-        column, own = expected[name], found[name]
-        kinds = own["type"].compile(dialect), column.type.compile(dialect)
-        if kinds[0] != kinds[1] or own["nullable"] != column.nullable or "computed" in own:
-            yield f"the column {name} of the table {table.name} is not what this Tokentape makes"
+def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Iterator[str]:
+    named = f"of the table {table.name}"
+    found = {one["name"]: one for one in inspector.get_columns(table.name)}
+    for column in sorted(table.columns, key=lambda one: one.name):
+        there = found.get(column.name)
+        if there is None:
+            yield f"the column {column.name} {named} is missing"
+        elif (
+            there["type"].compile(dialect) != column.type.compile(dialect)
+            or there["nullable"] != column.nullable
+            or "computed" in there
+        ):
+            yield f"the column {column.name} {named} is not what this Tokentape makes"
+    if inspector.get_pk_constraint(table.name)["constrained_columns"] != table.primary_key.columns.keys():
+        yield f"the table {table.name} has another primary key"
+    unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table.name)}
+    for constraint in table.constraints:
+        if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
+            yield f"{', '.join(constraint.columns.keys())} {named} are not unique"
+    for check in inspector.get_check_constraints(table.name):
+        yield f"the table {table.name} has a constraint that is not Tokentape's: {check['sqltext']}"
+    keys = {(*one["constrained_columns"], one["referred_table"]) for one in inspector.get_foreign_keys(table.name)}
+    for key in table.foreign_key_constraints:
+        if (*key.column_keys, key.referred_table.name) not in keys:
+            yield f"{', '.join(key.column_keys)} {named} refer to nothing"
+    own = {index.name: index.columns.keys() for index in table.indexes}
+    indexes = {one["name"]: one for one in inspector.get_indexes(table.name)}
+    for name, one in indexes.items():
+        if one["unique"] and name not in own and not one.get("duplicates_constraint"):
+            yield f"the table {table.name} has the unique index {name}, which is not Tokentape's"
+    for name, columns in own.items():
+        if name not in indexes or indexes[name]["column_names"] != columns:
+            yield f"the index {name} is missing, or is of other columns"

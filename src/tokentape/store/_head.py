@@ -57,11 +57,6 @@ class HeadItem(NamedTuple):
     label: str
     digest: str
 
-    @property
-    def key(self) -> tuple[int | None, str]:
-        """The item's turn and label, which stay the same if its contents change."""
-        return self.turn, self.label
-
 
 @dataclass(frozen=True, slots=True)
 class SessionHead:
@@ -73,11 +68,9 @@ class SessionHead:
     def add(self, record: SessionInfo | HeadRecord) -> None:
         if isinstance(record, SessionInfo):
             # These never change. The metadata keys come first, so that an added key is not taken for a later record.
-            keys = {f"metadata {key!r}": value for key, value in sorted(record.metadata.items())}
-            facts = {**keys, "creation time": record.created_at + 0.0, "owner": record.owner}
-            self.parts["session"] = [
-                HeadItem(None, label, _digest(SessionInfo, value)) for label, value in facts.items()
-            ]
+            facts = {f"metadata {key!r}": value for key, value in sorted(record.metadata.items())}
+            facts |= {"creation time": record.created_at + 0.0, "owner": record.owner}
+            self.parts["session"] = [HeadItem(None, name, _digest(SessionInfo, one)) for name, one in facts.items()]
             return
         part, turn, label = _place(record)
         if not isinstance(label, str) or not isinstance(turn, int | None):
@@ -123,9 +116,10 @@ class HeadWriter:
 
     def finish(self) -> str:
         digest, created_at = _record_digest(self._digests), time.time()
-        rest = {"created_at": created_at, "digest": digest}
-        signed = {} if self._key is None else {"signature": self._key.sign(_message(digest, created_at)).hex()}
-        self._file.write(b"],\n" + canonical_json({**rest, **signed}).encode()[1:] + b"\n")
+        rest: dict[str, Any] = {"created_at": created_at, "digest": digest}
+        if self._key is not None:
+            rest["signature"] = self._key.sign(_message(digest, created_at)).hex()
+        self._file.write(b"],\n" + canonical_json(rest).encode()[1:] + b"\n")
         return digest
 
 
@@ -216,14 +210,14 @@ def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[st
     known, places = _numbered(before), {one: place for place, one in enumerate(_numbered(now))}
     earlier = set(known)
     staying = _longest_rising([places[one] for one in known if one in places])
-    # New items by their key and the last staying item before them.
+    # New items by the last staying item before them and their turn and label, which stay if their contents change.
     new: dict[tuple[int, tuple[int | None, str]], list[HeadItem]] = {}
     gap = -1
     for one, place in places.items():
         if place in staying:
             gap = place
         elif one not in earlier:
-            new.setdefault((gap, one[0].key), []).append(one[0])
+            new.setdefault((gap, one[0][:2]), []).append(one[0])
     changes: list[tuple[str, HeadItem]] = []
     gap = -1
     for one in known:
@@ -232,7 +226,7 @@ def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[st
             gap = places[one]
         elif one in places:
             changes.append((MOVED, item))
-        elif same := new.get((gap, item.key)):
+        elif same := new.get((gap, item[:2])):
             same.pop(0)
             changes.append((CHANGED, item))
         else:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, case, exists, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, case, exists, func, or_, select
 from sqlalchemy.sql.expression import ScalarSelect
 
 from tokentape._canonical import canonical_json
@@ -126,30 +126,14 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
 
 def extents(connection: Connection, wanted: Listing) -> dict[str, tuple[str, Extent]]:
     """Map sessions, newest first, to their owner and extent. This costs a few look-ups per session."""
-    statement = select(schema.sessions, *extent_columns(connection)).where(*_conditions(wanted))
+    statement = select(schema.sessions, *EXTENT_COLUMNS).where(*_conditions(wanted))
     newest_first = statement.order_by(schema.sessions.c.position.desc()).limit(wanted.limit).offset(wanted.offset)
     return {row.session_id: (row.owner, extent_of(row)) for row in connection.execute(newest_first)}
 
 
-def extent_columns(connection: Connection) -> list[ColumnElement[int]]:
-    """Return the columns to select with a session for its current extent."""
-
-    def last(table: Table, name: str) -> ColumnElement[int]:
-        newest = func.coalesce(func.max(table.c.position), 0)
-        return _of_session(newest, table).label(name)
-
-    events = [last(schema.events, "last_event")] if schema.has_events(connection) else [literal(0).label("last_event")]
-    return [
-        _TURNS.label("turns"),
-        last(schema.rewards, "last_reward"),
-        last(schema.token_columns, "last_column"),
-        *events,
-    ]
-
-
 def extent_of(row: Row[Any]) -> Extent:
-    """Return the extent of a row with `extent_columns`, or of `schema.snapshot_sessions`."""
-    return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event or 0)
+    """Return the extent of a row with `EXTENT_COLUMNS`, or of `schema.snapshot_sessions`."""
+    return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event)
 
 
 def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
@@ -225,6 +209,18 @@ _ABORTED = of_turns(func.count(case((schema.turns.c.finish_reason == "abort", 1)
 _ADDED_BYTES = _bytes_of(schema.turns.c.added_ids)
 _SAMPLED_BYTES = _bytes_of(schema.turns.c.completion_ids)
 TOKENS = (_ADDED_BYTES + _SAMPLED_BYTES) // _BYTES_PER_ID
+EXTENT_COLUMNS = (
+    _TURNS.label("turns"),
+    *(
+        _of_session(func.coalesce(func.max(table.c.position), 0), table).label(name)
+        for name, table in (
+            ("last_reward", schema.rewards),
+            ("last_column", schema.token_columns),
+            ("last_event", schema.events),
+        )
+    ),
+)
+"""The columns to select with a session for its current extent."""
 _REWARD = func.coalesce(_newest_reward("session"), _newest_reward("trajectory"))
 
 _SORT_KEYS: dict[SortKey, ColumnElement[Any]] = {

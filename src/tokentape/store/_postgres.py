@@ -128,30 +128,30 @@ def explain(error: DBAPIError) -> StoreFailure:
     No failure is fatal: if a flush fails, the server restarts and recovers from its disk.
     """
     state: str = getattr(error.orig, "sqlstate", None) or ""
-    match state:
-        case "23505":
-            return StoreFailure(Conflict, "this is already recorded")
-        case "23503":
-            return StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded")
-        case "53100":
-            return StoreFailure(
-                StoreFull, "the database server's disk is full; nothing was recorded; make room and try again"
-            )
-        case "55P03":
-            return StoreFailure(
-                StoreUnavailable,
-                f"another gateway has been writing for {LOCK_SECONDS} s; nothing was recorded; try again",
-            )
-        case "42501" | "25006":
-            return StoreFailure(StoreError, f"the database refuses this user or takes no writes (SQLSTATE {state})")
+    if found := _FAILURES.get(state):
+        return found
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
-        return StoreFailure(
-            StoreUnavailable,
-            "the database server can't be reached or has closed the connection; try again",
-            lost=True,
-        )
+        return _LOST
     return StoreFailure(StoreError, f"the database refused (SQLSTATE {state})")
 
+
+_LOST = StoreFailure(
+    StoreUnavailable, "the database server can't be reached or has closed the connection; try again", lost=True
+)
+_FAILURES = {
+    "23505": StoreFailure(Conflict, "this is already recorded"),
+    "23503": StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded"),
+    "53100": StoreFailure(
+        StoreFull, "the database server's disk is full; nothing was recorded; make room and try again"
+    ),
+    "55P03": StoreFailure(
+        StoreUnavailable, f"another gateway has been writing for {LOCK_SECONDS} s; nothing was recorded; try again"
+    ),
+    **{
+        state: StoreFailure(StoreError, f"the database refuses this user or takes no writes (SQLSTATE {state})")
+        for state in ("42501", "25006")
+    },
+}
 
 explained = partial(explaining, explain)
 

@@ -1,19 +1,23 @@
-"""Reads of sessions, each within the transaction of its connection."""
+"""Reads of sessions, each within the transaction of its connection, and exports of their trajectories."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from itertools import islice
 from operator import eq, ge, le, lt
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import Column, ColumnElement, Connection, Select, Table, bindparam, select
+import numpy as np
+from sqlalchemy import Column, Connection, Select, Table, bindparam, select
 
+from tokentape._session.arrow import ExtraNames, named_only
 from tokentape._session.flatten import trajectories
 from tokentape._session.lineage import lineage, parent_sessions
 from tokentape._session.tree import Session
+from tokentape._session.verdict import wanted_verdict
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._checks import chained
@@ -30,6 +34,9 @@ from tokentape.types import (
     TurnColumn,
     TurnPayload,
 )
+
+if TYPE_CHECKING:
+    from tokentape.store._base import Store
 
 
 @dataclass(frozen=True)
@@ -167,13 +174,11 @@ def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Eve
 
 
 @cache
-def _statement(
-    columns: tuple[ColumnElement[Any], ...], order: Column[int], compare: _Compare, column: Column[Any], several: bool
-) -> Select[Any]:
+def _statement(order: Column[int], compare: _Compare, column: Column[Any], several: bool) -> Select[Any]:
     """Return the statement that reads the records of one session or several. To make it costs more than to run it."""
     of = order.table.c.session_id
     wanted = of.in_(bindparam("session_ids", expanding=True)) if several else of == bindparam("session_id")
-    return select(*columns).where(wanted, compare(column, bindparam("value"))).order_by(of, order)
+    return select(order.table).where(wanted, compare(column, bindparam("value"))).order_by(of, order)
 
 
 class _Reading:
@@ -185,17 +190,10 @@ class _Reading:
     def records(
         self, order: Column[int], compare: _Compare, value: int | str, column: Column[Any] | None = None
     ) -> dict[str, tuple[Any, ...]]:
-        """Load the records of a table for which `compare(column, value)`, by session.
-
-        `column` is `order` if it is None.
-        """
-        table = order.table
+        """Load the records of a table for which `compare(column or order, value)`, by session."""
+        table, several = order.table, len(self._session_ids) > 1
         assert isinstance(table, Table)
-        if table is schema.events and not schema.has_events(self._connection):
-            return {}
-        columns = schema.readable(self._connection, table)
-        several = len(self._session_ids) > 1
-        statement = _statement(columns, order, compare, order if column is None else column, several)
+        statement = _statement(order, compare, order if column is None else column, several)
         ids = {"session_ids": self._session_ids} if several else {"session_id": self._session_ids[0]}
         rows = self._connection.execute(statement, {**ids, "value": value})
         found: dict[str, list[Any]] = {}
@@ -256,3 +254,58 @@ def lineage_of(load: Callable[[str], StoredSession], stored: StoredSession) -> l
         if other.info.owner == stored.info.owner:
             others.append(other)
     return lineage(stored.tree(), others)
+
+
+@dataclass(slots=True)
+class ExportCounts:
+    sessions: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    other_verdicts: dict[str, int] = field(default_factory=dict, repr=False)
+    """Number of trajectories that the filter of verdicts excluded, by verdict."""
+    other_roles: dict[str, int] = field(default_factory=dict, repr=False)
+    """Number of trajectories that the filter of roles excluded, by role."""
+
+    def add(self, other: ExportCounts) -> None:
+        self.sessions += other.sessions
+        self.trajectories += other.trajectories
+        self.tokens += other.tokens
+        self.trained_tokens += other.trained_tokens
+        self.other_verdicts = dict(Counter(self.other_verdicts) + Counter(other.other_verdicts))
+        self.other_roles = dict(Counter(self.other_roles) + Counter(other.other_roles))
+
+
+def exported(
+    sessions: Iterable[StoredSession],
+    extra: ExtraNames,
+    verdicts: Sequence[str] | None,
+    counts: ExportCounts,
+    *,
+    unread: bool = False,
+    store: Store | None = None,
+    roles: Sequence[str] | None = None,
+) -> Iterator[Trajectory]:
+    """Yield the trajectories of sessions that have one of `verdicts`; None stands for all. Update `counts`.
+
+    Only columns and payloads named by `extra` are included: more can be recorded while a file with fixed columns is
+    written. Masks don't depend on `verdicts`: turns trained on an excluded branch are not trained on another one. Turns
+    that no client read are exported only with `unread`. With `store` trajectories have a role, and `roles` selects
+    those to export.
+    """
+    # A small cache suffices, because children of one parent are adjacent.
+    load = None if store is None else lru_cache(8)(store.load_session)
+    for stored in sessions:
+        counts.sessions += 1
+        edges = None if load is None else lineage_of(load, stored)
+        for one in stored.trajectories(unread=unread, edges=edges):
+            if roles is not None and one.role not in roles:
+                counts.other_roles[one.role] = counts.other_roles.get(one.role, 0) + 1
+                continue
+            if verdicts is not None and not wanted_verdict(one.verdict, verdicts):
+                counts.other_verdicts[one.verdict] = counts.other_verdicts.get(one.verdict, 0) + 1
+                continue
+            counts.trajectories += 1
+            counts.tokens += len(one.token_ids)
+            counts.trained_tokens += int(np.count_nonzero(one.loss_mask))
+            yield named_only(one, extra)

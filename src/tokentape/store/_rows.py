@@ -318,10 +318,7 @@ COLUMNS = {
 def _reading(
     kind: type[Any], more: tuple[str, ...]
 ) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[tuple[int, Callable[[Any], Any]]]]:
-    """Return the names of the columns of a kind of record, a function that takes them from a row, and the decoders.
-
-    Each decoder has the place of its column. `more` are names of fields without a column.
-    """
+    """Return a kind's column names, a function that takes them from a row, and their decoders by place."""
     names = tuple(one.name for one in fields(kind) if one.name not in more)
     # Values are taken by place, because taking 20 by name takes 7 us.
     places = [_TABLES[kind].c.keys().index(name) for name in names]

@@ -9,17 +9,13 @@ All SQL here works in SQLite and PostgreSQL.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import TypeAlias
 
 from sqlalchemy import (
     BigInteger,
     Column,
-    ColumnElement,
     Connection,
     Double,
-    Engine,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -28,8 +24,6 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
-    inspect,
-    null,
     select,
 )
 from sqlalchemy.schema import CreateColumn
@@ -273,144 +267,71 @@ gateways = Table(
 )
 """The gateways that share the record. The row of a dead one stays until another gateway notices."""
 
-record_log = Table(
-    "record_log",
-    metadata,
-    Column("position", _Position, primary_key=True, autoincrement=True),
-    Column("kind", Text, nullable=False),
-    Column("body", LargeBinary, nullable=False),
-    # Hex SHA-256 of this row and the digest of the row before it.
-    Column("digest", Text, nullable=False),
-    Column("created_at", Double, nullable=False),
-    sqlite_autoincrement=True,
-)
-"""Events of the whole record, such as a digest of its contents or the deletion of a session. Nothing writes it yet;
-see docs/decisions/0014."""
-
 Migration: TypeAlias = Callable[[Connection], None]
 
 
-def _to_2(connection: Connection) -> None:
-    """Add owners, aborted turns, weight changes, answers for retries, reward scopes, columns, payloads, snapshots."""
-    for change in (
-        "sessions ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
-        "turns ADD COLUMN weight_changes TEXT",
-        "turns ADD COLUMN abort_cause TEXT",
-        "rewards ADD COLUMN scope TEXT NOT NULL DEFAULT 'session'",
-    ):
-        connection.exec_driver_sql(f"ALTER TABLE {change}")
-    # Rewards of turns were rewards of the trajectories that end with them.
-    connection.exec_driver_sql("UPDATE rewards SET scope = 'trajectory' WHERE turn IS NOT NULL")
-    for table in (answers, token_columns, token_payloads, media, turn_media, snapshots, snapshot_sessions, tombstones):
-        table.create(connection)
-
-
-def _to_3(connection: Connection) -> None:
-    """Add the state that gateways with one record share."""
-    for table in (gate_changes, gateways):
-        table.create(connection)
-    for index in answers.indexes:
-        # It exists if the step before has just created the table.
-        index.create(connection, checkfirst=True)
-
-
 def _to_4(connection: Connection) -> None:
-    """Add events, the distributions of logprobs, resumes, adapters, and the log of the record."""
-    for table in TABLES_SINCE_4:
-        table.create(connection)
-    for column in COLUMNS_SINCE_4:
-        # It exists if the second step has just created the table.
-        if column.name not in {one["name"] for one in inspect(connection).get_columns(column.table.name)}:
-            definition = CreateColumn(column).compile(dialect=connection.dialect)
-            connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")
+    """Add events, the distributions of logprobs, resumes and adapters."""
+    events.create(connection)
+    names = ("sampled_from", "logprobs_of", "resumes", "adapter")
+    for column in (snapshot_sessions.c.last_event, *(turns.c[name] for name in names)):
+        definition = CreateColumn(column).compile(dialect=connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")
 
 
-TABLES_SINCE_4 = (events, record_log)
-COLUMNS_SINCE_4 = (
-    snapshot_sessions.c.last_event,
-    turns.c.sampled_from,
-    turns.c.logprobs_of,
-    turns.c.resumes,
-    turns.c.adapter,
-)
+OLDEST = 3
+"""The first schema version that is migrated. Only development versions wrote earlier ones."""
 
+MIGRATIONS: tuple[Migration, ...] = (_to_4,)
+"""`MIGRATIONS[i]` migrates schema version `OLDEST` + i to the next one. Only append to it."""
 
-MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3, _to_4)
-"""`MIGRATIONS[i]` migrates schema version i + 1 to i + 2. Only append to it."""
-
-VERSION = len(MIGRATIONS) + 1
+VERSION = OLDEST + len(MIGRATIONS)
 """The schema version of this release."""
 
 
 def prepare(connection: Connection) -> None:
     """Create the tables in an empty database, or migrate an older one to the current version.
 
-    If this raises, the caller has to roll back its transaction. Raises `StoreError` for a database of a newer version,
-    and `StoreCorrupt` for one that is not Tokentape's.
+    If this raises, the caller has to roll back its transaction. Raises `StoreError` for a database of a version that is
+    not known, and `StoreCorrupt` for one that is not Tokentape's.
     """
-    current = len(MIGRATIONS) + 1
-    version = schema_version(connection)
+    version, current = _known_version(connection)
     if version is None:
         metadata.create_all(connection)
         connection.execute(meta.insert().values(key="schema_version", value=str(current)))
         return
-    _refuse_newer(version, current)
-    for migration in MIGRATIONS[version - 1 :]:
+    for migration in MIGRATIONS[version - OLDEST :]:
         migration(connection)
     if version < current:
         connection.execute(meta.update().where(meta.c.key == "schema_version").values(value=str(current)))
 
 
-_has_events: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
-
-
-def has_events(connection: Connection) -> bool:
-    """Return whether the table of events exists. Version 3, which can be read without migration, lacks it."""
-    found = _has_events.get(connection.engine)
-    if found is None:
-        found = _has_events[connection.engine] = inspect(connection).has_table(events.name)
-    return found
-
-
-def readable(connection: Connection, table: Table) -> tuple[ColumnElement[Any], ...]:
-    """Return the columns of `table` to select, with null for columns that a database of version 3 lacks."""
-    return _readable(table, whole=has_events(connection))
-
-
-@cache
-def _readable(table: Table, *, whole: bool) -> tuple[ColumnElement[Any], ...]:
-    return tuple(null().label(column.name) if column in COLUMNS_SINCE_4 and not whole else column for column in table.c)
-
-
 def check(connection: Connection) -> None:
     """Raise `StoreError` if the database can't be read without migration, `StoreCorrupt` if it is not Tokentape's."""
-    current = len(MIGRATIONS) + 1
-    version = schema_version(connection)
+    version, current = _known_version(connection)
     if version is None:
         raise StoreCorrupt("the database is empty; a Tokentape database was expected")
-    _refuse_newer(version, current)
-    if any(migration is not _to_4 for migration in MIGRATIONS[version - 1 :]):
+    if version < current:
         raise StoreError(
             f"the database has schema version {version}, this Tokentape reads {current}; "
             "start `tokentape serve` with it once, which migrates it"
         )
 
 
-def schema_version(connection: Connection) -> int | None:
+def _known_version(connection: Connection) -> tuple[int | None, int]:
+    """Return the database's version, None if it is empty, and the current one. Raises like `prepare`."""
+    current = OLDEST + len(MIGRATIONS)
     tables = connection.dialect.get_table_names(connection)
     if not tables:
-        return None
+        return None, current
     if meta.name not in tables:
         raise StoreCorrupt("the database has tables, but not Tokentape's")
     value = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
     if not (isinstance(value, str) and value.isascii() and value.isdigit() and int(value) > 0):
         raise StoreCorrupt("the database names no valid schema version")
-    return int(value)
-
-
-def _refuse_newer(version: int, current: int) -> None:
-    if version > current:
-        raise StoreError(
-            f"the database has schema version {version}, this Tokentape knows {current}; "
-            "use the release that wrote it, or a later one"
-        )
+    version = int(value)
+    if not OLDEST <= version <= current:
+        knows = f"knows {current}" if version > current else f"knows {OLDEST} to {current}"
+        advice = "use the release that wrote it" + (", or a later one" if version > current else "")
+        raise StoreError(f"the database has schema version {version}, this Tokentape {knows}; {advice}")
+    return version, current

@@ -19,15 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
+from sqlalchemy import Connection, Row, func, insert, literal, select, update
 
 from tokentape._canonical import canonical_json
-from tokentape._session.arrow import ExtraNames, extra_names
 from tokentape._session.jsonl import json_line
 from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
-from tokentape.store._listing import extent_columns, extent_of, of_turns
+from tokentape.store._listing import EXTENT_COLUMNS, extent_of, of_turns
 from tokentape.store._reads import Extent, StoredSession, batched
 from tokentape.store._writes import delete_rows, holder_of
 from tokentape.types import Trajectory
@@ -66,12 +65,6 @@ class Snapshot:
     """Counts, and for each session its turns and leaves; None while `digest` is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    session_id: str
-    extent: Extent
-
-
 _DROPPED_AT_ONCE = 50
 """Sessions per transaction. Commits of turns wait for each transaction."""
 
@@ -87,10 +80,7 @@ class Snapshots:
         self._store = store
 
     async def take(self, selection: Selection, owner: str, sees: str | None) -> Snapshot:
-        """Take a snapshot for `owner` of the selected sessions visible to `sees` (None: all).
-
-        Raises `InvalidRequest` if no session is selected.
-        """
+        """Take a snapshot of the selected sessions that `sees` may see. Raises `InvalidRequest` if there is none."""
         now = time.time()
         session_ids = await asyncio.to_thread(self._reading, select_sessions, selection, sees, now)
         if not session_ids:
@@ -129,18 +119,15 @@ class Snapshots:
             yield from stored.trajectories()
 
     def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
-        """Yield the sessions as they were when the snapshot was taken, loading one at a time.
-
-        Raises `Conflict` if the snapshot was released, or if a session was deleted with `force`.
-        """
+        """Yield the sessions as they were then, one at a time. Raises `Conflict` if the snapshot or one is gone."""
         if self.find(snapshot_id, None).state == "released":
             raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
-        for entry in self._reading(entries, snapshot_id):
+        for session_id, extent in self._reading(extents_of, snapshot_id).items():
             try:
-                yield self._store.load_session(entry.session_id, per_token=True, extent=entry.extent)
+                yield self._store.load_session(session_id, per_token=True, extent=extent)
             except NotFound:
                 raise Conflict(
-                    f"session {entry.session_id!r} of snapshot {snapshot_id} was deleted; take another snapshot"
+                    f"session {session_id!r} of snapshot {snapshot_id} was deleted; take another snapshot"
                 ) from None
 
     async def confirm(self, snapshot_id: int, owner: str | None, digest: str) -> None:
@@ -170,18 +157,18 @@ class Snapshots:
         is not confirmed.
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
-        everything = await asyncio.to_thread(self._reading, entries, snapshot_id)
-        kept = {entry.session_id: "in use" for entry in everything if entry.session_id in in_use}
-        free = [entry for entry in everything if entry.session_id not in kept]
+        extents = await asyncio.to_thread(self._reading, extents_of, snapshot_id)
+        kept = {session_id: "in use" for session_id in extents if session_id in in_use}
+        free = [session_id for session_id in extents if session_id not in kept]
         for start in range(0, max(len(free), 1), _DROPPED_AT_ONCE):
-            some = free[start : start + _DROPPED_AT_ONCE]
+            some = {session_id: extents[session_id] for session_id in free[start : start + _DROPPED_AT_ONCE]}
 
-            def drop(connection: Connection, some: list[Entry] = some) -> None:
+            def drop(connection: Connection, some: Mapping[str, Extent] = some) -> None:
                 kept.update(_drop_sessions(connection, snapshot_id, some, time.time()))
 
             await self._store.transact(drop, again=drop)
         await self._update(snapshot_id, state="released")
-        return [entry.session_id for entry in everything if entry.session_id not in kept], kept
+        return [session_id for session_id in extents if session_id not in kept], kept
 
     async def release(self, snapshot_id: int, owner: str | None) -> None:
         """Release a snapshot: its contents are not kept any more. Its sessions stay."""
@@ -205,49 +192,38 @@ class Snapshots:
 
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
         """Read a snapshot's trajectories. Return the digest of their lines, and the fields of its manifest."""
-        hasher, names, sessions = hashlib.sha256(), ExtraNames(), []
-        counts, verdicts = Counter[str](), Counter[str]()
+        hasher, sessions = hashlib.sha256(), []
+        columns, payloads, verdicts = set[str](), set[str](), Counter[str]()
+        tokens = trained_tokens = 0
         for stored in self.sessions(snapshot_id):
-            found = stored.trajectories()
-            for one in found:
+            leaves = []
+            for one in stored.trajectories():
                 hasher.update(json_line(one))
                 verdicts[one.verdict] += 1
-                counts["tokens"] += len(one.token_ids)
-                counts["trained_tokens"] += int(one.loss_mask.sum())
-            more = extra_names(found)
-            names = ExtraNames(
-                tuple(sorted({*names.columns, *more.columns})), tuple(sorted({*names.payloads, *more.payloads}))
-            )
-            leaves = [
-                {
-                    "turn": one.leaf,
-                    "digest": stored.turns[one.leaf].digest,
-                    "verdict": one.verdict,
-                    "tokens": len(one.token_ids),
-                }
-                for one in found
-            ]
+                tokens += len(one.token_ids)
+                trained_tokens += int(one.loss_mask.sum())
+                columns.update(one.columns)
+                payloads.update(one.payloads)
+                about = {"digest": stored.turns[one.leaf].digest, "verdict": one.verdict, "tokens": len(one.token_ids)}
+                leaves.append({"turn": one.leaf, **about})
             sessions.append({"session_id": stored.info.session_id, "turns": len(stored.turns), "leaves": leaves})
         return hasher.hexdigest(), {
             "trajectories": verdicts.total(),
-            **{name: counts[name] for name in ("tokens", "trained_tokens")},
+            "tokens": tokens,
+            "trained_tokens": trained_tokens,
             "verdicts": dict(sorted(verdicts.items())),
-            "columns": names.columns,
-            "payloads": names.payloads,
+            "columns": sorted(columns),
+            "payloads": sorted(payloads),
             "sessions": sessions,
         }
 
 
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
-    """Return the ids of the selected sessions in order of creation. `owner` None stands for all owners.
-
-    Raises `NotFound` for a session or snapshot that is missing or belongs to another key.
-    """
+    """Return the ids of the selected sessions, in order of creation. Raises `NotFound` for one of another owner."""
     known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     wanted = None if selection.session_ids is None else set(selection.session_ids)
     chosen, seen = [], set()
-    sessions = _now(connection)
-    for row in connection.execute(sessions if owner is None else sessions.where(schema.sessions.c.owner == owner)):
+    for row in connection.execute(_NOW if owner is None else _NOW.where(schema.sessions.c.owner == owner)):
         if wanted is not None and row.session_id not in wanted:
             continue
         seen.add(row.session_id)
@@ -270,7 +246,7 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
     assert key is not None
     snapshot_id: int = key[0]
     for some in batched(session_ids, _BATCH):
-        state = _now(connection).where(schema.sessions.c.session_id.in_(some)).subquery()
+        state = _NOW.where(schema.sessions.c.session_id.in_(some)).subquery()
         rows = select(literal(snapshot_id), *(state.c[name] for name in schema.snapshot_sessions.c.keys()[1:]))
         connection.execute(insert(schema.snapshot_sessions).from_select(schema.snapshot_sessions.c.keys(), rows))
     return snapshot_id
@@ -297,14 +273,14 @@ def decode_snapshot(row: Row[Any]) -> Snapshot:
         raise StoreCorrupt(f"snapshot {row.snapshot_id!r} can't be read ({type(error).__name__})") from error
 
 
-def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
+def extents_of(connection: Connection, snapshot_id: int) -> dict[str, Extent]:
+    """Return the part of each session that is in a snapshot, by its id, in order of creation."""
     table = schema.snapshot_sessions
-    columns = schema.readable(connection, table)
-    rows = connection.execute(select(*columns).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
-    return [Entry(row.session_id, extent_of(row)) for row in rows]
+    rows = connection.execute(select(table).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
+    return {row.session_id: extent_of(row) for row in rows}
 
 
-def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry], now: float) -> dict[str, str]:
+def _drop_sessions(connection: Connection, snapshot_id: int, some: Mapping[str, Extent], now: float) -> dict[str, str]:
     """Delete the sessions that may be deleted, and return why each other one is kept.
 
     A session is deleted if it has not changed since the confirmed snapshot, and leaves a tombstone. Raises `Conflict`
@@ -313,20 +289,18 @@ def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entr
     if _load(connection, snapshot_id, None).state != "confirmed":
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
     kept: dict[str, str] = {}
-    for entry in some:
-        row = connection.execute(
-            _now(connection).where(schema.sessions.c.position == entry.extent.position)
-        ).one_or_none()
+    for session_id, extent in some.items():
+        row = connection.execute(_NOW.where(schema.sessions.c.position == extent.position)).one_or_none()
         if row is None:
             continue
-        holder = holder_of(connection, row.session_id, besides=snapshot_id)
-        if extent_of(row) != entry.extent:
-            kept[entry.session_id] = "changed since the snapshot"
+        holder = holder_of(connection, session_id, besides=snapshot_id)
+        if extent_of(row) != extent:
+            kept[session_id] = "changed since the snapshot"
         elif holder is not None:
-            kept[entry.session_id] = f"held by snapshot {holder}"
+            kept[session_id] = f"held by snapshot {holder}"
         else:
-            delete_rows(connection, row.session_id)
-            tombstone = {"session_id": row.session_id, "owner": row.owner, "snapshot_id": snapshot_id}
+            delete_rows(connection, session_id)
+            tombstone = {"session_id": session_id, "owner": row.owner, "snapshot_id": snapshot_id}
             connection.execute(insert(schema.tombstones), {**tombstone, "dropped_at": now})
     return kept
 
@@ -336,9 +310,9 @@ def _update(connection: Connection, snapshot_id: int, **values: Any) -> None:
     connection.execute(update(schema.snapshots).where(of_snapshot).values(values))
 
 
-def _now(connection: Connection) -> Select[Any]:
-    newest = of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
-    return select(schema.sessions, *extent_columns(connection), newest).order_by(schema.sessions.c.position)
+_NEWEST_TURN = of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
+_NOW = select(schema.sessions, *EXTENT_COLUMNS, _NEWEST_TURN).order_by(schema.sessions.c.position)
+"""The sessions with their current extent."""
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
@@ -346,8 +320,8 @@ def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None)
     found: dict[int, Extent] = {}
     at: int | None = snapshot_id
     while at is not None:
-        for entry in entries(connection, at):
-            found.setdefault(entry.extent.position, entry.extent)
+        for extent in extents_of(connection, at).values():
+            found.setdefault(extent.position, extent)
         at = _load(connection, at, owner).since
     return found
 

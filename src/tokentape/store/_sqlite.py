@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
@@ -226,40 +227,42 @@ def explain(error: sqlite3.Error) -> StoreFailure:
     # Errors raised by the Python module itself have no code.
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     name: str = getattr(error, "sqlite_errorname", type(error).__name__)
-    match code:
-        case sqlite3.SQLITE_FULL:
-            return StoreFailure(StoreFull, "the disk is full; nothing was recorded; make room and try again")
-        case sqlite3.SQLITE_IOERR_WRITE:
-            return StoreFailure(
-                StoreError,
-                "the system refused a write to the data directory (disk, quota or file size limit); "
-                "nothing was recorded; see to the disk and try again",
-            )
-        case sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY | sqlite3.SQLITE_CONSTRAINT_UNIQUE:
-            return StoreFailure(Conflict, "this is already recorded")
-        case sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
-            return StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded")
-    match code & 0xFF:
-        case sqlite3.SQLITE_READONLY:
-            return StoreFailure(
-                StoreError,
-                "the data directory can't be written to, and SQLite needs that even for reading; use another account, "
-                "or copy the directory",
-            )
-        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-            return StoreFailure(
-                StoreCorrupt, f"the database is damaged ({name}); `tokentape verify` says where", fatal=True
-            )
-        case sqlite3.SQLITE_IOERR:
-            return StoreFailure(
-                StoreError,
-                f"the disk failed ({name}); nothing can be acknowledged any more; "
-                "check the disk, restart, then run `tokentape verify`",
-                fatal=True,
-            )
-        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return StoreFailure(StoreLocked, "another program holds a lock on the database; stop it")
-    return StoreFailure(StoreError, f"the database refused ({name})")
+    found = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "the database refused ({})")
+    return replace(found, message=found.message.format(name))
+
+
+_DAMAGED = StoreFailure(StoreCorrupt, "the database is damaged ({}); `tokentape verify` says where", fatal=True)
+_LOCKED = StoreFailure(StoreLocked, "another program holds a lock on the database; stop it")
+_RECORDED = StoreFailure(Conflict, "this is already recorded")
+_FAILURES = {
+    sqlite3.SQLITE_FULL: StoreFailure(StoreFull, "the disk is full; nothing was recorded; make room and try again"),
+    sqlite3.SQLITE_IOERR_WRITE: StoreFailure(
+        StoreError,
+        "the system refused a write to the data directory (disk, quota or file size limit); nothing was recorded; see "
+        "to the disk and try again",
+    ),
+    sqlite3.SQLITE_IOERR: StoreFailure(
+        StoreError,
+        "the disk failed ({}); nothing can be acknowledged any more; check the disk, restart, then run "
+        "`tokentape verify`",
+        fatal=True,
+    ),
+    sqlite3.SQLITE_READONLY: StoreFailure(
+        StoreError,
+        "the data directory can't be written to, and SQLite needs that even for reading; use another account, or copy "
+        "the directory",
+    ),
+    sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY: _RECORDED,
+    sqlite3.SQLITE_CONSTRAINT_UNIQUE: _RECORDED,
+    sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY: StoreFailure(
+        NotFound, "this refers to a session, turn or setup that is not recorded"
+    ),
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+}
+"""By extended or primary code; `{}` is the code's name."""
 
 
 def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connection:

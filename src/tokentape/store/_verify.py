@@ -9,17 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    Row,
-    Select,
-    Table,
-    bindparam,
-    exists,
-    func,
-    select,
-)
+from sqlalchemy import Connection, Engine, Row, Select, Table, bindparam, exists, func, select
 
 from tokentape._durable import durable_file
 from tokentape.chat._media import image_parts
@@ -117,7 +107,10 @@ def verify(
         writer = None if head_out is None else HeadWriter(opened.enter_context(durable_file(head_out)), sign)
         report = _verify(location, [one.add for one in (comparison, writer) if one is not None])
         if comparison is not None:
-            report = _compared(report, comparison, nothing_added, ordered=not _is_archive(location))
+            comparison.finish(ordered=not is_archive(location))
+            since = [*comparison.problems, *(comparison.additions if nothing_added else ())]
+            findings = (*report.findings, *(VerifyFinding(*one) for one in since))
+            report = replace(report, findings=findings, added=dict(comparison.added))
         if writer is not None:
             if report.findings:
                 raise _HeadWithheld
@@ -125,20 +118,8 @@ def verify(
     return report
 
 
-def _compared(report: VerifyReport, comparison: HeadComparison, nothing_added: bool, *, ordered: bool) -> VerifyReport:
-    comparison.finish(ordered=ordered)
-    findings = [*report.findings, *(VerifyFinding(*one) for one in comparison.problems)]
-    if nothing_added:
-        findings += [VerifyFinding(*one) for one in comparison.additions]
-    return replace(report, findings=tuple(findings), added=dict(comparison.added))
-
-
-def _is_archive(location: str | Path) -> bool:
-    return not postgres.is_url(str(location)) and is_archive(location)
-
-
 def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]]) -> VerifyReport:
-    if _is_archive(location):
+    if is_archive(location):
         try:
             with restored(str(location)) as directory:
                 return _verify(directory, visits)
@@ -206,10 +187,7 @@ class _Check:
                     yield head
 
     def _checked_together(self, session_ids: Sequence[str]) -> list[SessionHead]:
-        """Check sessions with rows that a few statements read. Return nothing if there is a finding or an error.
-
-        Then the sessions have to be checked alone, so that damage of one is not taken for another's.
-        """
+        """Check sessions with few statements. If anything is found return nothing: each is to be checked alone."""
         before, heads = (self.sessions, self.turns, self.tokens), [SessionHead(one) for one in session_ids]
         known = len(self.findings)
         with suppress(Exception), self._one_state() as connection:
@@ -244,9 +222,8 @@ class _Check:
     def _check_media(self, connection: Connection) -> None:
         for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
             with self._damage_found():
-                decode(
-                    schema.media, connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one()
-                )
+                whole = select(schema.media).where(schema.media.c.sha256 == sha256)
+                decode(schema.media, connection.execute(whole).one())
 
     def _check_session(self, connection: Connection, head: SessionHead, found: _RowsOfSessions | None = None) -> None:
         """Check a session. Its rows are in `found`, or are read from the database."""
@@ -255,8 +232,6 @@ class _Check:
         def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
             if found is not None and not key:
                 return found[table].get(session_id, ())
-            if table is schema.events and not schema.has_events(connection):
-                return ()
             return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
 
         row = next(iter(rows(schema.sessions)), None)
@@ -362,10 +337,8 @@ def _rows_of_sessions(connection: Connection, session_ids: Sequence[str]) -> _Ro
     found: _RowsOfSessions = {}
     for table, keys in _KEYS.items():
         rows = found[table] = {}
-        if table is not schema.events or schema.has_events(connection):
-            statement = _of_sessions(table, keys or schema.readable(connection, table))
-            for row in connection.execute(statement, {"session_ids": session_ids}).all():
-                rows.setdefault(row[-1], []).append(row)
+        for row in connection.execute(_of_sessions(table, keys or (table,)), {"session_ids": session_ids}).all():
+            rows.setdefault(row[-1], []).append(row)
     return found
 
 
@@ -376,17 +349,8 @@ def _of_sessions(table: Table, columns: tuple[Any, ...]) -> Select[Any]:
     return select(*columns, of.label("of_session")).where(some).order_by(of, *table.primary_key)
 
 
-@cache
-def _turns_of_session(columns: tuple[Any, ...]) -> Select[Any]:
-    table = schema.turns
-    return select(*columns).where(
-        table.c.session_id == bindparam("session_id"), table.c.seq.between(bindparam("first"), bindparam("last"))
-    )
-
-
 def _rows_of_turns(connection: Connection, session_id: str, first: int, last: int) -> Sequence[Row[Any]]:
-    statement = _turns_of_session(schema.readable(connection, schema.turns))
-    return connection.execute(statement, {"session_id": session_id, "first": first, "last": last}).all()
+    return connection.execute(_SOME_TURNS, {"session_id": session_id, "first": first, "last": last}).all()
 
 
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
@@ -407,6 +371,10 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
         yield "its contents don't fit its digest and its parent's"
 
 
+_SOME_TURNS = select(schema.turns).where(
+    schema.turns.c.session_id == bindparam("session_id"),
+    schema.turns.c.seq.between(bindparam("first"), bindparam("last")),
+)
 _HELD = schema.snapshot_sessions.c
 _IN_SESSION = schema.turns.join(schema.sessions, schema.sessions.c.session_id == schema.turns.c.session_id)
 _THERE = select(func.count()).select_from(_IN_SESSION).where(schema.sessions.c.position == _HELD.position)

@@ -36,25 +36,22 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
     for record in records:
         table, values = encode(record)
         match record:
-            case Setup() | Media():
-                _insert_unless_known(connection, table, values)
             case Turn():
                 _check_turn(connection, record)
-                _INSERT[table].run(connection, values)
-                _refer_to_media(connection, record)
             case SessionInfo():
                 refuse_dropped(connection, record.session_id)
-                _INSERT[table].run(connection, values)
             case TurnColumn():
                 _check_of_turn(connection, record)
                 connection.execute(_OLD_COLUMN, values)
-                _INSERT[table].run(connection, values)
             case TurnPayload():
                 _check_of_turn(connection, record)
                 _check_same_kind(connection, values)
-                _INSERT[table].run(connection, values)
-            case _:
-                _INSERT[table].run(connection, values)
+        if isinstance(record, Setup | Media):
+            _insert_unless_known(connection, table, values)
+        else:
+            _INSERT[table].run(connection, values)
+        if isinstance(record, Turn):
+            _refer_to_media(connection, record)
         size += sum(len(value) for value in values.values() if isinstance(value, str | bytes))
     return size
 
@@ -77,10 +74,7 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
 
 
 def insert_again(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` unless they are recorded: for when it is not known whether an earlier insert was committed.
-
-    All or none of them are recorded, so checking one is enough. Returns and raises like `insert_records`.
-    """
+    """Insert `records` unless an earlier insert did, of which it is not known. All of them are recorded, or none."""
     # Not a setup or media, which other calls may have inserted.
     own = [record for record in records if not isinstance(record, Setup | Media)]
     if own:
@@ -109,10 +103,7 @@ def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int 
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
-    """Delete a session and the media that no other session refers to. Return whether the session existed.
-
-    Files of its payloads are removed first, so that none stays if this is interrupted.
-    """
+    """Delete a session, its payloads' files first, and media that only it refers to. Return whether it existed."""
     files = connection.execute(_FILES, {"session_id": session_id}).scalars()
     remove_payloads(session_id, [bytes(address).decode() for address in files])
     references = schema.turn_media.c
@@ -169,10 +160,7 @@ class CompiledStatement:
         """By dialect the text, and the names of its parameters where those are given by position."""
 
     def run(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run the statement with named parameters; additional ones are ignored. Return the first row, or None.
-
-        Raises like `Connection.execute`.
-        """
+        """Run the statement with named parameters, ignoring others. Return the first row, if there is any."""
         dialect = connection.dialect
         found = self._compiled.get(dialect.name)
         if found is None:

@@ -32,7 +32,6 @@ def _set(**changes: Callable[[Placed], Any]) -> Plant:
 
 
 def _moved(values: Any, by: int) -> Any:
-    """Return the values shifted left by `by` positions, filled up with 0."""
     padding = np.zeros(abs(by), values.dtype)
     return np.concatenate([values[by:], padding] if by > 0 else [padding, values[:by]])
 
@@ -66,16 +65,11 @@ def _of_prompt(one: Placed) -> Any:
     return _moved(one.row.logprobs, one.start - min(one.trained))
 
 
-def _missing_is_zero(one: Placed) -> dict[str, float]:
-    return {} if one.scored else {"reward": 0.0}
-
-
 def _cooler(one: Placed) -> float:
     return 0.8 * (one.row.temperature or 0.0)
 
 
 def _encoded_again(one: Placed) -> dict[str, Any]:
-    """Merge the first two trained tokens."""
     first = min(one.trained)
     changed = _positions(one, lambda values, new: np.delete(values, first + 1))
     changed["token_ids"][first] = 3
@@ -147,7 +141,7 @@ ERRORS = (
     Planted("another temperature named", "temperature differs", _set(temperature=_cooler)),
     Planted("rewards broadcast twice", "reward counted several times", _each(_once_per_turn)),
     Planted("samples reordered, rewards not", "reward of another session", _reordered),
-    Planted("missing reward read as 0", "reward invented", _each(_missing_is_zero)),
+    Planted("missing reward read as 0", "reward invented", _each(lambda one: {} if one.scored else {"reward": 0.0})),
     Planted("truncation hidden", "truncation hidden", _set(truncated=lambda one: False)),
     Planted("one weight version for a row", "version of other weights", _set(weight_versions=_one_version)),
 )

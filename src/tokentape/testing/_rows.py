@@ -79,7 +79,6 @@ class Placed:
 
     @property
     def scored(self) -> bool:
-        """Whether the session has a reward."""
         return self.session.reward is not None
 
 

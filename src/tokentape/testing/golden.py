@@ -33,9 +33,7 @@ class Token:
     offset: int
     id: int
     version: str
-    """Version of the weights that sampled it."""
     temperature: float
-    """Temperature at which it was sampled."""
 
     def logprob(self, temperature: float | None = None) -> float:
         """Return its log-probability under the golden model, by default at the temperature of sampling."""
@@ -132,10 +130,7 @@ class Golden:
     refusable: bool = False
 
     def advantages(self, counted: Iterable[str] | None = None) -> dict[str, float]:
-        """Return the reward minus its group's mean for each session with a reward.
-
-        The mean is over sessions. To plant an error, pass the names to average over as `counted`, with repetitions.
-        """
+        """Return the reward minus its group's mean per session with one. `counted` may repeat names to average over."""
         rewards = {one.name: one.reward for one in self.sessions if one.reward is not None}
         groups = {one.name: one.group for one in self.sessions}
         names = [name for name in counted or rewards if name in rewards]

@@ -1,8 +1,8 @@
 """Align two tokenizations of the same bytes, for distillation between models with different tokenizers.
 
 A byte at which both have a token boundary is a common boundary. The bytes between two common boundaries are a *span*,
-the smallest text that both spell with whole tokens. Log-probabilities are compared by their sums over spans (called
-chunks in arXiv 2503.20083).
+the smallest text that both spell with whole tokens (chunks in arXiv 2503.20083). Log-probabilities are compared by
+their sums over spans.
 
 A tokenization is a list with one entry per token: its `bytes`, valid UTF-8 or not, or for a special token its name, a
 `str`. Special tokens have no bytes and are in no span. Special tokens with the same name at the same byte are paired.
@@ -24,6 +24,8 @@ from tokentape.errors import InvalidRequest
 
 Piece: TypeAlias = bytes | str
 """The bytes of a token, or the name of a special token; `""` if it has no name."""
+
+Mask: TypeAlias = npt.ArrayLike | None
 
 SpanIndex: TypeAlias = npt.NDArray[np.int32]
 """The span of each token, -1 for special tokens. Shape [tokens]."""
@@ -58,11 +60,7 @@ class Alignment:
         return _sums(self.right, values, len(self.ends))
 
     def chunk_mask(
-        self,
-        left_mask: npt.ArrayLike | None = None,
-        right_mask: npt.ArrayLike | None = None,
-        *,
-        max_tokens: int | None = None,
+        self, left_mask: Mask = None, right_mask: Mask = None, *, max_tokens: int | None = None
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of the spans to compare likelihoods over, bool [spans].
 
@@ -79,43 +77,32 @@ class Alignment:
 
 
 def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
-    r"""Find the spans of two tokenizations of the same bytes. Linear in tokens and bytes.
+    r"""Find the spans of two tokenizations of the same bytes. A token without bytes belongs to the bytes after it.
 
-    A token without bytes that is not special belongs to the bytes after it.
+    Raises `InvalidRequest`, with the offset, if the two have different bytes.
 
     >>> found = align([b"Hel", b"lo", b" \xf0", b"\x9f\xab\xa0"], [b"Hello", b" ", b"\xf0\x9f\xab\xa0", "eos"])
     >>> found.left.tolist(), found.right.tolist(), found.ends.tolist()
     ([0, 0, 1, 1], [0, 1, 1, -1], [5, 10])
-
-    Raises `InvalidRequest`, with the offset, if the two have different bytes.
     """
     total = _same_bytes(left, right)
     special = [np.array([isinstance(piece, str) for piece in side], np.bool_) for side in (left, right)]
-    sizes = [[len(piece) * isinstance(piece, bytes) for piece in side] for side in (left, right)]
-    ends = [np.cumsum(side, dtype=np.int64) for side in sizes]
-    boundaries = np.zeros((2, total + 1), np.bool_)
-    for side, (end, named) in enumerate(zip(ends, special, strict=True)):
-        boundaries[side, end[~named]] = True
-    common = boundaries[0] & boundaries[1]
-    common[0] = False
-    span_of_byte = np.cumsum(common[:-1]).astype(np.int32)
-    interrupted = np.zeros(int(common.sum()), np.bool_)
-    indexes = []
-    for end, named in zip(ends, special, strict=True):
-        within = end[named & (end > 0) & (end < total)]
-        interrupted[span_of_byte[within[~common[within]]]] = True
-        index = np.full(len(end), -1, np.int32)
-        if total:
-            starts = np.concatenate([[0], end[:-1]])[~named]
-            index[~named] = span_of_byte[np.minimum(starts, total - 1)]
-        indexes.append(index)
+    sizes = [np.array([len(piece) * isinstance(piece, bytes) for piece in side], np.int64) for side in (left, right)]
+    ends = [np.cumsum(side) for side in sizes]
+    common = np.intersect1d(ends[0][~special[0]], ends[1][~special[1]])
+    common = common[common > 0]
+    interrupted, indexes = np.zeros(len(common), np.bool_), []
+    for size, end, named in zip(sizes, ends, special, strict=True):
+        interrupted[np.searchsorted(common, end[named & (end > 0) & ~np.isin(end, common)], "right")] = True
+        spans = np.searchsorted(common, np.minimum(end - size, total - 1), "right")
+        indexes.append(np.where(named | (total == 0), -1, spans).astype(np.int32))
     # Several tokens with the same name at the same place are paired in order.
     waiting: dict[tuple[Piece, int], deque[int]] = defaultdict(deque)
     for n in np.flatnonzero(special[1]).tolist():
         waiting[right[n], int(ends[1][n])].append(n)
     places = [(left[n], n, waiting[left[n], int(ends[0][n])]) for n in np.flatnonzero(special[0]).tolist()]
     pairs = tuple(NamedPair(str(name), n, found.popleft()) for name, n, found in places if name and found)
-    return Alignment(indexes[0], indexes[1], np.flatnonzero(common), interrupted, pairs)
+    return Alignment(indexes[0], indexes[1], common, interrupted, pairs)
 
 
 def pieces(
@@ -126,25 +113,20 @@ def pieces(
     SentencePiece tokenizers add a space before a text that has none. It is removed, unless `keep_space` says that the
     text itself begins with a space. Replace control tokens that are text on the other side (`<think>`) by their bytes.
     """
-    names = names or {}
     found: list[Piece] = [
-        tokenizer.token_bytes(token_id) if tokenizer.control_by_id(token_id) is None else names.get(token_id, "")
-        for token_id in ids
+        tokenizer.token_bytes(one) if tokenizer.control_by_id(one) is None else (names or {}).get(one, "")
+        for one in ids
     ]
-    if keep_space:
-        return found
     first, later = (
-        b"".join(map(tokenizer.token_bytes, encode("x").ids)) == b" x"
+        not keep_space and b"".join(map(tokenizer.token_bytes, encode("x").ids)) == b" x"
         for encode in (tokenizer.encode_marked, tokenizer.encode_after_control)
     )
-    starts = [0] if first else []
-    starts += [n + 1 for n, piece in enumerate(found) if later and isinstance(piece, str)]
-    for at in starts:
-        text = b"".join(piece for piece in found[at : at + 2] if isinstance(piece, bytes))
-        piece = found[at] if at < len(found) else ""
-        # With two spaces, both are part of the text.
-        if isinstance(piece, bytes) and text.startswith(b" ") and not text.startswith(b"  "):
-            found[at] = piece[1:]
+    for at, piece in enumerate(found):
+        added = later and isinstance(found[at - 1], str) if at else first
+        if added and isinstance(piece, bytes):
+            text = b"".join(one for one in found[at : at + 2] if isinstance(one, bytes))
+            if text.startswith(b" ") and not text.startswith(b"  "):  # with two spaces, both are part of the text
+                found[at] = piece[1:]
     return found
 
 
@@ -158,10 +140,10 @@ def _sums(index: SpanIndex, values: npt.ArrayLike, spans: int) -> npt.NDArray[np
 def _same_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> int:
     """Return the number of bytes. Raises `InvalidRequest` if the bytes of the two sides differ."""
     one, other = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
-    if one != other:
-        raise InvalidRequest(
-            f"the two tokenizations spell different bytes from offset {len(commonprefix([one, other]))} on ({len(one)} "
-            f"and {len(other)} bytes): only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a "
-            "control token that is text in one of them, changes them"
-        )
-    return len(one)
+    if one == other:
+        return len(one)
+    raise InvalidRequest(
+        f"the two tokenizations spell different bytes from offset {len(commonprefix([one, other]))} on ({len(one)} and "
+        f"{len(other)} bytes): only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a control "
+        "token that is text in one of them, changes them"
+    )

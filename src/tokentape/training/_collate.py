@@ -5,24 +5,26 @@ token. A causal model's logits at t - 1 predict the token at t. So either give `
 models of transformers do, or use `shifted()`, whose arrays match `logits[:, :-1]`.
 
 The loss mask comes from the samples, never from a comparison with the padding id, which may also end sequences.
+Advantages and other numbers per token are columns of samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tokentape._session.payloads import blank_rows
+from tokentape.engines._image_processor import QwenImageProcessor
 from tokentape.errors import InvalidRequest
-from tokentape.training._columns import column_of
 from tokentape.training._samples import Sample
 from tokentape.training._supports import refuse_unlike_supports
 from tokentape.training._trainers import token_temperatures
-from tokentape.types import MediaSpan, TokenRows
+from tokentape.types import MediaSpan, TokenRows, TokenValues
 
 if TYPE_CHECKING:
     import torch
@@ -289,3 +291,132 @@ def _empty_payloads(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[s
             elif (found[name].rows.dtype, found[name].rows.shape[2:]) != kind:
                 raise InvalidRequest(f"payload {name!r} has rows of different dtypes or shapes", "samples")
     return found
+
+
+def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
+    """Return the sample with a named column: give one number for all trained tokens, one per turn or one per token.
+
+    One number, or one per turn, applies to trained tokens only; other tokens get 0. Raises `InvalidRequest` for another
+    number of values.
+
+    >>> with_column(sample, "advantages", 0.5)                                      # doctest: +SKIP
+    """
+    numbers = np.asarray(values, np.float32)
+    tokens, turns = len(sample.token_ids), len(sample.turns)
+    if numbers.shape == (tokens,):
+        column = numbers
+    elif numbers.shape in ((), (turns,)):
+        column = np.zeros(tokens, np.float32)
+        for (_, start, end), value in zip(sample.completions(), np.broadcast_to(numbers, (turns,)), strict=True):
+            column[start:end] = value
+        column[~sample.loss_mask] = 0
+    else:
+        raise InvalidRequest(
+            f"values of shape {numbers.shape} for a sample of {tokens} tokens and {turns} turns; expected one number, "
+            "one per turn or one per token",
+            "values",
+        )
+    return replace(sample, columns={**sample.columns, name: column})
+
+
+def group_advantages(
+    samples: Sequence[Sample], *, name: str = "advantages", scale: bool = True, epsilon: float = 1e-6
+) -> list[Sample]:
+    """Return samples with GRPO's advantage as a column: reward minus the group's mean, divided by its deviation.
+
+    The mean is over sessions: a session with several samples counts once, with the mean of their rewards. `scale` False
+    omits the division (Dr. GRPO). Raises `InvalidRequest` for a sample without reward or group.
+    """
+    rewards: dict[str, dict[str, list[float]]] = {}
+    for sample in samples:
+        rewards.setdefault(_group_of(sample), {}).setdefault(sample.session_id, []).append(reward_of(sample))
+    center: dict[str, tuple[float, float]] = {}
+    for group, sessions in rewards.items():
+        of_sessions = [np.mean(one) for one in sessions.values()]
+        center[group] = float(np.mean(of_sessions)), float(np.std(of_sessions)) + epsilon if scale else 1.0
+    out = []
+    for sample in samples:
+        mean, divisor = center[_group_of(sample)]
+        out.append(with_column(sample, name, (reward_of(sample) - mean) / divisor))
+    return out
+
+
+def _group_of(sample: Sample) -> str:
+    if sample.group is None:
+        raise InvalidRequest(
+            f"a sample of session {sample.session_id!r} has no group: name the key of its metadata with --group, or in "
+            "Python `group` to `assemble`"
+        )
+    return sample.group
+
+
+def column_of(sample: Sample, name: str) -> TokenValues:
+    """Return a column. Raises `InvalidRequest` if there is none, or if it has no number for a trained token."""
+    where = f"session {sample.session_id!r}, leaf {sample.leaf}"
+    if name not in sample.columns:
+        raise InvalidRequest(f"{where}: there is no column {name!r}; see `with_column`", "samples")
+    missing = np.flatnonzero(sample.loss_mask & ~np.isfinite(sample.columns[name]))
+    if missing.size:
+        raise InvalidRequest(
+            f"{where}: no value in column {name!r} for {missing.size} trained tokens, the first at {int(missing[0])}; "
+            "annotate them, or leave the sample out",
+            "samples",
+        )
+    return sample.columns[name]
+
+
+def reward_of(sample: Sample) -> float:
+    """Return a sample's reward. Raises `InvalidRequest` if there is none."""
+    if sample.reward is None:
+        raise InvalidRequest(f"session {sample.session_id!r} has no reward; give one, or leave the session out")
+    return sample.reward
+
+
+IMAGE_TYPE = 1
+"""Value in `mm_token_type_ids` for a placeholder of an image; text and padding are 0."""
+
+
+def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.NDArray[Any]]:
+    """Return the images of a batch, processed again, in the order of their placeholders in its rows.
+
+        inputs = to_torch(media_arrays(batch, session.media))
+        logits = model(input_ids, attention_mask=attention_mask, **inputs).logits
+
+    Don't pass `position_ids`: the model computes its own from these arrays, in more than one dimension. `load` returns
+    the bytes of an image, or of the settings that it was processed with, by their SHA-256; for example `media` of a
+    client's session. Needs the extra `images`.
+
+    Returns `mm_token_type_ids`, int64 [rows, length], and if there are images `pixel_values`, float32 [patches of all
+    images, values of a patch], and `image_grid_thw`, int64 [images, 3].
+
+    Raises `InvalidRequest` for a row with several samples, because a vision model numbers positions per row, and if an
+    image now has another number of tokens or another position than recorded, because the libraries have changed.
+    """
+    if len(np.unique(batch.places[:, 0])) < len(batch.places):
+        raise InvalidRequest("images can't be packed: the model numbers the positions of whole rows; use `padded`")
+
+    @cache
+    def processor(settings: str) -> QwenImageProcessor:
+        return QwenImageProcessor.from_settings(load(settings))
+
+    @cache
+    def processed(sha256: str, settings: str) -> dict[str, npt.NDArray[Any]]:
+        return processor(settings).arrays([load(sha256)])
+
+    types = np.zeros(batch.input_ids.shape, np.int64)
+    images: list[dict[str, npt.NDArray[Any]]] = []
+    for sample in np.argsort(batch.places[:, 0]).tolist():
+        row, start, _ = batch.places[sample].tolist()
+        for span in batch.media[sample]:
+            here = slice(start + span.start, start + span.start + span.length)
+            arrays = processed(span.sha256, span.settings)
+            found = processor(span.settings).lengths(arrays["image_grid_thw"])[0]
+            if found != span.length or (batch.input_ids[row, here] != processor(span.settings).placeholder_id).any():
+                raise InvalidRequest(
+                    f"image {span.sha256} has {found} tokens, the record has {span.length}: process it with the "
+                    "versions of transformers and Pillow that its settings name"
+                )
+            types[row, here] = IMAGE_TYPE
+            images.append(arrays)
+    joined = {name: np.concatenate([one[name] for one in images]) for name in images[0]} if images else {}
+    return {**joined, "mm_token_type_ids": types}

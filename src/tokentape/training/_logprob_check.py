@@ -1,12 +1,8 @@
 """Compare recorded logprobs with a trainer's, and check that the trainer has the sampled sequences.
 
-Differences have three causes. Each is reported in a channel with its own limit:
-
-- *numeric*: the same ids, other numbers, because of kernels, precision or weights.
-- *id drift*: the trainer has other ids for the same text, because something retokenized it.
-- *text drift*: the trainer has another text, because something rendered the messages again.
-
-A token with another context is never counted as numeric, so an error in the ids can't hide in rounding noise.
+Each of three causes of differences is reported in a channel with its own limit: *numeric*, other numbers for the same
+ids; *id drift*, other ids for the same text, because something retokenized it; *text drift*, another text, because
+something rendered the messages again. A token with another context is never counted as numeric.
 """
 
 from __future__ import annotations
@@ -170,20 +166,19 @@ def check_logprobs(
     Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has different numbers of logprobs and
     ids, and if ids differ but there is no tokenizer to classify it.
     """
-    tally = _Tally(outliers, tokenizer, forward, precision, adapter)
+    vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
+    tally = _Tally(outliers, tokenizer, forward, Mismatch(precision, vocab_size, adapter))
     seen = set()
-    sequences = absent = 0
+    absent = 0
     for one in trajectories:
         key = (one.session_id, one.leaf)
         row = TrainerRow(None, None) if rows is None else rows.get(key)
         if row is None:
             absent += 1
-            continue
-        seen.add(key)
-        sequences += 1
-        tally.add(one, row)
-    unknown = 0 if rows is None else len(rows.keys() - seen)
-    return tally.report(sequences, absent, unknown)
+        else:
+            seen.add(key)
+            tally.add(one, row)
+    return tally.report(absent, 0 if rows is None else len(rows.keys() - seen))
 
 
 class ModelForward:
@@ -256,33 +251,25 @@ _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
 
 
 class _Tally:
-    def __init__(
-        self,
-        outliers: int,
-        tokenizer: Tokenizer | None,
-        forward: Forward | None,
-        precision: str,
-        adapter: str | None,
-    ) -> None:
-        self._limit = outliers
-        self._tokenizer = tokenizer
-        self._forward = forward
-        vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
-        self._mismatch = Mismatch(precision, vocab_size, adapter)
+    def __init__(self, outliers: int, tokenizer: Tokenizer | None, forward: Forward | None, mismatch: Mismatch) -> None:
+        self._limit, self._tokenizer, self._forward, self._mismatch = outliers, tokenizer, forward, mismatch
         self._numeric, self._behind = NumbersTally(), NumbersTally()
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
         self._outliers: list[tuple[float, Outlier]] = []
         """The largest differences, with their tokens."""
-        self._above_zero = 0
+        self._above_zero = self._sequences = 0
 
     def add(self, one: Trajectory, row: TrainerRow) -> None:
+        self._sequences += 1
         ids = one.token_ids if row.token_ids is None else row.token_ids
         mask = one.loss_mask & np.isfinite(one.logprobs)
         mask[:1] = False
         logprobs = row.logprobs
         if logprobs is None and row.token_ids is None:
-            logprobs = self._expected(one, mask)
+            # In the recorded distribution, NaN where that is not possible.
+            scores = self._scores(one.token_ids, 1, self._mismatch.top_for(one))
+            logprobs = self._mismatch.add(one, mask, 1, scores)
             mask &= ~np.isnan(logprobs)
         elif logprobs is None:
             mask &= self._raw(one, mask)
@@ -304,11 +291,18 @@ class _Tally:
         before = positions < found.first
         self._numeric.add(apart[before])
         self._behind.add(apart[~before])
-        self._keep_outliers(one, found, positions, apart, trainer)
+        size = np.where(np.isfinite(apart), np.abs(apart), np.inf)
+        for n in np.argsort(-size, kind="stable")[: self._limit].tolist():
+            outlier = self._outlier(one, found, int(positions[n]), float(trainer[n]))
+            self._outliers.append((float(size[n]), outlier))
+        self._outliers = nlargest(self._limit, self._outliers, key=itemgetter(0))
 
-    def report(self, sequences: int, absent: int, unknown: int) -> LogprobReport:
+    def report(self, absent: int, unknown: int) -> LogprobReport:
+        for doubt in self._mismatch.doubts():
+            ids = doubt.trajectory.token_ids[: doubt.end]
+            self._mismatch.look(doubt, self._scores(ids, doubt.start, LOOK_TOP))
         return LogprobReport(
-            sequences=sequences,
+            sequences=self._sequences,
             without_trainer=absent,
             unknown=unknown,
             numeric=self._numeric.numbers(),
@@ -319,7 +313,7 @@ class _Tally:
             outliers=tuple(outlier for _, outlier in self._outliers),
             not_comparable=dict(self._mismatch.not_comparable),
             above_zero=self._above_zero,
-            causes=self._causes(),
+            causes=self._mismatch.causes(),
         )
 
     def _given(self) -> Forward:
@@ -333,11 +327,6 @@ class _Tally:
             return forward.scores(ids, start, top)
         return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
 
-    def _expected(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> Logprobs:
-        """Return the model's logprobs of the tokens in `mask` in the recorded distribution, NaN for other tokens."""
-        scores = self._scores(one.token_ids, 1, self._mismatch.top_for(one))
-        return self._mismatch.add(one, mask, 1, scores)
-
     def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return a mask of tokens with raw recorded logprobs, and count the others as not comparable."""
         raw = np.zeros(len(mask), bool)
@@ -347,47 +336,29 @@ class _Tally:
                 self._mismatch.not_comparable[str(rule)] += tokens
         return raw
 
-    def _causes(self) -> tuple[Attribution, ...]:
-        for doubt in self._mismatch.doubts():
-            ids = doubt.trajectory.token_ids[: doubt.end]
-            self._mismatch.look(doubt, self._scores(ids, doubt.start, LOOK_TOP))
-        return self._mismatch.causes()
-
     def _compare(self, one: Trajectory, ids: TokenIds) -> Pairing:
-        if self._tokenizer is None:
-            if not np.array_equal(one.token_ids[: len(ids)], ids):
-                raise InvalidRequest(
-                    f"session {one.session_id!r}, leaf {one.leaf}: the trainer's ids differ from the recorded "
-                    "ones; to compare the texts too, pass the model folder"
-                )
-            partner = np.where(np.arange(len(one.token_ids)) < len(ids), np.arange(len(one.token_ids)), -1)
-            return Pairing("numeric", partner, len(one.token_ids))
-        return pair_ids(one.token_ids, ids, self._tokenizer)
-
-    def _keep_outliers(
-        self,
-        one: Trajectory,
-        found: Pairing,
-        positions: npt.NDArray[np.int64],
-        apart: npt.NDArray[np.float64],
-        trainer: npt.NDArray[np.float64],
-    ) -> None:
-        size = np.where(np.isfinite(apart), np.abs(apart), np.inf)
-        for n in np.argsort(-size, kind="stable")[: self._limit].tolist():
-            at = int(positions[n])
-            kinds = [change.kind for change in found.changes if change.start <= at]
-            token_id = int(one.token_ids[at])
-            outlier = Outlier(
-                session_id=one.session_id,
-                leaf=one.leaf,
-                turn=one.turns[int(np.searchsorted(one.completion_ends, at, "right"))],
-                position=at,
-                token_id=token_id,
-                text=None if self._tokenizer is None else self._tokenizer.decode([token_id]),
-                recorded=float(one.logprobs[at]),
-                trainer=float(trainer[n]),
-                channel="numeric" if at < found.first else found.channel,
-                drift_class=kinds[-1] if kinds else None,
+        if self._tokenizer is not None:
+            return pair_ids(one.token_ids, ids, self._tokenizer)
+        if not np.array_equal(one.token_ids[: len(ids)], ids):
+            raise InvalidRequest(
+                f"session {one.session_id!r}, leaf {one.leaf}: the trainer's ids differ from the recorded ones; to "
+                "compare the texts too, pass the model folder"
             )
-            self._outliers.append((float(size[n]), outlier))
-        self._outliers = nlargest(self._limit, self._outliers, key=itemgetter(0))
+        places = np.arange(len(one.token_ids))
+        return Pairing("numeric", np.where(places < len(ids), places, -1), len(places))
+
+    def _outlier(self, one: Trajectory, found: Pairing, at: int, trainer: float) -> Outlier:
+        kinds = [change.kind for change in found.changes if change.start <= at]
+        token_id = int(one.token_ids[at])
+        return Outlier(
+            session_id=one.session_id,
+            leaf=one.leaf,
+            turn=one.turns[int(np.searchsorted(one.completion_ends, at, "right"))],
+            position=at,
+            token_id=token_id,
+            text=None if self._tokenizer is None else self._tokenizer.decode([token_id]),
+            recorded=float(one.logprobs[at]),
+            trainer=trainer,
+            channel="numeric" if at < found.first else found.channel,
+            drift_class=kinds[-1] if kinds else None,
+        )

@@ -9,19 +9,25 @@ own. Where possible, a sample's arrays are views of its trajectory's arrays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
 from tokentape._canonical import canonical_json
-from tokentape._session.fields import FIELDS
+from tokentape._session.arrow import trajectories_table
+from tokentape._session.fields import FIELDS, FileField, Layout
+from tokentape._session.files import iter_file, write_file
 from tokentape._session.lineage import check_roles
 from tokentape._session.verdict import check_verdicts, wanted_verdict
 from tokentape.errors import InvalidRequest
 from tokentape.types import TokenRows, TokenValues, Trajectory
+
+if TYPE_CHECKING:
+    import datasets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -355,3 +361,28 @@ def group_name(trajectory: Trajectory, group: str | Callable[[Trajectory], str] 
         )
     value = trajectory.metadata[group]
     return value if isinstance(value, str) else canonical_json(value)
+
+
+SAMPLES = Layout(Sample, (FileField("group", "string", nullable=True),), "samples_version", 1)
+"""Files of samples: Parquet or JSON lines of trajectories with their final mask and the column `group`.
+
+They can also be read as trajectories. `tokentape.samples_version` in a Parquet file's metadata, and `samples_version`
+in a line, is the version of the fields that only samples have: it changes if one is changed or removed.
+"""
+
+
+def write_samples(samples: Iterable[Sample], path: str | Path) -> int:
+    """Write samples to a file, as JSON lines if it is named `.jsonl`, else as Parquet. Return their number."""
+    return write_file(samples, path, SAMPLES)
+
+
+def read_samples(path: str | Path) -> Iterator[Sample]:
+    """Yield the samples of a file, bit for bit. Raises `InvalidRequest` for another format or version."""
+    return cast("Iterator[Sample]", iter_file(path, SAMPLES))
+
+
+def to_dataset(samples: Iterable[Sample]) -> datasets.Dataset:
+    """Return a Hugging Face dataset in memory, with one row per sample. Needs `datasets`."""
+    import datasets
+
+    return datasets.Dataset(datasets.table.InMemoryTable(trajectories_table(list(samples), layout=SAMPLES)))

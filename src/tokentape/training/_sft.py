@@ -41,6 +41,9 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 class Rendering:
     """A rendered conversation. Offsets are characters of the marked text, in which a mark has two characters."""
 
+    renderer: Renderer
+    messages: Sequence[Message]
+    setup: Setup
     text: str
     codes: Codes
     """Provenance per character."""
@@ -87,10 +90,10 @@ def sft_sample(
     if renderer.is_external:
         raise InvalidRequest("an overriding renderer does not say which of its ids the assistant says", "renderer")
     rendered = _rendered(renderer, messages, setup, generate=False)
-    marked = _marked_by_template(renderer, messages, setup, rendered) if marks else None
-    said = marked if marked is not None else find_spans(renderer, messages, setup, rendered, chosen)
-    _check(rendered, said, messages, whole=marked is None and len(said) == len(_speakers(messages)))
-    spans = [_without_reasoning(renderer, one, rendered, setup) if not reasoning else one for one in said]
+    marked = _marked_by_template(rendered) if marks else None
+    said = marked if marked is not None else find_spans(rendered, chosen)
+    _check(rendered, said, whole=marked is None and len(said) == len(_speakers(messages)))
+    spans = said if reasoning else [_without_reasoning(rendered, one) for one in said]
     encoded = renderer.tokenizer.encode_marked(rendered.text)
     provenance = provenance_of_tokens(rendered.codes[rendered.flat[:-1]], encoded.spans)
     places = rendered.flat[encoded.spans]
@@ -120,24 +123,16 @@ def sft_sample(
     )
 
 
-def find_spans(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering, chosen: Collection[int]
-) -> list[AssistantSpan]:
-    """Return the span of each assistant message in the rendering, or only the last one if only that is chosen.
-
-    Raises `TemplateRefused` if the spans can't be found.
-    """
-    for starts in (
-        _starts_after_headers(renderer, messages, setup, rendered),
-        _starts_after_others(renderer, messages, setup, rendered),
-    ):
-        if starts is not None:
-            return _with_ends(renderer, messages, setup, rendered, starts)
-    last = len(messages) - 1
+def find_spans(rendered: Rendering, chosen: Collection[int]) -> list[AssistantSpan]:
+    """Return the span of each assistant message, or only the last if only that is chosen. Raises `TemplateRefused`."""
+    for find_starts in (_starts_after_headers, _starts_after_others):
+        if (starts := find_starts(rendered)) is not None:
+            return _with_ends(rendered, starts)
+    last = len(rendered.messages) - 1
     if set(chosen) == {last}:
-        before = renderer.render_text(messages[:last], setup, generate=True)
+        before = rendered.renderer.render_text(rendered.messages[:last], rendered.setup, generate=True)
         if rendered.text.startswith(before):
-            return _with_ends(renderer, messages, setup, rendered, {last: len(before)})
+            return _with_ends(rendered, {last: len(before)})
     raise TemplateRefused(
         "the rendering does not show which tokens the assistant says: the template neither begins its turns "
         "with a control token of their own nor writes them right after the message before. Train the final turn only."
@@ -175,21 +170,18 @@ def _speakers(messages: Sequence[Message]) -> list[int]:
 def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> Rendering:
     text, codes = renderer.render_text_with_provenance(messages, setup, generate=generate)
     marks = {match.start() for match in MARK.finditer(text)}
-    flat = [at for at in range(len(text) + 1) if at - 1 not in marks]
-    places = np.array(flat, np.int64)
-    return Rendering(text, np.repeat(codes, places[1:] - places[:-1]), places)
+    flat = np.array([at for at in range(len(text) + 1) if at - 1 not in marks], np.int64)
+    return Rendering(renderer, messages, setup, text, np.repeat(codes, np.diff(flat)), flat)
 
 
-def _marked_by_template(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering
-) -> list[AssistantSpan] | None:
+def _marked_by_template(rendered: Rendering) -> list[AssistantSpan] | None:
     """Return the spans of the template's `{% generation %}` blocks; None unless there is one per message."""
-    if not _GENERATION.search(renderer.template.source):
+    source, marks = _GENERATION.subn(_shown, rendered.renderer.template.source)
+    if not marks:
         return None
-    source = _GENERATION.sub(_shown, renderer.template.source)
-    shown = Renderer(renderer.tokenizer, ChatTemplate(source)).render_text(messages, setup, generate=False)
-    pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown)
-    speakers = _speakers(messages)
+    shown = Renderer(rendered.renderer.tokenizer, ChatTemplate(source))
+    pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown.render_text(rendered.messages, rendered.setup, generate=False))
+    speakers = _speakers(rendered.messages)
     if "".join(pieces[::2]) != rendered.text or pieces[1::2] != [_OPEN, _CLOSE] * len(speakers):
         return None
     ends = np.cumsum([len(piece) for piece in pieces[::2]]).tolist()
@@ -203,15 +195,14 @@ def _shown(tag: re.Match[str]) -> str:
     return f'{{%{left} if true %}}{{{{ "\\u{ord(sentinel):04x}" }}}}{{% endif {right}%}}'
 
 
-def _starts_after_headers(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering
-) -> dict[int, int] | None:
+def _starts_after_headers(rendered: Rendering) -> dict[int, int] | None:
     """Return the start of each assistant message, after its header; None if some have no header."""
-    prompt = renderer.format(setup).generation_prompt
-    shared = prompt[: common_prefix(renderer.format(setup).header, prompt)]
+    form = rendered.renderer.format(rendered.setup)
+    prompt = form.generation_prompt
+    shared = prompt[: common_prefix(form.header, prompt)]
     if not MARK.match(shared):
         return None
-    speakers = _speakers(messages)
+    speakers = _speakers(rendered.messages)
     # Try the longest prefix first: the prompt may have an empty reasoning block, which is filled in some turns.
     for end in [len(shared), *(match.start() for match in reversed(list(MARK.finditer(shared, 1))))]:
         found = [match.end() for match in re.finditer(re.escape(shared[:end]), rendered.text)]
@@ -222,18 +213,13 @@ def _starts_after_headers(
     return None
 
 
-def _starts_after_others(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering
-) -> dict[int, int] | None:
+def _starts_after_others(rendered: Rendering) -> dict[int, int] | None:
     """Return the start of each assistant message, after the text that follows the message before; None if it varies."""
-    groups = [
-        (own, [n for n, _ in run])
-        for own, run in groupby(enumerate(messages), lambda one: one[1]["role"] == "assistant")
-    ]
-    runs = list(_runs(rendered.codes))
+    by_writer = groupby(enumerate(rendered.messages), lambda one: one[1]["role"] == "assistant")
+    groups, runs = [(own, [n for n, _ in run]) for own, run in by_writer], list(_runs(rendered.codes))
     if [own for own, _ in groups] != [own for own, _, _ in runs] or any(own and len(run) > 1 for own, run in groups):
         return None
-    form = renderer.format(setup)
+    form = rendered.renderer.format(rendered.setup)
     opened = len(form.generation_prompt) - common_prefix(form.header, form.generation_prompt)
     starts = {}
     for k, (own, run) in enumerate(groups):
@@ -241,7 +227,7 @@ def _starts_after_others(
             continue
         if k == 0:
             return None
-        before = _rendered(renderer, messages[: run[0]], setup, generate=True)
+        before = _rendered(rendered.renderer, rendered.messages[: run[0]], rendered.setup, generate=True)
         spoken = np.flatnonzero(np.isin(before.codes, _FOREIGN))
         tail = before.text[spoken[-1] + 1 :] if spoken.size else before.text
         after = runs[k - 1][2] + 1
@@ -262,12 +248,10 @@ def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
             yield bool(own[first]), int(places[first]), int(places[end - 1])
 
 
-def _with_ends(
-    renderer: Renderer, messages: Sequence[Message], setup: Setup, rendered: Rendering, starts: dict[int, int]
-) -> list[AssistantSpan]:
+def _with_ends(rendered: Rendering, starts: dict[int, int]) -> list[AssistantSpan]:
     """Return the spans of turns through the token that ends them, or if there is none, through the closing text."""
-    text, codes, form = rendered.text, rendered.codes, renderer.format(setup)
-    stops = renderer.stop_ids(setup)
+    renderer, messages, text, codes = rendered.renderer, rendered.messages, rendered.text, rendered.codes
+    form, stops = renderer.format(rendered.setup), renderer.stop_ids(rendered.setup)
     ends = [m.end() for m in MARK.finditer(text) if renderer.tokenizer.control_of_mark(m[0]).id in stops]
     foreign = np.flatnonzero(np.isin(codes, _FOREIGN))
     own = np.flatnonzero(codes == Provenance.ASSISTANT)
@@ -287,16 +271,13 @@ def _with_ends(
     return said
 
 
-def _check(rendered: Rendering, said: Sequence[AssistantSpan], messages: Sequence[Message], *, whole: bool) -> None:
-    """Raise `TemplateRefused` if text of others would be trained, or if a span has no text of its message.
-
-    With `whole`, the assistant's text must not be outside the spans.
-    """
+def _check(rendered: Rendering, said: Sequence[AssistantSpan], *, whole: bool) -> None:
+    """Raise `TemplateRefused` if spans have others' text or none of their own, or, if `whole`, don't have all of it."""
     own, others = rendered.codes == Provenance.ASSISTANT, np.isin(rendered.codes, _FOREIGN)
     inside = np.zeros(len(rendered.codes), np.bool_)
     for one in said:
         inside[one.start : one.end] = True
-        if others.any() and _speaks(messages[one.message]) and not own[one.start : one.end].any():
+        if others.any() and _speaks(rendered.messages[one.message]) and not own[one.start : one.end].any():
             raise TemplateRefused(f"the template writes nothing of what message {one.message} says: nothing to train")
     wrong, missed = int((inside & others).sum()), int((~inside & own).sum()) if whole else 0
     if wrong or missed:
@@ -315,13 +296,11 @@ def _speaks(message: Message) -> bool:
     )
 
 
-def _without_reasoning(renderer: Renderer, said: AssistantSpan, rendered: Rendering, setup: Setup) -> AssistantSpan:
+def _without_reasoning(rendered: Rendering, said: AssistantSpan) -> AssistantSpan:
     """Return the span of the turn after its reasoning, if it has any."""
-    form = renderer.format(setup).reasoning
-    if form is None:
-        return said
-    for close in (form.close, form.close.strip()):
-        at = rendered.text.find(close, said.start, said.end) if close else -1
+    form = rendered.renderer.format(rendered.setup).reasoning
+    for close in filter(None, (form.close, form.close.strip()) if form is not None else ()):
+        at = rendered.text.find(close, said.start, said.end)
         if at >= 0:
             return AssistantSpan(said.message, at + len(close), said.end)
     return said

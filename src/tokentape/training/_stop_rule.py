@@ -1,4 +1,4 @@
-"""A stop rule: limits on the last samples of a training run, which halt the run or log a warning."""
+"""A stop rule: limits on the last samples of a training run, which halt the run or log a warning; trackers of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, TypeAlias
 
@@ -149,3 +151,49 @@ class StopRule:
 def _array(logprobs: Any) -> npt.NDArray[np.float64]:
     """Return logprobs in float64. A tensor may be on a device, have a gradient, or be bfloat16, which NumPy lacks."""
     return np.asarray(logprobs.detach().cpu().double() if hasattr(logprobs, "detach") else logprobs, np.float64)
+
+
+def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
+    """Return a function that logs numbers by name to the open `wandb` run, such as the trainer's.
+
+    Without an open run, it opens a new one in offline mode, with `options` (`project`, `name`) and in
+    `directory`/wandb; `wandb sync` uploads it. Raises `InvalidRequest` without the package.
+    """
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise InvalidRequest("Weights & Biases needs its client; run: pip install 'tokentape[wandb]'") from None
+    own: Any = None
+
+    def track(numbers: Mapping[str, float]) -> None:
+        nonlocal own
+        opened = wandb.run
+        if opened is None and own is None:
+            own = wandb.init(mode="offline", dir=str(directory), reinit="create_new", **options)
+            # With `create_new`, `wandb.run` stays None, but the trainer's `wandb.init` would return an active run.
+            wandb.setup().remove_active_run(own)
+        # The trainer's run counts steps itself, so the numbers belong to its next step.
+        named = {f"tokentape/{name}": value for name, value in numbers.items()}
+        (opened or own).log(named, commit=opened is None)
+
+    return track
+
+
+def tensorboard_tracker(directory: Path | str) -> Tracker:
+    """Return a function that writes numbers by name to an event file in `directory`, one step per call.
+
+    Raises `InvalidRequest` without the package.
+    """
+    try:
+        from tensorboard.summary import Writer
+    except ModuleNotFoundError:
+        raise InvalidRequest("TensorBoard needs its package; run: pip install 'tokentape[tensorboard]'") from None
+    writer, steps = Writer(str(directory)), count()
+
+    def track(numbers: Mapping[str, float]) -> None:
+        step = next(steps)
+        for name, value in numbers.items():
+            writer.add_scalar(f"tokentape/{name}", value, step)
+        writer.flush()
+
+    return track

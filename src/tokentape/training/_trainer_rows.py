@@ -10,7 +10,7 @@ from typing import IO, Any
 from tokentape._session.arrow import parquet_library
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample
 
 WITH_ADVANTAGES = ("prime-rl", "tinker")

@@ -123,10 +123,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
 
 
 def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.float32]:
-    """Return the temperature for the logits that predict each token, 1.0 for tokens that are not trained.
-
-    Divided by it, `log_softmax` gives the recorded logprobs. float32 [tokens]. Raises as `turn_temperatures`.
-    """
+    """Return a temperature per token, float32 [tokens], 1.0 where it is not trained. Raises as `turn_temperatures`."""
     out = np.ones(len(sample.token_ids), np.float32)
     for start, end, value in turn_temperatures(sample, trainer):
         out[start:end] = value
@@ -162,19 +159,20 @@ def served(trainer: str, logprobs_mode: str, engine: str = "") -> CheckResult:
     found = f"{about.name} {about.version} computes {about.formula}; recorded are {logprobs_mode}"
     one = about.setting is None and not about.per_token
     rest = " at temperature 1" if one else ""
-    match logprobs_mode:
-        case "processed_logprobs":
-            return CheckResult(
-                "trainer", "ok", f"{found}: the same{rest} with top_p 1, top_k 0, min_p 0 and no penalties"
-            )
-        case "scaled_logprobs":
-            return CheckResult("trainer", "ok", f"{found}: the same{rest} without penalties")
-        case "raw_logprobs" | "penalised_logprobs":
-            found = f"{found}: the same at temperature 1 only"
-            advice = "" if one else f"Else {_remedy(engine)}."
-            return CheckResult("trainer", "ok" if one else "warn", found, advice)
+    if condition := _SAME.get(logprobs_mode):
+        return CheckResult("trainer", "ok", f"{found}: the same{rest} {condition}")
+    if logprobs_mode in ("raw_logprobs", "penalised_logprobs"):
+        found, advice = f"{found}: the same at temperature 1 only", "" if one else f"Else {_remedy(engine)}."
+        return CheckResult("trainer", "ok" if one else "warn", found, advice)
     advice = "Sample with vLLM, SGLang or the embedded engine."
     return CheckResult("trainer", "fail", f"{found}: what they are is not known", advice)
+
+
+_SAME = {
+    "processed_logprobs": "with top_p 1, top_k 0, min_p 0 and no penalties",
+    "scaled_logprobs": "without penalties",
+}
+"""By mode, when the logprobs are the trainer's at its temperature."""
 
 
 def _remedy(engine: str) -> str:
@@ -186,13 +184,13 @@ def served_to_all(logprobs_mode: str, engine: str) -> CheckResult:
     """Check whether every trainer can use an engine's logprobs: `ok`, or a warning with what to do."""
     from tokentape.audit._served import CheckResult
 
-    found = {name: served(name, logprobs_mode, engine) for name in TRAINERS}
-    statuses = {one.status for one in found.values()}
+    found = [served(name, logprobs_mode, engine) for name in TRAINERS]
+    statuses = {one.status for one in found}
     says, names = f"the engine reports {logprobs_mode}", ", ".join(one.name for one in TRAINERS.values())
     if statuses == {"ok"}:
         return CheckResult("logprobs", "ok", f"{says}, right for {names}")
     if "fail" in statuses:
-        return CheckResult("logprobs", "warn", f"{says}, not for {names}", found["trl"].advice)
+        return CheckResult("logprobs", "warn", f"{says}, not for {names}", found[0].advice)
     found_at_1 = f"{says}, right for every trainer if all calls have temperature 1, the default"
     return CheckResult("logprobs", "warn", found_at_1, f"For other temperatures {_remedy(engine)}.")
 

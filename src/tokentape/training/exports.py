@@ -21,11 +21,9 @@ import numpy as np
 
 from tokentape._canonical import digest_of
 from tokentape.errors import InvalidRequest
-from tokentape.training._collate import padded, to_torch
-from tokentape.training._columns import column_of, reward_of
-from tokentape.training._experts import all_experts, experts_field, prime_rl_experts, routed_experts, skyrl_experts
+from tokentape.training import _supports as replays
+from tokentape.training._collate import column_of, padded, reward_of, to_torch
 from tokentape.training._samples import Sample
-from tokentape.training._supports import prime_rl_fields, skyrl_fields, slime_fields
 from tokentape.training._trainers import temperature, token_temperatures
 from tokentape.types import Provenance
 
@@ -83,7 +81,7 @@ def verl_agent_loop_output(
             "max_global_steps": max(known, default=None),
         },
     }
-    return fields | experts_field("routed_experts", routed_experts(sample), end)
+    return fields | replays.experts_field("routed_experts", replays.routed_experts(sample), end)
 
 
 def _steps(version: str) -> Sequence[int | None]:
@@ -188,8 +186,8 @@ def slime_sample(
         "status": "truncated" if sample.truncated else "completed",
         "session_id": sample.session_id,
         "metadata": {**sample.metadata, "session_id": sample.session_id},
-        **(slime_fields(sample, at, sampling_mask) if logprobs else {}),
-        **experts_field("rollout_routed_experts", routed_experts(sample, expert_layers)),
+        **(replays.slime_fields(sample, at, sampling_mask) if logprobs else {}),
+        **replays.experts_field("rollout_routed_experts", replays.routed_experts(sample, expert_layers)),
     }
 
 
@@ -217,8 +215,8 @@ def prime_rl_training_sample(
         "temperatures": temperatures.tolist(),
         "env_name": env_name,
         "advantages": column_of(sample, advantages).tolist(),
-        **prime_rl_fields(sample, sampling_mask),
-        **prime_rl_experts(sample, experts),
+        **replays.prime_rl_fields(sample, sampling_mask),
+        **replays.prime_rl_experts(sample, experts),
     }
 
 
@@ -314,8 +312,8 @@ def skyrl_generator_output(
             for group, session in zip(groups, sessions, strict=True)
         ],
         "is_last_step": last,
-        **skyrl_experts(samples),
-        **(skyrl_fields(samples, splits) if logprobs else {}),
+        **replays.skyrl_experts(samples),
+        **(replays.skyrl_fields(samples, splits) if logprobs else {}),
     }
 
 
@@ -329,14 +327,14 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
     """
     _temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
-    experts = all_experts(sample, -1)
+    experts = replays.all_experts(sample, -1)
     split = _split(sample)
     edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
     bounds = sorted({0, split, *edges.tolist(), len(sample.token_ids)})
     for start, end in pairwise(bounds):
         ids, trained = sample.token_ids[start:end].astype(np.int64), bool(sample.loss_mask[start])
         role = "assistant" if trained else "environment" if start >= split else "user"
-        given: dict[str, Any] = {"token_ids": ids} | experts_field("routed_experts", experts, end, start)
+        given: dict[str, Any] = {"token_ids": ids} | replays.experts_field("routed_experts", experts, end, start)
         given |= {"generation_logprobs": sample.logprobs[start:end]} if trained else {}
         text = "" if decode is None else decode(ids.tolist())
         log.append({"role": role, "content": text, **(to_torch(given) if tensors else given)})
@@ -408,7 +406,7 @@ def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None
         if sample.media:
             raise InvalidRequest(
                 f"session {sample.session_id!r} has {len(sample.media)} images: an export has the ids that stand for "
-                "them and not their pixels; see `training.media`",
+                "them and not their pixels; see `training.media_arrays`",
                 "samples",
             )
     return None if trainer is None else temperature(samples, trainer)

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["shown_with"]
 
-__getattr__ = lazy_names(__name__, {"tokentape.viewer._notebook": "shown_with"})
+__getattr__ = lazy_names(__name__)

@@ -19,7 +19,7 @@ from tokentape.store._location import served_model, shown
 from tokentape.viewer._comparing import RecordReader, reader_of
 from tokentape.viewer._routes import Viewer, Visit, Visitor, routes
 from tokentape.viewer._source import FileSource, StoreSource
-from tokentape.viewer._static_files import SECURITY
+from tokentape.viewer._views import SECURITY
 
 
 def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:
@@ -32,19 +32,13 @@ def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> St
 
 
 def store_viewer(store: Store, location: str, model: Path | None = None) -> Viewer:
-    """Return a viewer of the record at `location`, which `store` has open.
-
-    `model` is the folder to take the tokenizer from, if not the one served last.
-    """
+    """Return a viewer of the record at `location`, open in `store`. `model` replaces the model served last."""
     source = StoreSource(store, PurePath(shown(location)).name)
     return Viewer(source, reader_of(served_model(location, store), model))
 
 
 def file_viewer(path: Path, model: Path | None = None) -> Viewer:
-    """Return a viewer of a file of trajectories; its tokenizer is in the folder `model`.
-
-    Raises `InvalidRequest` for another kind of file.
-    """
+    """Return a viewer of a file of trajectories, with the tokenizer in `model`. Raises `InvalidRequest`."""
     reader = RecordReader(why_none="a file of trajectories doesn't say which tokenizer its ids are of")
     return Viewer(FileSource(path), reader if model is None else RecordReader(Tokenizer.load(model)))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokentape.audit._drift.rerender import through_messages
+from tokentape.audit._drift.report import through_messages
 from tokentape.audit._tokendiff.comparing import Difference, compare
 from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.audit._tokendiff.retokenizing import retokenized
@@ -56,23 +57,15 @@ class RecordReader:
 
 
 def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordReader:
-    """Return the reader of `folder`, or of the model that was served last if that is still there.
-
-    A renderer is used only if it is bit for bit the one that the record was made with.
-    """
+    """Return the reader of `folder` or of the model served last. Its renderer has to be the record's, bit for bit."""
     tokenizer = served_tokenizer(served) if folder is None else Tokenizer.load(folder)
     if isinstance(tokenizer, str):
         return RecordReader(why_none=tokenizer)
-    if folder is None:
-        assert served is not None
-        folder = Path(served.folder)
-    try:
-        renderer = Renderer.load(folder)
-    except TokenizerUnusable:
-        return RecordReader(tokenizer)
-    return RecordReader(
-        tokenizer, renderer if served is not None and renderer.fingerprint == served.fingerprint else None
-    )
+    if served is not None:
+        with suppress(TokenizerUnusable):
+            renderer = Renderer.load(folder or served.folder)
+            return RecordReader(tokenizer, renderer if renderer.fingerprint == served.fingerprint else None)
+    return RecordReader(tokenizer)
 
 
 def against(source: ViewerSource, reader: RecordReader) -> list[str]:
@@ -83,10 +76,7 @@ def against(source: ViewerSource, reader: RecordReader) -> list[str]:
 
 
 def recorded_side(side: str) -> tuple[str | None, int | None] | None:
-    """Return the session of a `BRANCH` (None for the same one) and its leaf (None for the newest), None for `AGAINST`.
-
-    Raises `InvalidRequest` if it is neither.
-    """
+    """Return session and leaf of a `BRANCH`, None where it names none; None for `AGAINST`. Raises `InvalidRequest`."""
     if side in AGAINST:
         return None
     named = re.fullmatch(BRANCH, side, re.DOTALL)
@@ -130,14 +120,10 @@ def comparison(
     segments = list(found.segments())
     differ = np.array([difference is not None for _, difference in segments], np.bool_)
     about: dict[str, Any] = {"with": side}
+    arrays: dict[str, Any]
     if branch is None:
         texts = token_texts(tokenizer, other.tolist())
-        arrays: dict[str, Any] = {
-            "token_ids": other,
-            "text_ends": texts.ends,
-            "text": texts.bytes,
-            "marks": texts.marks,
-        }
+        arrays = {"token_ids": other, "text_ends": texts.ends, "text": texts.bytes, "marks": texts.marks}
     else:
         about["other"], arrays = views.trajectory(of_session, branch, tokenizer)
         about["leaves"] = [one.leaf for one in of_session.trajectories]

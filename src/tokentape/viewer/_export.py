@@ -23,8 +23,7 @@ from tokentape.viewer._comparing import comparison
 from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines, progress_of
 from tokentape.viewer._run import Measures, run_of
 from tokentape.viewer._source import SessionView
-from tokentape.viewer._static_files import FOLDER
-from tokentape.viewer._views import pack
+from tokentape.viewer._views import FOLDER, pack
 
 MAX_BYTES = 64 * 2**20
 """Sessions of a run are added, newest first, until the file is about so large."""

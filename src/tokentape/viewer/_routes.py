@@ -25,8 +25,7 @@ from tokentape.viewer import _views as views
 from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison, recorded_side
 from tokentape.viewer._run import GROUP_KEYS, Measures, SessionMeasures, Unreadable, group_value, run_of
 from tokentape.viewer._source import SessionView, ViewerSource
-from tokentape.viewer._static_files import SECURITY, static_file
-from tokentape.viewer._views import MEDIA_TYPE, pack
+from tokentape.viewer._views import MEDIA_TYPE, SECURITY, pack, static_file
 
 PAGE = "/view"
 API = "/view/api"
@@ -265,29 +264,23 @@ def _shown(view: SessionView, request: Request) -> Trajectory:
 
 def _listing(request: Request, visitor: Visitor) -> Listing:
     query = request.query_params
-    sort, order = query.get("sort", "created"), query.get("order", "desc")
-    if sort not in LISTING_QUERY["sort"]["enum"]:
-        raise InvalidRequest(f"sort must be one of {', '.join(LISTING_QUERY['sort']['enum'])}", "sort")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order must be asc or desc", "order")
-    if query.get("drift", "") not in ("", "any", "none"):
-        raise InvalidRequest("drift must be any or none", "drift")
+    for name, schema in LISTING_QUERY.items():
+        if query.get(name) and query[name] not in schema.get("enum", [query[name]]):
+            raise InvalidRequest(f"{name} must be one of {', '.join(schema['enum'])}", name)
     for name in ("search", "fork", "weights", "metadata"):
         if "\0" in query.get(name, ""):
             raise InvalidRequest(f"{name} holds a NUL character", name)
+    sort = query.get("sort") or "created"
+    limits: dict[str, Any] = {name: _real(request, name) for name in ("reward_min", "reward_max", "since", "until")}
+    texts: dict[str, Any] = {name: query.get(name, "") for name in ("search", "fork", "weights")}
     return Listing(
         owner=visitor.owner,
-        search=query.get("search", ""),
-        fork=query.get("fork", ""),
-        reward_min=_real(request, "reward_min"),
-        reward_max=_real(request, "reward_max"),
-        since=_real(request, "since"),
-        until=_real(request, "until"),
-        weights=query.get("weights", ""),
+        **texts,
+        **limits,
         metadata=_pairs(query.getlist("metadata")),
         session_ids=None if visitor.session_id is None else [visitor.session_id],
         sort="created" if sort == "drift" else sort,  # type: ignore[arg-type]
-        descending=order == "desc",
+        descending=query.get("order") != "asc",
         offset=_number(request, "offset", 0, 2**31 - 1),
         limit=_number(request, "limit", 100, MAX_PAGE, least=1),
     )

@@ -35,38 +35,33 @@ TRAINER_LOGPROBS = "trainer_logprobs"
 
 _MOST_KEPT = 100_000
 
+_DRIFT = ("drift_tokens", "drift_changed")
+
 
 @dataclass(slots=True)
 class WeightsTally:
     """Counts over the turns that began with one version of the weights."""
 
-    turns: int = 0
-    sampled_tokens: int = 0
-    ended: int = 0
-    """Turns with a known finish reason, without aborted turns."""
-    truncated: int = 0
-    """Turns among them that ran out of tokens."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """turns; sampled_tokens; ended: turns with a known finish reason, without aborted ones; truncated: those among them
+    that ran out of tokens; drift_tokens, drift_changed."""
     forks: Counter[str] = field(default_factory=Counter)
     aborts: Counter[str] = field(default_factory=Counter)
     resumes: Counter[str] = field(default_factory=Counter)
+    not_comparable: Counter[str] = field(default_factory=Counter)
+    """Turns with a trainer's logprobs that can't be compared with the recorded ones, by reason."""
     begun_at: float = math.inf
     """The latest known time before sampling began; infinite if times are not recorded, like the next two."""
     first_at: float = math.inf
     """When the first turn was recorded."""
     last_at: float = -math.inf
-    drift_tokens: int = 0
-    drift_changed: int = 0
     ratio: NumbersTally = field(default_factory=NumbersTally)
-    not_comparable: Counter[str] = field(default_factory=Counter)
-    """Turns with a trainer's logprobs that can't be compared with the recorded ones, by reason."""
 
     def add(self, turn: TurnNode, begun_at: float) -> None:
         """Count a turn that was not sampled before `begun_at`."""
-        aborted = turn.finish_reason == "abort"
-        self.turns += 1
-        self.sampled_tokens += turn.sampled_tokens
-        self.ended += turn.finish_reason is not None and not aborted
-        self.truncated += turn.finish_reason == "length"
+        aborted, reason = turn.finish_reason == "abort", turn.finish_reason
+        self.counts.update(turns=1, sampled_tokens=turn.sampled_tokens)
+        self.counts.update(ended=int(reason is not None and not aborted), truncated=int(reason == "length"))
         self.forks.update([turn.fork] if turn.fork else [])
         self.aborts.update([turn.abort_cause or "unknown"] if aborted else [])
         self.resumes.update(turn.resumes)
@@ -74,9 +69,7 @@ class WeightsTally:
             self._span(begun_at, turn.created_at, turn.created_at)
 
     def merge(self, other: WeightsTally) -> None:
-        for name in ("turns", "sampled_tokens", "ended", "truncated", "drift_tokens", "drift_changed"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("forks", "aborts", "resumes", "not_comparable"):
+        for name in ("counts", "forks", "aborts", "resumes", "not_comparable"):
             getattr(self, name).update(getattr(other, name))
         self._span(other.begun_at, other.first_at, other.last_at)
         self.ratio.merge(other.ratio)
@@ -137,10 +130,7 @@ class Measures:
     def measured(
         self, versions: Mapping[str, tuple[str, str]], seconds: float | None = None
     ) -> tuple[dict[str, SessionMeasures], dict[str, str]]:
-        """Return the measures of sessions by id, and the reasons for sessions that can't be read.
-
-        After `seconds`, no further session is measured.
-        """
+        """Return measures by session, and why others can't be read. After `seconds` no further session is measured."""
         until = None if seconds is None else time.monotonic() + seconds
         found, unreadable = {}, {}
         for session_id, (_, version) in versions.items():
@@ -202,7 +192,6 @@ class Measures:
     ) -> dict[str, Any] | None:
         if self._meter is None:
             return None
-        tokens = changed = 0
         classes: Counter[str] = Counter()
         try:
             rows = list(self._meter.measure(trajectory_rows(exported, {})))
@@ -210,12 +199,11 @@ class Measures:
             # The tokenizer lacks an id: the record is of another model.
             return None
         for row in rows:
-            for (dimension, version), many in row.counts.items():
-                if dimension == "weights":
-                    weights[version].drift_tokens += many
-                    weights[version].drift_changed += row.changed[dimension, version]
-                    tokens, changed = tokens + many, changed + row.changed[dimension, version]
+            for key, many in row.counts.items():
+                if key[0] == "weights":
+                    weights[key[1]].counts.update(drift_tokens=many, drift_changed=row.changed[key])
             classes.update(ARTIFACTS[artifact].kind for artifact, *_ in row.stretches)
+        tokens, changed = (sum(one.counts[name] for one in weights.values()) for name in _DRIFT)
         return {"tokens": tokens, "changed_tokens": changed, "classes": dict(classes)}
 
 
@@ -224,9 +212,8 @@ def _add_ratios(weights: Mapping[str, WeightsTally], one: Trajectory) -> None:
     trainers = one.columns.get(TRAINER_LOGPROBS)
     if trainers is None:
         return
-    spans = zip(one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
-    turns = zip(one.weight_versions, spans, one.sampled_from, one.logprobs_of, strict=True)
-    for version, (start, end), sampled, recorded in turns:
+    turns = zip(one.weight_versions, one.completions(), one.sampled_from, one.logprobs_of, strict=True)
+    for version, (_, start, end), sampled, recorded in turns:
         given = one.loss_mask[start:end] & ~np.isnan(trainers[start:end])
         if not given.any():
             continue
@@ -291,43 +278,41 @@ def _versions(measured: Sequence[SessionMeasures], aborts_recorded: bool) -> lis
 
 
 def _of_sessions(sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
-    """Return the figures of the sessions that a version of the weights began."""
-    lengths = [one.sampled_tokens for one in sessions]
-    length = float(np.mean(lengths)) if lengths else None
-    return {"sessions": len(sessions), "length": length, **_spread([one.reward for one in sessions])}
-
-
-def _spread(rewards: Sequence[float | None]) -> dict[str, Any]:
-    """Return mean and standard deviation of the rewards that were given, as GRPO takes them within a group."""
-    given = [one for one in rewards if one is not None]
-    if not given:
-        return {"rewarded": 0, "mean": None, "sd": None, "least": None, "most": None}
-    mean, least, most = float(np.mean(given)), min(given), max(given)
-    # Of equal rewards numpy's may be 1e-17.
-    sd = float(np.std(given)) if least != most else 0.0
-    return {"rewarded": len(given), "mean": mean, "sd": sd, "least": least, "most": most}
+    """Return the figures of sessions, with mean and standard deviation of rewards as GRPO takes them in a group."""
+    length = float(np.mean([one.sampled_tokens for one in sessions])) if sessions else None
+    given = [one.reward for one in sessions if one.reward is not None]
+    least, most = min(given, default=None), max(given, default=None)
+    # Of equal rewards numpy's deviation may be 1e-17.
+    sd = float(np.std(given)) if least != most else 0.0 if given else None
+    mean = float(np.mean(given)) if given else None
+    rewards = {"rewarded": len(given), "mean": mean, "sd": sd, "least": least, "most": most}
+    return {"sessions": len(sessions), "length": length, **rewards}
 
 
 def _of_turns(tally: WeightsTally, aborts_recorded: bool) -> dict[str, Any]:
-    ratio, timed = tally.ratio.numbers(), tally.last_at > -math.inf
+    counts, ratio, timed = tally.counts, tally.ratio.numbers(), tally.last_at > -math.inf
     seconds = tally.last_at - tally.begun_at if timed else 0.0
     return {
-        "turns": tally.turns,
-        "sampled_tokens": tally.sampled_tokens,
-        "drift": tally.drift_changed / tally.drift_tokens if tally.drift_tokens else None,
+        "turns": counts["turns"],
+        "sampled_tokens": counts["sampled_tokens"],
+        "drift": _share(counts["drift_changed"], counts["drift_tokens"]),
         "ratio": tally.ratio.mean_ratio() if ratio.tokens else None,
         "ratio_tokens": ratio.tokens,
         "not_comparable": dict(tally.not_comparable),
         "k3": ratio.k3 if ratio.tokens else None,
         "ess": ratio.ess_tokens if ratio.tokens else None,
         "forks": dict(tally.forks),
-        "truncated": tally.truncated / tally.ended if tally.ended else None,
+        "truncated": _share(counts["truncated"], counts["ended"]),
         "aborts": dict(tally.aborts) if aborts_recorded else None,
         "resumes": dict(tally.resumes) if aborts_recorded else None,
-        "tokens_per_second": tally.sampled_tokens / seconds if seconds > 0 else None,
+        "tokens_per_second": counts["sampled_tokens"] / seconds if seconds > 0 else None,
         "first_at": tally.first_at if timed else None,
         "last_at": tally.last_at if timed else None,
     }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _groups(measured: Sequence[SessionMeasures], key: str) -> dict[str, Any]:
@@ -344,16 +329,13 @@ def _groups(measured: Sequence[SessionMeasures], key: str) -> dict[str, Any]:
 
 def _group(value: str, sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
     versions = list(dict.fromkeys(version for one in reversed(sessions) for version in one.weights))
-    drifts = Counter[str]()
-    for one in sessions:
-        if one.drift is not None:
-            drifts.update({"tokens": one.drift["tokens"], "changed": one.drift["changed_tokens"]})
+    drifts = [one.drift for one in sessions if one.drift is not None]
     rewarded = [(one.reward, one.info.session_id) for one in sessions if one.reward is not None]
     return {
         "value": value,
         **_of_sessions(sessions),
         "rewards": [reward for reward, _ in rewarded][:MAX_REWARDS],
         "best_and_worst": [choose(rewarded, key=itemgetter(0))[1] for choose in (max, min)] if rewarded else [],
-        "drift": drifts["changed"] / drifts["tokens"] if drifts["tokens"] else None,
+        "drift": _share(sum(one["changed_tokens"] for one in drifts), sum(one["tokens"] for one in drifts)),
         "weights": [versions[0], versions[-1]] if versions else [],
     }

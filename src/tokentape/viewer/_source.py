@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,9 +95,7 @@ class StoreSource:
         """Return by session its owner and version, newest first."""
         with self._store.reading() as connection:
             found = extents(connection, wanted)
-        return {
-            session_id: (owner, "-".join(map(str, astuple(extent)))) for session_id, (owner, extent) in found.items()
-        }
+        return {one: (owner, "-".join(map(str, astuple(extent)))) for one, (owner, extent) in found.items()}
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Return a session's owner and version. Raises `NotFound`."""
@@ -120,38 +118,58 @@ def _nodes(stored: StoredSession) -> tuple[TurnNode, ...]:
     rewards = {reward.turn: reward.value for reward in stored.rewards if reward.turn is not None}
     return tuple(
         TurnNode(
-            seq=turn.seq,
-            parent=turn.parent,
             added_tokens=len(turn.added_ids),
             sampled_tokens=len(turn.completion_ids),
-            weight_version=turn.weight_version,
-            fork=turn.fork,
-            finish_reason=turn.finish_reason,
-            stop=turn.stop,
-            abort_cause=turn.abort_cause,
-            engine=turn.engine,
-            created_at=turn.created_at,
             reward=rewards.get(turn.seq),
-            digest=turn.digest,
             resumes=tuple(one.cause for one in turn.resumes),
+            **{name: getattr(turn, name) for name in _OF_TURN},
         )
         for turn in stored.turns
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One trajectory of the file, without its tokens."""
+_OF_TURN = (
+    *("seq", "parent", "digest", "created_at", "fork", "weight_version", "engine"),
+    *("finish_reason", "stop", "abort_cause"),
+)
+"""The fields of a node that are a turn's."""
 
-    leaf: int
-    turns: tuple[int, ...]
-    own_tokens: tuple[tuple[int, int], ...]
-    """Per turn its added and sampled tokens."""
-    weights: frozenset[str]
-    verdict: str
-    reward: float | None
-    place: int
-    """Row group, or offset of the line."""
+
+@dataclass(slots=True)
+class _FileSession:
+    """A session of a file, without its tokens."""
+
+    info: SessionInfo
+    nodes: dict[int, TurnNode] = field(default_factory=dict)
+    paths: list[tuple[int, int]] = field(default_factory=list)
+    """The leaf of each trajectory, and its row group or the offset of its line."""
+    causes: list[str | None] = field(default_factory=list)
+    """Why each trajectory forked."""
+    reward: float | None = None
+    """The last one of a trajectory."""
+
+    def add(self, one: Trajectory, place: int) -> None:
+        word, _, why = one.verdict.split(", ")[0].partition(": ")
+        cause = why if word == "forked" else None
+        # A path's verdict tells its last fork: the first of its turns that no earlier path has.
+        new = next((seq for seq in one.turns if seq not in self.nodes), None)
+        parent, before = None, 0
+        for n, (seq, start, end) in enumerate(one.completions()):
+            if seq not in self.nodes:
+                self.nodes[seq] = TurnNode(
+                    seq=seq,
+                    parent=parent,
+                    added_tokens=start - before,
+                    sampled_tokens=end - start,
+                    weight_version=one.weight_versions[n],
+                    fork=cause if seq == new else None,
+                    finish_reason=one.finish_reasons[n],
+                    reward=None if np.isnan(one.turn_rewards[n]) else float(one.turn_rewards[n]),
+                )
+            parent, before = seq, end
+        self.paths.append((one.leaf, place))
+        self.causes.append(cause)
+        self.reward = self.reward if one.reward is None else one.reward
 
 
 class FileSource:
@@ -167,16 +185,13 @@ class FileSource:
         self._parquet = path.suffix == ".parquet"
         if not self._parquet and path.suffix != ".jsonl":
             raise InvalidRequest(f"{path.name} is neither a .parquet nor a .jsonl file of trajectories")
-        self._lines: dict[str, list[_Line]] = {}
-        self._metadata: dict[str, Any] = {}
+        self._sessions: dict[str, _FileSession] = {}
         for place, one in self._all():
-            starts, ends = one.completion_starts, one.completion_ends
-            added = starts - np.concatenate([[0], ends[:-1]])
-            own = tuple(zip(added.tolist(), (ends - starts).tolist(), strict=True))
-            line = _Line(one.leaf, one.turns, own, frozenset(one.weight_versions), one.verdict, one.reward, place)
-            self._lines.setdefault(one.session_id, []).append(line)
-            self._metadata.setdefault(one.session_id, dict(one.metadata))
-        self._listed = [self._summary(n, session_id) for n, session_id in enumerate(self._lines)]
+            if one.session_id not in self._sessions:
+                info = SessionInfo(one.session_id, 0.0, dict(one.metadata))
+                self._sessions[one.session_id] = _FileSession(info)
+            self._sessions[one.session_id].add(one, place)
+        self._listed = [_summary(n, session) for n, session in enumerate(self._sessions.values())]
 
     def page(self, wanted: Listing) -> ListedPage:
         """Return a page of sessions. Sessions of a file have no owner."""
@@ -193,17 +208,18 @@ class FileSource:
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Return no owner and a constant version. Raises `NotFound`."""
-        if session_id not in self._lines:
+        if session_id not in self._sessions:
             raise NotFound(f"there is no session {session_id!r}")
         return "", "file"
 
     def load(self, session_id: str) -> SessionView:
         """Return the trajectories of a session and the tree of their turns. Raises `NotFound`."""
         self.version(session_id)
-        trajectories = tuple(self._read(session_id, line) for line in self._lines[session_id])
+        session = self._sessions[session_id]
+        trajectories = tuple(self._read(session_id, *path) for path in session.paths)
         edges = {edge.turn: edge for one in trajectories for edge in one.lineage}
-        nodes = self._nodes(session_id, trajectories)
-        return SessionView(self._info(session_id), "file", nodes, trajectories, edges=tuple(edges.values()))
+        nodes = tuple(session.nodes[seq] for seq in sorted(session.nodes))
+        return SessionView(session.info, "file", nodes, trajectories, edges=tuple(edges.values()))
 
     def _all(self) -> Iterator[tuple[int, Trajectory]]:
         if not self._parquet:
@@ -215,85 +231,46 @@ class FileSource:
             for one in iter_parquet(self._path, row_group=group):
                 yield group, one
 
-    def _read(self, session_id: str, line: _Line) -> Trajectory:
+    def _read(self, session_id: str, leaf: int, place: int) -> Trajectory:
         if not self._parquet:
-            return next(read_jsonl_places(self._path, start=line.place))[1]
-        rows = iter_parquet(self._path, row_group=line.place)
-        return next(one for one in rows if one.session_id == session_id and one.leaf == line.leaf)
-
-    def _info(self, session_id: str) -> SessionInfo:
-        return SessionInfo(session_id, 0.0, self._metadata[session_id])
-
-    def _summary(self, position: int, session_id: str) -> SessionSummary:
-        lines = self._lines[session_id]
-        own = {seq: sizes for line in lines for seq, sizes in zip(line.turns, line.own_tokens, strict=True)}
-        sampled = sum(size for _, size in own.values())
-        return SessionSummary(
-            info=self._info(session_id),
-            position=position,
-            turns=len(own),
-            forks=sum(_cause(line.verdict) is not None for line in lines),
-            tokens=sampled + sum(size for size, _ in own.values()),
-            sampled_tokens=sampled,
-            reward=next((line.reward for line in reversed(lines) if line.reward is not None), None),
-        )
+            return next(read_jsonl_places(self._path, start=place))[1]
+        rows = iter_parquet(self._path, row_group=place)
+        return next(one for one in rows if one.session_id == session_id and one.leaf == leaf)
 
     def _wanted(self, one: SessionSummary, wanted: Listing) -> bool:
-        search = wanted.search.casefold()
+        session_id, search, reward = one.info.session_id, wanted.search.casefold(), one.reward
+        session = self._sessions[session_id]
         metadata = canonical_json(one.info.metadata).casefold() if wanted.metadata else ""
-        least, most = wanted.reward_min, wanted.reward_max
         return (
-            (wanted.session_ids is None or one.info.session_id in wanted.session_ids)
-            and (search in one.info.session_id.casefold() or search in _text(one.info.metadata))
-            and self._forked(one, wanted.fork)
-            and (least is None or (one.reward is not None and one.reward >= least))
-            and (most is None or (one.reward is not None and one.reward <= most))
-            # A file has no times.
-            and wanted.since is None
-            and wanted.until is None
-            and (not wanted.weights or any(wanted.weights in line.weights for line in self._lines[one.info.session_id]))
-            and all(
-                any(spelled.casefold() in metadata for spelled in metadata_spellings(*pair)) for pair in wanted.metadata
+            (wanted.session_ids is None or session_id in wanted.session_ids)
+            and (
+                search in session_id.casefold()
+                or search in json.dumps(one.info.metadata, ensure_ascii=False).casefold()
             )
+            and (not wanted.fork or wanted.fork in (*session.causes, ANY_FORK if one.forks else NO_FORK))
+            and (wanted.reward_min is None or (reward is not None and reward >= wanted.reward_min))
+            and (wanted.reward_max is None or (reward is not None and reward <= wanted.reward_max))
+            and (wanted.since, wanted.until) == (None, None)  # a file has no times
+            and (not wanted.weights or any(wanted.weights == node.weight_version for node in session.nodes.values()))
+            and all(any(each.casefold() in metadata for each in metadata_spellings(*pair)) for pair in wanted.metadata)
         )
 
-    def _forked(self, one: SessionSummary, fork: str) -> bool:
-        if fork in (ANY_FORK, NO_FORK):
-            return bool(one.forks) == (fork == ANY_FORK)
-        return not fork or any(_cause(line.verdict) == fork for line in self._lines[one.info.session_id])
 
-    def _nodes(self, session_id: str, trajectories: tuple[Trajectory, ...]) -> tuple[TurnNode, ...]:
-        nodes: dict[int, TurnNode] = {}
-        for line, one in zip(self._lines[session_id], trajectories, strict=True):
-            # A path's verdict tells its last fork: the first of its turns that no earlier path has.
-            new = next((seq for seq in line.turns if seq not in nodes), None)
-            for n, seq in enumerate(line.turns):
-                if seq not in nodes:
-                    reward = float(one.turn_rewards[n])
-                    nodes[seq] = TurnNode(
-                        seq=seq,
-                        parent=line.turns[n - 1] if n else None,
-                        added_tokens=line.own_tokens[n][0],
-                        sampled_tokens=line.own_tokens[n][1],
-                        weight_version=one.weight_versions[n],
-                        fork=_cause(line.verdict) if seq == new else None,
-                        finish_reason=one.finish_reasons[n],
-                        reward=None if reward != reward else reward,
-                    )
-        return tuple(nodes[seq] for seq in sorted(nodes))
+def _summary(position: int, session: _FileSession) -> SessionSummary:
+    sampled = sum(node.sampled_tokens for node in session.nodes.values())
+    return SessionSummary(
+        info=session.info,
+        position=position,
+        turns=len(session.nodes),
+        forks=sum(cause is not None for cause in session.causes),
+        tokens=sampled + sum(node.added_tokens for node in session.nodes.values()),
+        sampled_tokens=sampled,
+        reward=session.reward,
+    )
 
 
 ViewerSource: TypeAlias = StoreSource | FileSource
 """A source of sessions."""
-
-
-def _cause(verdict: str) -> str | None:
-    word, _, why = verdict.split(", ")[0].partition(": ")
-    return why if word == "forked" else None
-
-
-def _text(metadata: Any) -> str:
-    return json.dumps(metadata, ensure_ascii=False).casefold()
 
 
 def _sort_value(sort: SortKey, one: SessionSummary) -> Any:

@@ -1,19 +1,27 @@
-"""Encode what the pages get: lists and trees as JSON, trajectories as arrays."""
+"""What the pages get: lists and trees as JSON, trajectories as arrays, and the files of the page itself.
+
+Pages insert text of prompts as text only.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, NotFound
 from tokentape.store._listing import SessionSummary
 from tokentape.types import Provenance, Trajectory
 from tokentape.viewer._source import SessionView, TurnNode
@@ -103,12 +111,8 @@ def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> l
 
 def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
     answers = () if view.stored is None else view.stored.answers
-    return {
-        turn: tops
-        for answer in answers
-        for turn, tops in zip(answer.turns, answer.top_logprobs or ((),) * len(answer.turns), strict=True)
-        if tops
-    }
+    recorded = (zip(one.turns, one.top_logprobs, strict=True) for one in answers if one.top_logprobs)
+    return {turn: tops for of_answer in recorded for turn, tops in of_answer if tops}
 
 
 def trajectory(
@@ -132,15 +136,11 @@ def trajectory(
     names = sorted(shown.columns)
     arrays |= {f"column_{n}": shown.columns[name].astype(np.float32) for n, name in enumerate(names)}
     about = {
-        "session_id": shown.session_id,
-        "leaf": shown.leaf,
+        **{name: getattr(shown, name) for name in ("session_id", "leaf", "verdict", "reward", "weight_spans")},
         "version": view.version,
         "tokens": len(shown.token_ids),
         "start": start,
-        "verdict": shown.verdict,
-        "reward": shown.reward,
         "turns": _turns(view, shown),
-        "weight_spans": shown.weight_spans,
         "media": [asdict(span) for span in shown.media],
         "columns": names,
         "payloads": sorted(shown.payloads),
@@ -155,8 +155,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
     for node in view.turns:
         children.setdefault(node.parent, []).append(node)
     found, before = [], 0
-    spans = zip(shown.completion_starts.tolist(), shown.completion_ends.tolist(), strict=True)
-    for n, (seq, (completion_start, end)) in enumerate(zip(shown.turns, spans, strict=True)):
+    for n, (seq, completion_start, end) in enumerate(shown.completions()):
         node = nodes[seq]
         sampled, recorded = shown.sampled_from[n], shown.logprobs_of[n]
         logprobs = shown.logprobs[completion_start:end]
@@ -183,4 +182,45 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
             }
         )
         before = end
+    return found
+
+
+FOLDER = Path(__file__).parent / "static"
+
+SECURITY = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of all replies of the viewer: no other origins, no inline scripts."""
+
+_MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def static_file(request: Request, name: str) -> Response:
+    """Return a file of the page. Raises `NotFound`."""
+    found = _files().get(name)
+    if found is None:
+        raise NotFound("there is nothing at this path")
+    data, etag, media_type = found
+    headers = {**SECURITY, "ETag": etag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers=headers, media_type=media_type)
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str, str]]:
+    found = {}
+    for path in FOLDER.iterdir():
+        if path.suffix in _MEDIA_TYPES:
+            data = path.read_bytes()
+            found[path.name] = data, f'"{hashlib.sha256(data).hexdigest()[:32]}"', _MEDIA_TYPES[path.suffix]
     return found

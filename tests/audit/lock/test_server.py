@@ -12,10 +12,9 @@ from starlette.responses import JSONResponse, Response
 
 import tokentape
 from tests.engines.fake_server import FakeServer, running
-from tokentape.audit._lock import Lock, make_lock, write_lock
+from tokentape.audit._lock import Lock, make_lock, observe_server, write_lock
 from tokentape.audit._lock.comparing import compare
 from tokentape.audit._lock.lockfile import golden_ids
-from tokentape.audit._lock.observing import observe_server
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest, TokenizationChanged
 

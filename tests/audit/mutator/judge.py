@@ -19,8 +19,7 @@ from tests.audit.mutator.undo import AREAS, AREAS_OF_KIND, areas_between, exchan
 from tests.audit.skew.fake_server import serving
 from tokentape.audit._lock import examine, make_lock
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.base import Backend, SkewChat
+from tokentape.audit._skew.backends import Backend, SkewChat, open_backend
 from tokentape.audit._skew.findings import AuditReport, Skew
 from tokentape.errors import TokentapeError
 

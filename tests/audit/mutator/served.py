@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.audit.mutator.oracle import Effect, Refused, View, conversations
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit._skew.backends import Backend, BackendFacts, Rendering, SkewChat
 from tokentape.errors import TemplateRefused
 
 KINDS = ("vllm", "sglang", "llamacpp")

@@ -16,7 +16,7 @@ from tests.audit.mutator.harmless import REWRITINGS
 from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
 from tests.audit.mutator.served import KINDS
 from tests.chat.conftest import slow_unless
-from tokentape.audit._skew.backends.base import Backend, BackendFacts
+from tokentape.audit._skew.backends import Backend, BackendFacts
 from tokentape.audit._skew.findings import AuditReport, Kind, Skew
 from tokentape.errors import TokenizerUnusable
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chat.conftest import model_path
-from tokentape.audit._skew.backends.base import Rendering, SkewChat
-from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
+from tokentape.audit._skew.backends import BackendOptions, Rendering, SkewChat
+from tokentape.audit._skew.backends.spec import SpecBackend, open_json
 from tokentape.audit._skew.findings import Kind
 from tokentape.audit._skew.parts import byte_level, metaspace
 from tokentape.chat._template import ChatTemplate
@@ -71,9 +71,23 @@ def healthy(family: str, template: str | None = None) -> SpecBackend:
     return _healthy(model_folder(family), model_path(template) if template else None)
 
 
+class _Remembering(SpecBackend):
+    """Renders each conversation once: every audit asks a healthy side for the same hundreds."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._renderings: dict[str, Rendering] = {}
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        key = repr((conversation.messages, conversation.tools, conversation.generate))
+        if key not in self._renderings:
+            self._renderings[key] = super().render(conversation)
+        return self._renderings[key]
+
+
 @cache
 def _healthy(folder: Path, template: Path | None) -> SpecBackend:
-    return _base(folder, template).side("A")
+    return _base(folder, template).side("A", kind=_Remembering)
 
 
 def model_folder(family: str) -> Path:

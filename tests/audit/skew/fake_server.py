@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tokentape.audit._skew.backends.base import Backend, SkewChat
+from tokentape.audit._skew.backends import Backend, SkewChat
 from tokentape.engines._http import HttpClient
 from tokentape.engines._status_errors import status_error
 from tokentape.errors import InvalidRequest, TemplateRefused

@@ -14,10 +14,9 @@ import pytest
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.data import REAL
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import PREFIXES, open_backend
-from tokentape.audit._skew.backends.base import SkewChat
+from tokentape.audit._skew.backends import PREFIXES, BackendOptions, SkewChat, open_backend
 from tokentape.audit._skew.backends.gguf import merges_of
-from tokentape.audit._skew.backends.spec import BackendOptions, open_json
+from tokentape.audit._skew.backends.spec import open_json
 from tokentape.audit._skew.findings import AuditReport
 from tokentape.audit._skew.parts import SPLITS
 from tokentape.chat._byte_level import BYTE_OF

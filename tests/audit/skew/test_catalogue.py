@@ -10,7 +10,7 @@ import pytest
 from tests.audit.skew.cases import CASES, TINY, Case, base, healthy
 from tests.chat.conftest import slow_unless
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends.base import Backend, SkewChat
+from tokentape.audit._skew.backends import Backend, SkewChat
 from tokentape.audit._skew.findings import Skew
 
 OF_MODELS = [case for case in CASES if case.family != TINY or case.template]

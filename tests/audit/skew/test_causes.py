@@ -14,8 +14,8 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends.base import Rendering, SkewChat
-from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
+from tokentape.audit._skew.backends import BackendOptions, Rendering, SkewChat
+from tokentape.audit._skew.backends.spec import SpecBackend, open_json
 from tokentape.audit._skew.file_findings import configuration_findings
 from tokentape.audit._skew.findings import Skew, quoted
 from tokentape.audit._skew.template_causes import TemplateCauses

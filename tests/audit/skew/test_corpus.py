@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew import chat_probes, corpus
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.spec import BackendOptions
+from tokentape.audit._skew.backends import BackendOptions, open_backend
 from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.corpus import Range, compare_corpus, compare_range, conversations_of, documents_of
 from tokentape.demo import MODEL
@@ -69,14 +68,15 @@ def test_conversations_of_the_corpus_are_rendered_and_counted(tmp_path: Path, mo
         ("c.jsonl conversation 3", False),
         ("c.jsonl conversation 4", True),
     ]
-    assert (found.own, found.own_differing, [one.kind for one in found.findings]) == (4, 1, ["template"])
+    assert (found.counts["own"], found.counts["own differing"]) == (4, 1)
+    assert [one.kind for one in found.findings] == ["template"]
 
 
 def test_half_a_surrogate_pair_in_json_does_not_stop_an_audit(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "a\\ud83d b \\u00e9"}\n')
     assert list(documents_of(Range(path, 0, path.stat().st_size))) == ["a? b é"]
-    assert compare_range(healthy(TINY), healthy(TINY), Range(path, 0, 100)).differing == 0
+    assert compare_range(healthy(TINY), healthy(TINY), Range(path, 0, 100))[0]["differing"] == 0
 
 
 def test_a_line_that_is_not_json_is_an_error(tmp_path: Path) -> None:

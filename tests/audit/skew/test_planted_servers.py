@@ -12,7 +12,7 @@ import pytest
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends.base import Backend, Rendering, SkewChat
+from tokentape.audit._skew.backends import Backend, Rendering, SkewChat
 from tokentape.audit._skew.findings import Skew
 
 
@@ -61,6 +61,7 @@ def once(chat: SkewChat) -> SkewChat:
     return replace(chat, messages=tuple(unlike))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -122,6 +123,7 @@ def test_a_server_that_gives_old_answers_is_not_said_to_cut_texts() -> None:
     assert "truncation" not in {one.kind for one in found.findings}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -11,8 +11,7 @@ from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.base import Backend, BackendFacts
+from tokentape.audit._skew.backends import Backend, BackendFacts, open_backend
 from tokentape.errors import EngineError, InvalidRequest
 
 

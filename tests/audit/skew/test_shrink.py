@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentape.audit._skew.backends.base import SkewChat
+from tokentape.audit._skew.backends import SkewChat
 from tokentape.audit._skew.probing import smallest, smallest_conversation, smallest_text
 
 

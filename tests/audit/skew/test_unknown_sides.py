@@ -10,7 +10,7 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit._skew.backends import Backend, BackendFacts, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import SpecBackend
 from tokentape.audit._skew.findings import AuditReport, audit_layout
 
@@ -52,7 +52,7 @@ def causes(report: AuditReport) -> dict[str, str]:
     return {one.kind: one.cause for one in report.findings if one.severity == "skew"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("encode", "named"),
     [

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.gateway.asking import FixedAsking
+from tests.gateway.request_context import FakeContext
 from tokentape._session.matching import message_key
 from tokentape.chat._template import ChatTemplate
 from tokentape.errors import InvalidRequest, UnsupportedParameter
@@ -39,7 +39,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 def decode(template: ChatTemplate = PLAIN, **fields: Any) -> DecodedRequest:
     body = {"model": "any", "max_tokens": 8, "messages": [USER], **fields}
-    return asyncio.run(AnthropicMessages("m", template, TOKENIZER).decode(body, FixedAsking()))
+    return asyncio.run(AnthropicMessages("m", template, TOKENIZER).decode(body, FakeContext()))
 
 
 def turn(template: ChatTemplate = PLAIN, **fields: Any) -> TurnRequest:

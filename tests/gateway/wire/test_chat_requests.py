@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import tokentape.demo
-from tests.gateway.asking import FixedAsking
+from tests.gateway.request_context import FakeContext
 from tests.searching import examples
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
@@ -29,7 +29,7 @@ DIALECT = ChatCompletions("m", Renderer.load(Path(tokentape.demo.__file__).paren
 
 
 def decode(body: Any) -> DecodedRequest:
-    return asyncio.run(DIALECT.decode(body, FixedAsking()))
+    return asyncio.run(DIALECT.decode(body, FakeContext()))
 
 
 def read(**body: Any) -> TurnRequest:

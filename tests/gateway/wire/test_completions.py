@@ -16,7 +16,7 @@ from openai import OpenAI
 
 import tokentape.demo
 from tests.conftest import SharedEngine
-from tests.gateway.asking import FixedAsking
+from tests.gateway.request_context import FakeContext
 from tests.gateway.scripted import ScriptedEngine
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -78,7 +78,7 @@ DIALECT = Completions("m", Renderer.load(Path(tokentape.demo.__file__).parent / 
 
 
 def decode(**body: Any) -> TurnRequest:
-    return asyncio.run(DIALECT.decode({"prompt": [1], **body}, FixedAsking())).turn
+    return asyncio.run(DIALECT.decode({"prompt": [1], **body}, FakeContext())).turn
 
 
 def test_ids_are_sent_and_returned_as_they_are(client: OpenAI, engine: SharedEngine, store: SqliteStore) -> None:

@@ -26,7 +26,7 @@ import tokentape.demo
 from tests.chat.conftest import load_renderer
 from tests.engines import fake_vllm
 from tests.engines.real import Opening
-from tests.gateway.asking import ENGINE, FixedAsking
+from tests.gateway.request_context import ENGINE, FakeContext
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
@@ -211,14 +211,14 @@ ROWS = [pytest.param(api, name, row, id=f"{api}-{name}") for api in MATRIX for n
 
 
 def decode(api: str, **given: Any) -> DecodedRequest:
-    found: DecodedRequest = asyncio.run(DIALECTS[api].decode({**BODIES[api], **given}, FixedAsking(engine=TAKES_ALL)))
+    found: DecodedRequest = asyncio.run(DIALECTS[api].decode({**BODIES[api], **given}, FakeContext(engine=TAKES_ALL)))
     ids = found.turn.prompt_ids
     return replace(found, turn=replace(found.turn, prompt_ids=None if ids is None else ids.tolist()))
 
 
 @pytest.mark.parametrize("api", MATRIX)
 def test_a_model_name_is_reported_only_where_it_could_mean_an_adapter(api: str) -> None:
-    asking = FixedAsking(engine=ENGINE)
+    asking = FakeContext(engine=ENGINE)
     found = asyncio.run(DIALECTS[api].decode({**BODIES[api], "model": "any"}, asking))
     assert "model" not in found.ignored
     assert "model" not in decode(api, model="m").ignored

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 import tokentape.demo
 from tests.conftest import SharedEngine
-from tests.gateway.asking import FixedAsking
+from tests.gateway.request_context import FakeContext
 from tests.gateway.scripted import ScriptedEngine
 from tokentape._session.flatten import trajectories
 from tokentape._session.matching import message_key
@@ -46,7 +46,7 @@ DIALECT = Responses("m", Renderer.load(Path(tokentape.demo.__file__).parent / "m
 
 
 def decode(**body: Any) -> DecodedRequest:
-    return asyncio.run(DIALECT.decode({"input": "hi", **body}, FixedAsking()))
+    return asyncio.run(DIALECT.decode({"input": "hi", **body}, FakeContext()))
 
 
 def read_items(*items: Any) -> list[Any]:

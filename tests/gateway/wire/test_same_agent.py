@@ -179,6 +179,7 @@ def swapped(request: TurnRequest) -> TurnRequest:
         pytest.param(lambda request: replace(request, tools=()), id="no tools"),
     ],
 )
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("agent", [over_responses, over_messages])
 def test_an_api_that_is_read_otherwise_is_noticed(
     renderer: Renderer, store: SqliteStore, agent: Agent, plant: Callable[[TurnRequest], TurnRequest]

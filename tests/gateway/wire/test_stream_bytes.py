@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
-from tests.gateway.asking import FixedAsking
+from tests.gateway.request_context import FakeContext
 from tests.records import make_turn
 from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines._base import SampleDelta
@@ -86,7 +86,7 @@ def test_a_stream_is_byte_for_byte_what_writing_each_chunk_whole_gives(
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": 2, **more}
 
     async def main() -> bytes:
-        asked = await ChatCompletions("m", load_tokenizer("qwen3")).decode(body, FixedAsking())
+        asked = await ChatCompletions("m", load_tokenizer("qwen3")).decode(body, FakeContext())
 
         async def happening() -> AsyncGenerator[TurnEvent]:
             for event in events:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokentape.chat._renderer import Renderer
-from tokentape.engines._base import CAPTURED, ChatCall, EngineInfo, Payload, SampleDelta, SamplingParams
+from tokentape.engines._base import CAPTURED, EngineInfo, Payload, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.errors import EngineUnavailable
 from tokentape.types import TokenIds
 
@@ -141,12 +141,12 @@ class RenderingEngine(OddEngine):
         params: SamplingParams,
         *,
         request_id: str,
-    ) -> ChatCall:
+    ) -> StartedCompletion:
         ids = render(self._renderer, messages)
         if self._calls >= self._drifts_at:
             ids = np.concatenate([np.array([5], np.int32), ids])
         self._calls += 1
-        return ChatCall(ids, self._named(ids, params, request_id))
+        return StartedCompletion(ids, self._named(ids, params, request_id))
 
     async def _named(self, ids: TokenIds, params: SamplingParams, request_id: str) -> AsyncGenerator[SampleDelta, None]:
         async with aclosing(self.sample(ids, params, stream=True, request_id=request_id)) as deltas:

@@ -1,9 +1,5 @@
 """Measure how often encoding the text of sampled ids gives other ids, where, and what that would cost.
 
-The report has P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals, the kinds of
-changed stretches (`tokendiff.ARTIFACTS`), their lengths, and rates by region, script, turn, temperature and weights.
-Rows are read in batches and summed, so memory does not grow with the data.
-
 Regions are found by delimiters in wide use and not by a model's template, so that files without a template can be
 measured too. Text without delimiters is prose. The script of a token is that of its first letter.
 """
@@ -20,15 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit._drift.report import (
-    ArtifactCount,
-    Cost,
-    DriftReport,
-    Example,
-    Lengths,
-    LogprobChange,
-    Stratum,
-)
+from tokentape.audit._drift import report as reports
 from tokentape.audit._id_rows import IdRow, Span
 from tokentape.audit._statistics import Shares
 from tokentape.audit._tokendiff.comparing import Comparison
@@ -41,7 +29,6 @@ Forward: TypeAlias = Callable[[TokenIds], Logprobs]
 """Returns the logprob of each id given the ids before it, NaN for the first. Shape [tokens]."""
 
 BATCH_TOKENS = 2**17
-"""The number of sampled tokens to encode in one call."""
 
 EXAMPLES = 3
 
@@ -67,22 +54,20 @@ class RowDrift:
     """The counts of one row."""
 
     session: str
-    tokens: int
-    """The number of ids, context included."""
-    completions: list[tuple[list[Key], bool]] = field(default_factory=list)
-    """The keys of each completion, and True if the completion drifted."""
-    counts: Counter[Key] = field(default_factory=Counter)
-    """Sampled tokens by key."""
-    changed: Counter[Key] = field(default_factory=Counter)
-    unknown: int = 0
-    other_text: int = 0
-    seams: list[bool] = field(default_factory=list)
-    stretches: list[tuple[str, int, int, int, Example | None]] = field(default_factory=list)
+    counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """Sampled tokens by key; completions by `completions` and key; completions that begin within a text as `_SEAMS`."""
+    changed: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """How many of them changed."""
+    sums: Counter[str] = field(default_factory=Counter)
+    """Numbers of rows, ids, unknown tokens, completions of other text, forks, and ids of the rows that forks begin."""
+    stretches: list[tuple[str, int, int, int, reports.Example | None]] = field(default_factory=list)
     """Per stretch: artifact, numbers of sampled tokens, retokenized tokens and bytes, and an example or None."""
-    forks: list[int] = field(default_factory=list)
-    """End positions of drifted completions, without the row's last completion."""
     logprobs: list[tuple[float, int]] = field(default_factory=list)
     """Per drifted completion: logprob sampled - retokenized in nats, and the number of changed tokens."""
+
+    def count(self, key: tuple[str, ...], many: int, changed: int) -> None:
+        self.counts[key] += many
+        self.changed[key] += changed
 
 
 class RowMeter:
@@ -101,7 +86,7 @@ class RowMeter:
         for row in rows:
             check_vocabulary(row.ids, self.tokenizer, row.name)
             waiting.append(row)
-            size += _size(row)
+            size += sum(span.end - span.start for span in row.spans) + 2 * _SEAM
             if size >= BATCH_TOKENS:
                 yield from self._batch(waiting)
                 waiting, size = [], 0
@@ -112,7 +97,7 @@ class RowMeter:
         trips = iter(self._retokenizer.round_trips([row.ids[span.start : span.end] for row, span in completions]))
         held = iter(self._seams_held(completions))
         for row in rows:
-            found = RowDrift(row.session or row.name, len(row.ids))
+            found = RowDrift(row.session or row.name, sums=Counter(rows=1, tokens=len(row.ids)))
             for span in row.spans:
                 if span.end == span.start:
                     continue
@@ -120,45 +105,39 @@ class RowMeter:
                 changes = self._retokenizer.compare(trip) if trip.drifted else None
                 self._count(found, span, trip, changes)
                 if seam is not None:
-                    found.seams.append(seam)
+                    found.count(_SEAMS, 1, not seam)
                 if changes is not None:
                     self._add_changes(found, row, span, trip, changes)
                     if span.end < row.spans[-1].end:
-                        found.forks.append(span.end)
+                        found.sums.update({"forks": 1, "fork tokens": span.end})
             yield found
 
     def _count(self, found: RowDrift, span: Span, trip: RoundTrip, changes: Comparison | None) -> None:
-        """Count a completion's tokens and changed tokens by key, region and script."""
-        found.unknown += trip.head + trip.tail
-        labels: list[Key] = [ALL, *span.labels.items()]
-        found.completions.append((labels, changes is not None))
+        found.sums["unknown"] += trip.head + trip.tail
         mask = np.zeros(len(trip.ids), np.bool_) if changes is None else changes.changed()
+        for key in (ALL, *span.labels.items()):
+            found.count(("completions", *key), 1, changes is not None)
+            found.count(key, len(mask), int(mask.sum()))
         regions = token_regions(trip.content, self._retokenizer.pieces(trip.ids))
         if regions is None:
-            labels = [*labels, ("region", REGIONS[0])]
-        for key in labels:
-            found.counts[key] += len(trip.ids)
-            found.changed[key] += int(mask.sum())
+            found.count(("region", REGIONS[0]), len(mask), int(mask.sum()))
         for dimension, names, codes in (
             ("script", SCRIPTS, self._scripts.of(trip.ids)),
             ("region", REGIONS, regions if regions is not None else np.zeros(0, np.uint8)),
         ):
             many, changed = np.bincount(codes), np.bincount(codes[mask[: len(codes)]], minlength=len(names))
             for code in np.flatnonzero(many).tolist():
-                found.counts[dimension, names[code]] += int(many[code])
-                found.changed[dimension, names[code]] += int(changed[code])
+                found.count((dimension, names[code]), int(many[code]), int(changed[code]))
 
     def _add_changes(self, found: RowDrift, row: IdRow, span: Span, trip: RoundTrip, changes: Comparison) -> None:
-        found.other_text += not all(one.same_bytes for one in changes.differences)
+        found.sums["other text"] += not all(one.same_bytes for one in changes.differences)
         for one in changes.differences:
-            sampled, again = (
-                trip.ids[one.expected_start : one.expected_end],
-                trip.again[one.recorded_start : one.recorded_end],
-            )
+            sampled = trip.ids[one.expected_start : one.expected_end]
+            again = trip.again[one.recorded_start : one.recorded_end]
             pieces = self._retokenizer.pieces(sampled)
             example = None
             if sum(name == one.change for name, *_ in found.stretches) < EXAMPLES:
-                example = Example(
+                example = reports.Example(
                     artifact=one.change,
                     row=row.name,
                     position=span.start + trip.head + one.expected_start,
@@ -178,10 +157,7 @@ class RowMeter:
             found.logprobs.append((sums[0] - sums[1], int(changes.changed().sum())))
 
     def _seams_held(self, completions: list[tuple[IdRow, Span]]) -> list[bool | None]:
-        """Return, per completion, True if encoding the text around its start keeps a token boundary there.
-
-        None if a control token is next to the start, which forces a boundary, or if the start can't be encoded again.
-        """
+        """Return, per completion, if encoding again keeps the boundary before it; None if that is forced."""
         windows: dict[int, tuple[TokenIds, int]] = {}
         for n, (row, span) in enumerate(completions):
             context = row.ids[max(span.start - _SEAM, 0) : span.start]
@@ -212,15 +188,11 @@ class DriftTally:
         self._lengths: Counter[int] = Counter()
         self._resyncs: Counter[int] = Counter()
         self._logprobs: list[tuple[float, int]] = []
-        self._examples: dict[str, list[Example]] = {}
+        self._examples: dict[str, list[reports.Example]] = {}
 
     def add(self, row: RowDrift) -> None:
-        tokens = [(self._key(key), row.changed[key], many) for key, many in row.counts.items()]
-        completions = [(("completions", *self._key(key)), one, 1) for labels, one in row.completions for key in labels]
-        seams = [(_SEAMS, not held, 1) for held in row.seams]
-        self._shares.add(row.session, [*tokens, *completions, *seams])
-        counts = {"rows": 1, "tokens": row.tokens, "unknown": row.unknown, "other text": row.other_text}
-        self._counts.update({**counts, "forks": len(row.forks), "fork tokens": sum(row.forks)})
+        self._shares.add(row.session, [(self._key(key), row.changed[key], many) for key, many in row.counts.items()])
+        self._counts.update(row.sums)
         for name, sampled, again, size, example in row.stretches:
             self._stretches[name] += 1
             self._stretch_tokens[name] += sampled
@@ -232,11 +204,10 @@ class DriftTally:
                 kept.append(example)
         self._logprobs += row.logprobs
 
-    def report(self, tokenizer_sha256: str) -> DriftReport:
-        """Return the report of all rows added so far."""
+    def report(self, tokenizer_sha256: str) -> reports.DriftReport:
         counts, tokens = self._counts, self._shares.rate(ALL)
         rows, ids = counts["rows"], counts["tokens"]
-        return DriftReport(
+        return reports.DriftReport(
             tokenizer_sha256=tokenizer_sha256,
             rows=rows,
             completions=self._shares.rate(("completions", *ALL)),
@@ -245,7 +216,7 @@ class DriftTally:
             unknown_tokens=counts["unknown"],
             other_text=counts["other text"],
             artifacts=tuple(
-                ArtifactCount(name, ARTIFACTS[name].meaning, many, self._stretch_tokens[name])
+                reports.ArtifactCount(name, ARTIFACTS[name].meaning, many, self._stretch_tokens[name])
                 for name, many in self._stretches.most_common()
             ),
             same_count=self._shapes[0],
@@ -254,38 +225,44 @@ class DriftTally:
             span_tokens=_lengths(self._lengths),
             resync_bytes=_lengths(self._resyncs),
             strata=tuple(self._strata()),
-            cost=Cost(rows, rows + counts["forks"], ids, ids + counts["fork tokens"], tokens.changed),
+            cost=reports.Cost(rows, rows + counts["forks"], ids, ids + counts["fork tokens"], tokens.changed),
             examples=tuple(one for name in self._stretches for one in self._examples[name]),
             logprobs=self._logprob_change(),
         )
 
-    def _key(self, key: Key) -> Key:
-        known = self._values.setdefault(key[0], set())
-        if key[1] not in known and len(known) >= VALUES:
-            return key[0], _OTHER
-        known.add(key[1])
+    def _key(self, key: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the key with its value, which is `_OTHER` if the dimension has too many values."""
+        if key == _SEAMS:
+            return key
+        *before, dimension, value = key
+        known = self._values.setdefault(dimension, set())
+        if value not in known and len(known) >= VALUES:
+            return (*before, dimension, _OTHER)
+        known.add(value)
         return key
 
-    def _strata(self) -> Iterator[Stratum]:
+    def _strata(self) -> Iterator[reports.Stratum]:
         keys = set(self._shares.keys())
         for dimension, known in self._values.items():
             for key in sorted(((dimension, value) for value in {*known, _OTHER}), key=_by_value):
                 if key in keys and key != ALL:
                     whole = ("completions", *key)
-                    yield Stratum(*key, self._shares.rate(key), self._shares.rate(whole) if whole in keys else None)
+                    yield reports.Stratum(
+                        *key, self._shares.rate(key), self._shares.rate(whole) if whole in keys else None
+                    )
 
-    def _logprob_change(self) -> LogprobChange | None:
+    def _logprob_change(self) -> reports.LogprobChange | None:
         if not self._logprobs:
             return None
         apart, tokens = np.array(self._logprobs).T
         size = np.abs(apart)
         per_token = float(size.sum() / max(tokens.sum(), 1))
-        return LogprobChange(len(apart), float(apart.mean()), float(size.mean()), float(size.max()), per_token)
+        return reports.LogprobChange(len(apart), float(apart.mean()), float(size.mean()), float(size.max()), per_token)
 
 
 def measure_drift(
     rows: Iterable[IdRow], tokenizer: Tokenizer, *, forward: Forward | None = None, forward_limit: int = 100
-) -> DriftReport:
+) -> reports.DriftReport:
     """Measure the drift of all `rows`.
 
     With `forward`, also compute the logprobs of up to `forward_limit` drifted completions, sampled and retokenized.
@@ -300,25 +277,20 @@ def measure_drift(
     return tally.report(tokenizer.sha256)
 
 
-def _size(row: IdRow) -> int:
-    return sum(span.end - span.start for span in row.spans) + 2 * _SEAM
-
-
 def _shown(pieces: Iterable[bytes]) -> tuple[str, ...]:
     return tuple(piece.decode("utf-8", "backslashreplace") for piece in pieces)
 
 
-def _lengths(counts: Mapping[int, int]) -> Lengths:
+def _lengths(counts: Mapping[int, int]) -> reports.Lengths:
     if not counts:
-        return Lengths()
+        return reports.Lengths()
     values, many = (np.array(side) for side in zip(*sorted(counts.items()), strict=True))
     upto = np.cumsum(many)
     median, p95 = (int(values[np.searchsorted(upto, share * upto[-1])]) for share in (0.5, 0.95))
-    return Lengths(median, p95, int(values[-1]))
+    return reports.Lengths(median, p95, int(values[-1]))
 
 
 def _by_value(key: Key) -> tuple[float, str]:
-    """Return a sort key that puts numbers first, by size."""
     number = key[1].split("-")[0].removesuffix(" on")
     return (float(number) if number.replace(".", "", 1).isdecimal() else float("inf")), key[1]
 
@@ -326,18 +298,10 @@ def _by_value(key: Key) -> tuple[float, str]:
 REGIONS = ("prose", "reasoning", "tool call", "code")
 
 SCRIPTS: tuple[str, ...] = (
-    "bytes",
-    "space",
-    "digit",
-    "punctuation",
-    "latin",
-    "cyrillic",
-    "greek",
-    "arabic",
-    "hebrew",
-    "devanagari",
-)
-SCRIPTS += ("thai", "cjk", "hiragana", "katakana", "hangul", "other letter", "control")
+    "bytes", "space", "digit", "punctuation", "latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "thai",
+    "cjk", "hiragana", "katakana", "hangul", "other letter", "control",
+)  # fmt: skip
+
 """`bytes`: parts of characters. `punctuation`: all characters but letters, digits and spaces, so also emoji."""
 
 _PROSE, _REASONING, _CALL, _CODE = range(4)
@@ -356,10 +320,7 @@ _FIRST = re.compile(rb"[<`\[]")
 
 
 def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """Return an index into `REGIONS` per token; None if all tokens are prose.
-
-    If the first delimiter closes reasoning, the prompt opened it, and the completion began within reasoning.
-    """
+    """Return an index into `REGIONS` per token; None if all tokens are prose. A prompt may have opened reasoning."""
     edges, kinds = [0], [_CALL if content.startswith((b'{"name"', b'[{"name"')) else _PROSE]
     for first in _FIRST.finditer(content):
         # Searching the whole text with `_DELIMITER` would take longer than encoding it.
@@ -399,7 +360,6 @@ class TokenScripts:
         self._of = np.full(tokenizer.vocab_size, 255, np.uint8)
 
     def of(self, ids: TokenIds) -> npt.NDArray[np.uint8]:
-        """Return an index into `SCRIPTS` per id."""
         found = self._of[ids]
         if (found == 255).any():
             for token_id in np.unique(ids[found == 255]).tolist():

@@ -1,32 +1,39 @@
 """Locks: record a model's tokenization in a lockfile, and check it wherever the model is used.
 
 `tokentape lock MODEL -o tokentape.lock` writes a lockfile to commit. `tokentape check tokentape.lock MODEL` checks it
-in CI, and `tokentape.check("tokentape.lock", tokenizer)` at the start of a training script.
+in CI, and `tokentape.check("tokentape.lock", tokenizer)` at the start of a training script. Whatever can't be observed,
+such as the parts of a server's tokenizer, is reported as not compared, never as unchanged.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._lock.comparing import LockChange, LockReport, compare
-from tokentape.audit._lock.lockfile import Lock, make_lock, read_lock, write_lock
-from tokentape.audit._lock.observing import observe_folder, observe_live, observe_server
-from tokentape.errors import InvalidRequest, TokenizationChanged
+from tokentape.audit._lock import lockfile as _lockfile
+from tokentape.audit._lock.comparing import LockChange, LockReport, Observed, compare
+from tokentape.audit._lock.lockfile import Components, Lock, LockGolden, make_lock, read_lock, write_lock
+from tokentape.audit._skew.backends import with_text_arguments
+from tokentape.audit._skew.backends.server import introduced
+from tokentape.chat._certificate_cache import load_or_certify
+from tokentape.chat._renderer import Renderer
+from tokentape.chat._template import ChatTemplate
+from tokentape.engines._http import HttpClient
+from tokentape.engines._tokenizing import server_chat_ids, server_text_ids
+from tokentape.errors import InvalidRequest, NothingToMeasure, TokenizationChanged
 
 __all__ = [
-    "Lock",
-    "LockChange",
-    "LockReport",
-    "check",
-    "examine",
-    "examine_server",
-    "make_lock",
-    "read_lock",
+    "Lock", "LockChange", "LockReport", "check", "examine", "examine_server", "make_lock", "read_lock",
     "write_lock",
-]
+]  # fmt: skip
+
+
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 def check(
@@ -70,6 +77,11 @@ def check(
         _raise_if_changed(examine_server(lock, engine, template_kwargs, strict=strict), lockfile)
 
 
+def _raise_if_changed(report: LockReport, lockfile: str | Path) -> None:
+    if not report.ok:
+        raise TokenizationChanged(f"{lockfile}: {report}", report)
+
+
 def examine(
     lock: Lock,
     tokenizer: Any,
@@ -80,10 +92,17 @@ def examine(
 ) -> LockReport:
     """Compare a model folder or a tokenizer object with a lock. Raises like `check`, except `TokenizationChanged`."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
-    if isinstance(tokenizer, str | Path):
-        observed = observe_folder(lock, tokenizer, chat_template, kwargs)
-    else:
-        observed = observe_live(lock, tokenizer, kwargs)
+    if not isinstance(tokenizer, str | Path):
+        return compare(lock, _observe_live(lock, tokenizer, kwargs), kwargs, strict=strict)
+    renderer = Renderer.load(tokenizer, chat_template)
+    observed = Observed(
+        name=str(tokenizer),
+        ids={golden.name: _lockfile.golden_ids(renderer, kwargs, golden) for golden in lock.goldens},
+        versions=_lockfile.versions(),
+        components=_lockfile.components_of(renderer, Path(tokenizer)),
+        certificate=_lockfile.certified(load_or_certify(renderer, kwargs)),
+        source=(Path(tokenizer) / "tokenizer.json").read_bytes,
+    )
     return compare(lock, observed, kwargs, strict=strict)
 
 
@@ -95,11 +114,108 @@ def examine_server(
     strict: bool = False,
     **server: str | None,
 ) -> LockReport:
-    """Compare the ids of a running server with a lock. `server` has further arguments of `observe_server`."""
+    """Compare the ids of a running server with a lock. `server` has its `kind`, `model` and `api_key`, if given."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
     return compare(lock, asyncio.run(observe_server(lock, url, **server)), kwargs, strict=strict)
 
 
-def _raise_if_changed(report: LockReport, lockfile: str | Path) -> None:
-    if not report.ok:
-        raise TokenizationChanged(f"{lockfile}: {report}", report)
+def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> Observed:
+    """Observe a transformers tokenizer, or a processor that has one, by calling it as trainers do."""
+    tokenizer = getattr(live, "tokenizer", live)
+    if not (callable(tokenizer) and hasattr(tokenizer, "apply_chat_template")):
+        raise InvalidRequest(
+            f"a {type(live).__name__} can't be checked; expected a model folder, a transformers tokenizer or a "
+            "processor that has one"
+        )
+    template = getattr(live, "chat_template", None) or tokenizer.chat_template
+    variants = template if isinstance(template, Mapping) else {"default": template or ""}
+    not_compared = [] if template is not None else ["conversations: the tokenizer has no chat template"]
+    found: dict[str, tuple[int, ...] | None] = {}
+    for golden in lock.goldens:
+        if not golden.messages:
+            found[golden.name] = _ints(tokenizer(golden.text, add_special_tokens=golden.special)["input_ids"])
+        elif template is not None:
+            source = variants["tool_use" if golden.tools and "tool_use" in variants else "default"]
+            found[golden.name] = _live_chat_ids(tokenizer, source, lock.date, template_kwargs, golden)
+    source_of = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
+    components = None
+    if source_of is None:
+        not_compared.append("parts: the tokenizer is not one of the `tokenizers` library")
+    else:
+        compiled = ChatTemplate(variants["default"], variants.get("tool_use"))
+        named = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
+        components = Components(
+            files={},
+            **_lockfile.spec_parts(json.loads(source_of())),
+            special_tokens={key: str(value) for key, value in named.items() if value is not None},
+            eos_ids=lock.components.eos_ids,  # a tokenizer in memory has none
+            template=tuple(compiled.source.splitlines()),
+            template_sha256=compiled.sha256,
+        )
+    name = f"the {type(tokenizer).__name__} given"
+    return Observed(name, found, _lockfile.versions(), components, source=source_of, not_compared=not_compared)
+
+
+async def observe_server(
+    lock: Lock, url: str, *, kind: str | None = None, model: str | None = None, api_key: str | None = None
+) -> Observed:
+    """Observe the ids that a running server of `kind` returns for `model`; both are detected if not given."""
+    http = HttpClient(url, api_key=api_key)
+    found: dict[str, tuple[int, ...] | None] = {}
+    unknown: dict[str, list[str]] = {}
+    try:
+        if kind is None or model is None:
+            kind, first = await introduced(http, kind)
+            model = model or first
+        for golden in lock.goldens:
+            why, ids = await _server_ids(kind, http, model, lock, golden)
+            if why:
+                unknown.setdefault(why, []).append(golden.name)
+            else:
+                found[golden.name] = ids
+    finally:
+        await http.close()
+    if not found:
+        raise NothingToMeasure(f"the server at {url} returns no ids for texts or conversations: nothing was compared")
+    not_compared = ["parts, template and certificate: a server returns only ids"]
+    for why, names in unknown.items():
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        not_compared.append(f"{len(names)} inputs ({some}): {why}")
+    return Observed(f"the {kind} server", found, versions={}, not_compared=not_compared)
+
+
+async def _server_ids(
+    kind: str, http: HttpClient, model: str, lock: Lock, golden: LockGolden
+) -> tuple[str, tuple[int, ...] | None]:
+    """Return the reason why a golden input can't be compared, or an empty string, and its ids."""
+    if not golden.messages:
+        ids = await server_text_ids(kind, http, model, golden.text, special=golden.special, controls=True)
+        return "" if ids is not None else "the server has no endpoint for texts", _ints(ids)
+    if lock.certificate.get("date printed"):
+        return "the template prints the date, and a server prints its own", None
+    if golden.ids is None:
+        return "the template refuses them", None
+    ids = await server_chat_ids(kind, http, model, golden.messages, golden.tools, template_kwargs=lock.template_kwargs)
+    return "" if ids is not None else "the server does not render them", _ints(ids)
+
+
+def _live_chat_ids(
+    tokenizer: Any, template: str, date: str, template_kwargs: Mapping[str, Any], golden: LockGolden
+) -> tuple[int, ...] | None:
+    # transformers gives templates its own clock.
+    shown = datetime.fromisoformat(date).strftime
+    dated = _NOW.sub(lambda match: json.dumps(shown(match[2])), template)
+    asked = {"chat_template": dated, "add_generation_prompt": True, "tokenize": True, **template_kwargs}
+    # `Renderer` passes tool arguments in the form that the template accepts. A trainer would do that too.
+    for messages in (golden.messages, map(with_text_arguments, golden.messages)):
+        try:
+            rendered = tokenizer.apply_chat_template(list(messages), tools=list(golden.tools) or None, **asked)
+        except Exception:  # a template raises any error
+            continue
+        # transformers 4 returns a list, 5 a mapping.
+        return _ints(rendered if isinstance(rendered, list) else rendered["input_ids"])
+    return None
+
+
+def _ints(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(map(int, ids))

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
+from tokentape.audit import _model_files as model_files
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, unpacked_merges
-from tokentape.audit._lock.observing import Observed
-from tokentape.audit._model_files import (
-    MAX_LENGTH,
-    PROCESSOR_TEMPLATE,
-    SAMPLED,
-    TEMPLATES,
-    settings_apart,
-    unlike,
-    write_settings,
-)
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 from tokentape.audit._skew.parts import Merge
 from tokentape.audit._tokendiff.alignment import anchors, first_difference
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 
-_SHOWN = 5
-_SHOWN_MERGES = 3
-_SHOWN_OF_CERTIFICATE = 2
-_SHOWN_IDS = 8
+_SHOWN, _SHOWN_MERGES, _SHOWN_OF_CERTIFICATE, _SHOWN_IDS = 5, 3, 2, 8
 _LINE = 200
 
 _CAUSES = {
@@ -64,6 +52,21 @@ RULES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Observed:
+    """Observations to compare with a lock."""
+
+    name: str
+    ids: Mapping[str, tuple[int, ...] | None]
+    """The ids of each golden input that could be tried, by its name; None if the template refuses it."""
+    versions: Mapping[str, str]
+    components: Components | None = None
+    certificate: Mapping[str, Any] | None = None
+    source: Callable[[], str | bytes] | None = None
+    not_compared: Sequence[str] = ()
+    """Descriptions of what could not be observed, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class LockChange:
     """A change of a part, or of the ids of golden inputs. `what` is a key of `RULES`."""
 
@@ -71,11 +74,9 @@ class LockChange:
     found: str
     cause: str = ""
     golden: LockGolden | None = None
-    """The first golden input of its kind that has other ids now."""
     ids: tuple[int, ...] | None = None
     """The ids of `golden` now; None if the template refuses it."""
     at: int = 0
-    """Position of the first id that differs."""
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield pairs of label and text: the input that shows the change, the ids expected and found, the cause."""
@@ -88,7 +89,6 @@ class LockChange:
             yield "usual cause" if self.golden is None else "likely cause", self.cause
 
     def lines(self) -> list[str]:
-        """Return the change as lines of text."""
         return [f"  {self.what}: {self.found}", *(f"    {name + ':':<9} {said}" for name, said in self.rows())]
 
 
@@ -118,23 +118,20 @@ class LockReport:
         verdict = f"as locked: {self.inputs} golden inputs have their ids"
         if not self.ok:
             verdict = f"not as locked: {', '.join(dict.fromkeys(change.what for change in self.changes))}"
-        changes = (line for change in self.changes for line in change.lines())
+        changes = [line for change in self.changes for line in change.lines()]
         return "\n".join([f"{self.compared} is {verdict}", *changes, *(f"note: {note}" for note in self.all_notes)])
 
 
 def lock_layout(lockfile: str, reports: Sequence[LockReport]) -> Report:
-    """Return checks against a lock as blocks."""
-    return Report(f"Check of {lockfile}", [block for report in reports for block in _blocks(report)])
-
-
-def _blocks(report: LockReport) -> Iterator[Block]:
-    verdict = ("as locked", "ok") if report.ok else ("not as locked", "fail")
-    yield Heading(report.compared, 2, *verdict)  # type: ignore[arg-type]
-    yield Paragraph(f"Compared {report.inputs} golden inputs.", "dim")
-    for change in report.changes:
-        yield Heading(change.what, 3, style="fail")
-        yield Facts([("changed", change.found), *change.rows()])
-    yield from map(Paragraph, report.all_notes)
+    blocks: list[Block] = []
+    for report in reports:
+        verdict: tuple[str, Literal["ok", "fail"]] = ("as locked", "ok") if report.ok else ("not as locked", "fail")
+        blocks.append(Heading(report.compared, 2, *verdict))
+        blocks.append(Paragraph(f"Compared {report.inputs} golden inputs.", "dim"))
+        for change in report.changes:
+            blocks += [Heading(change.what, 3, style="fail"), Facts([("changed", change.found), *change.rows()])]
+        blocks += map(Paragraph, report.all_notes)
+    return Report(f"Check of {lockfile}", blocks)
 
 
 def lock_cases(report: LockReport) -> list[CiCase]:
@@ -156,7 +153,7 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         notes += note
         parts_differ = bool(changes or note)
     now = {name: observed.versions.get(name, was) for name, was in lock.versions.items()}
-    moved = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in unlike(lock.versions, now).items()]
+    moved = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in model_files.unlike(lock.versions, now).items()]
     notices = [*moved, *(_files(old, new) if new is not None and not changes else ())]
     certified = _certificate(lock, observed)
     if certified and not parts_differ and lock.certifier != certifier_digest():
@@ -177,14 +174,13 @@ def _unlocked(old: Components) -> Iterator[str]:
     """Yield descriptions of the parts that a lock of an older version lacks."""
     if old.configuration is None:
         yield "config.json, truncation and padding, which this older lock does not hold"
-    elif MAX_LENGTH not in old.configuration:
+    elif model_files.MAX_LENGTH not in old.configuration:
         yield "model_max_length, which this older lock does not hold"
     if old.loading is None:
         yield "other files than tokenizer.json that transformers reads, which this older lock does not hold"
 
 
 def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each part that changed, with a description of the change."""
     if dict(template_kwargs) != dict(lock.template_kwargs):
         was, now = (json.dumps(kwargs, ensure_ascii=False) for kwargs in (lock.template_kwargs, dict(template_kwargs)))
         yield "template kwargs", f"were {was}, are {now}"
@@ -202,16 +198,16 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
     if any(changes):
         yield "added tokens", _first_few(list(filter(None, changes)), _SHOWN)
-    for key, pair in unlike(old.special_tokens, new.special_tokens).items():
+    for key, pair in model_files.unlike(old.special_tokens, new.special_tokens).items():
         before, after = (repr(one) if one else "none" for one in pair)
         yield "special tokens", f"{key} was {before}, is {after}"
     if new.eos_ids != old.eos_ids:
         yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
     if old.configuration is not None and new.configuration is not None:
-        for key, pair in unlike(old.configuration, new.configuration).items():
+        for key, pair in model_files.unlike(old.configuration, new.configuration).items():
             # Older locks lack some keys. That does not mean that the keys were unset.
-            lacked = key == MAX_LENGTH and key not in old.configuration
-            if not lacked and (old.loading is not None or not key.endswith(SAMPLED)):
+            lacked = key == model_files.MAX_LENGTH and key not in old.configuration
+            if not lacked and (old.loading is not None or not key.endswith(model_files.SAMPLED)):
                 yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
     if new.template_sha256 != old.template_sha256:
         yield "template", _template_change(old.template, new.template)
@@ -220,16 +216,16 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
 def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
     """Return changes from files other than tokenizer.json, or a note if transformers loads the same tokenizer."""
     was, now = dict(old.loading or {}), dict(new.loading or {})
-    templates = unlike(was.pop(TEMPLATES, {}), now.pop(TEMPLATES, {}))
+    templates = model_files.unlike(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
     changes = [_change("template", f"the one named {name} {_came(*pair)}") for name, pair in templates.items()]
     if was == now:
         return changes, []
     from tokentape.audit._skew.auditor import loaded_findings
 
-    said = settings_apart(was, now, "{} was {}, is {}")
+    said = model_files.settings_apart(was, now, "{} was {}, is {}")
     with TemporaryDirectory() as locked:
         try:
-            write_settings(was, old.special_tokens, Path(locked), folder)
+            model_files.write_settings(was, old.special_tokens, Path(locked), folder)
             found, note = loaded_findings(Path(locked), folder, said)
         except TokenizerUnusable as error:
             return [*changes, _change("loading", f"{said}; {error}")], []
@@ -258,7 +254,7 @@ def _step_change(was: Any, now: Any) -> str:
 def _nested_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any]:
     """Return the path of the first difference of two nested values, and the values there."""
     if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("type") == other.get("type"):
-        for key in (*one, *(key for key in other if key not in one)):
+        for key in (*one, *other):
             if one.get(key) != other.get(key):
                 return _nested_difference(one.get(key), other.get(key), f"{path}.{key}")
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
@@ -296,8 +292,7 @@ def _merges_apart(old: Components, observed: Observed) -> str:
 
 def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
     """Describe which merges are gone, new and moved. As few as possible count as moved."""
-    kept = {was[at] for at, _ in anchors(was, now)}
-    before, after = set(was), set(now)
+    kept, before, after = {was[at] for at, _ in anchors(was, now)}, set(was), set(now)
     found = {
         "gone": [merge for merge in was if merge not in after],
         "new": [merge for merge in now if merge not in before],
@@ -306,8 +301,8 @@ def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
     said = []
     for how, merges in found.items():
         named = [repr(" ".join(merge)) for merge in merges[:_SHOWN_MERGES]]
-        named += ["..."] if len(merges) > _SHOWN_MERGES else []
-        said += [f"{len(merges)} {how}: {', '.join(named)}"] if merges else []
+        more = ["..."] if len(merges) > _SHOWN_MERGES else []
+        said += [f"{len(merges)} {how}: {', '.join([*named, *more])}"] if merges else []
     return "; ".join(said)
 
 
@@ -339,12 +334,13 @@ def _certificate(lock: Lock, observed: Observed) -> str:
     if observed.certificate is None:
         return ""
     now = {key: observed.certificate.get(key) for key in lock.certificate}
-    found = [f"{key}: was {_short(a)}, is {_short(b)}" for key, (a, b) in unlike(lock.certificate, now).items()]
+    found = [
+        f"{key}: was {_short(a)}, is {_short(b)}" for key, (a, b) in model_files.unlike(lock.certificate, now).items()
+    ]
     return _first_few(found, _SHOWN_OF_CERTIFICATE)
 
 
 def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:
-    """Yield a change for the first text and for the first conversation with other ids, with the number of others."""
     for chat, kind in ((False, "texts"), (True, "conversations")):
         asked = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
         differ = [golden for golden in asked if observed.ids[golden.name] != golden.ids]
@@ -378,10 +374,9 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
 
 
 def _files(old: Components, new: Components) -> Iterator[str]:
-    for name, pair in unlike(old.files, new.files).items() if new.files else ():
-        looked = "but nothing that was compared in it changed"
-        if name == PROCESSOR_TEMPLATE:
-            looked = "which processors of transformers read: it was not compared"
+    for name, pair in model_files.unlike(old.files, new.files).items() if new.files else ():
+        processor = "which processors of transformers read: it was not compared"
+        looked = processor if name == model_files.PROCESSOR_TEMPLATE else "but nothing that was compared in it changed"
         yield f"{name} {_came(*pair, 'has other bytes')}, {looked}"
 
 

@@ -1,11 +1,7 @@
 """Make, read and write lockfiles, which record the tokenization of a model as JSON.
 
-Golden inputs are conversations, and texts on which loaders of one tokenizer have differed: mixed case within words,
-digits, white space, normal forms, scripts and bytes.
-
 Each part has its own line, so that `git diff` shows which parts a new lock changes. Small parts are stored whole, large
-parts as digests of blocks, which show where they changed. Settings that change neither ids nor text are left out, such
-as offsets.
+parts as digests of blocks. Settings that change neither ids nor text, such as offsets, are left out.
 """
 
 from __future__ import annotations
@@ -27,18 +23,8 @@ import numpy as np
 import tokenizers
 
 from tokentape._durable import write_durably
-from tokentape.audit._model_files import (
-    MAX_LENGTH,
-    PROCESSOR_TEMPLATE,
-    TEMPLATES,
-    Settings,
-    loading_settings,
-    max_length,
-    model_configuration,
-    named_templates,
-    require_known_files,
-)
-from tokentape.audit._skew.backends.base import with_text_arguments
+from tokentape.audit import _model_files as model_files
+from tokentape.audit._skew.backends import with_text_arguments
 from tokentape.audit._skew.parts import Merge, merges_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
@@ -48,6 +34,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Message, Tool
 
+FORMAT = 1
 TEXTS: Mapping[str, str] = json.loads(Path(__file__).with_name("goldens.json").read_text(encoding="utf-8"))
 """Texts by name. None of them spells a control token of a known model."""
 
@@ -68,26 +55,20 @@ class LockGolden:
     """None for a conversation that the template refuses."""
 
     def written(self) -> dict[str, Any]:
-        """Return the input as a lockfile stores it."""
         ids = None if self.ids is None else list(self.ids)
-        if self.messages:
-            tools = {"tools": list(self.tools)} if self.tools else {}
-            return {"name": self.name, "messages": list(self.messages), **tools, "ids": ids}
-        special = {"special": True} if self.special else {}
-        return {"name": self.name, "text": self.text, **special, "ids": ids}
+        if not self.messages:
+            return {"name": self.name, "text": self.text, **({"special": True} if self.special else {}), "ids": ids}
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return {"name": self.name, "messages": list(self.messages), **tools, "ids": ids}
 
 
 def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
-    """Return all golden inputs with their ids under a tokenizer and template."""
     frozen = []
     for golden in (*_texts(renderer.tokenizer), *_conversations()):
         # Some templates take the arguments of calls only as text.
-        for tried in (golden, replace(golden, messages=tuple(map(with_text_arguments, golden.messages)))):
-            ids = golden_ids(renderer, template_kwargs, tried)
-            if ids is not None:
-                golden = replace(tried, ids=ids)
-                break
-        frozen.append(golden)
+        tried = (golden, replace(golden, messages=tuple(map(with_text_arguments, golden.messages))))
+        found = (replace(one, ids=golden_ids(renderer, template_kwargs, one)) for one in tried)
+        frozen.append(next((one for one in found if one.ids is not None), golden))
     return tuple(frozen)
 
 
@@ -134,22 +115,15 @@ def _conversations() -> Iterator[LockGolden]:
             yield LockGolden(f"conversation: {name}", messages=messages, tools=tools)
 
 
-FORMAT = 1
-
 LIBRARIES = ("tokentape", "tokenizers", "jinja2", "transformers")
-"""Libraries with versions in the lock."""
 
 BLOCK = 4096
 """Vocabulary entries, or merges, per digest."""
 
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    PROCESSOR_TEMPLATE,
-    "additional_chat_templates/tool_use.jinja",
-)
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+    model_files.PROCESSOR_TEMPLATE, f"{model_files.TEMPLATES}/tool_use.jinja",
+)  # fmt: skip
 _PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _STEPS = (*_PIPELINE, "model")
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
@@ -191,7 +165,7 @@ class Components:
     """The result of `model_configuration`, `max_length`, truncation and padding."""
     merge_list: str | None = None
     """The merges, see `packed_merges`."""
-    loading: Settings | None = None
+    loading: model_files.Settings | None = None
     """Settings in other files that transformers reads, see `loading_settings`, and digests of named templates."""
 
 
@@ -242,7 +216,6 @@ def make_lock(
 
 
 def certified(certificate: Certificate) -> dict[str, Any]:
-    """Return the findings of a certificate, without examples and versions."""
     answers = {True: "comes back", False: "does not come back", None: "not written"}
     continuations = {
         f"continuation {found.name}": f"{found.strategy}, append-only: {found.append_only}"
@@ -264,7 +237,6 @@ def certified(certificate: Certificate) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed `LIBRARIES`."""
     found = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -295,7 +267,7 @@ def read_lock(path: str | Path) -> Lock:
             raise ValueError("it has unknown fields, or lacks some")
         if set(lock.components.steps) != set(_STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
-        require_known_files(lock.components.loading or {})
+        model_files.require_known_files(lock.components.loading or {})
     except (msgspec.ValidationError, ValueError) as error:
         raise InvalidRequest(f"{path} is not a valid lockfile: {type(error).__name__}: {error}") from None
     return lock
@@ -312,21 +284,20 @@ def _laid_out(value: Any, depth: int = 0, key: str = "") -> str:
     if not opened or not isinstance(value, Mapping | list | tuple) or not value:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
+        brackets = "{}"
         inner = [f"{json.dumps(name)}: {_laid_out(part, depth + 1, name)}" for name, part in value.items()]
     else:
-        inner = [_laid_out(part, depth + 1) for part in value]
-    first, last = "{}" if isinstance(value, Mapping) else "[]"
+        brackets, inner = "[]", [_laid_out(part, depth + 1) for part in value]
     lines = ",\n".join(" " * (depth + 1) + line for line in inner)
-    return f"{first}\n{lines}\n{' ' * depth}{last}"
+    return f"{brackets[0]}\n{lines}\n{' ' * depth}{brackets[1]}"
 
 
 def components_of(renderer: Renderer, folder: Path) -> Components:
-    """Return the parts of a model folder. `renderer` was loaded from it."""
     tokenizer, template = renderer.tokenizer, renderer.template
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     spec = json.loads(files["tokenizer.json"])
     lengths = {name: spec[name] for name in ("truncation", "padding") if spec.get(name) is not None}
-    templates = {name: _sha256(text) for name, text in named_templates(folder).items()}
+    templates = {name: _sha256(text) for name, text in model_files.named_templates(folder).items()}
     return Components(
         files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
         **spec_parts(spec),
@@ -334,16 +305,20 @@ def components_of(renderer: Renderer, folder: Path) -> Components:
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         template=tuple(template.source.splitlines()),
         template_sha256=template.sha256,
-        configuration={**(model_configuration(folder) or {}), MAX_LENGTH: max_length(folder), **lengths},
-        loading={**loading_settings(folder, spec), **({TEMPLATES: templates} if templates else {})},
+        configuration={
+            **(model_files.model_configuration(folder) or {}),
+            model_files.MAX_LENGTH: model_files.max_length(folder),
+            **lengths,
+        },
+        loading={
+            **model_files.loading_settings(folder, spec),
+            **({model_files.TEMPLATES: templates} if templates else {}),
+        },
     )
 
 
 def spec_parts(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Components` that come from a `tokenizer.json`: steps, vocabulary, merges, added tokens.
-
-    The installed `tokenizers` loads and saves it first, so that a tokenizer in memory equals its file.
-    """
+    """Return the fields of `Components` that a `tokenizer.json` has once `tokenizers` has loaded and saved it."""
     vocab, merges, added = spec["model"]["vocab"], merges_of(spec["model"]), spec.get("added_tokens") or []
     if isinstance(vocab, Mapping):
         # Without these tables the library loads it quickly.
@@ -383,7 +358,6 @@ def _entries(vocab: Mapping[str, int] | Sequence[Any]) -> Iterator[str]:
 
 
 def _digests(entries: Iterable[str]) -> Iterator[str]:
-    """Yield the first 12 hex digits of each block's SHA-256."""
     rest = iter(entries)
     while block := list(islice(rest, BLOCK)):
         joined = "\n".join(block)
@@ -396,10 +370,7 @@ def _sha256(text: str) -> str:
 
 
 def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | None:
-    """Return merges as compressed text: for each merge, the id of its result and the length of its first piece.
-
-    Return None if the result of a merge is not in the vocabulary, or a merge does not have two pieces.
-    """
+    """Return merges as compressed text: each result's id and first piece's length; None if a result is no token."""
     ids = [vocab.get("".join(merge)) if len(merge) == 2 else None for merge in merges]
     if None in ids or not ids:
         return None

@@ -29,7 +29,6 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Setup
 
 ALTERNATIVES = 8
-"""The number of alternatives per token to request for bans."""
 
 MOST_BANS = 8
 
@@ -166,12 +165,7 @@ async def _sample(
 
 
 class ProbeFile:
-    """A JSONL file with a header and results, opened to append results. Use it as a context manager.
-
-    If a crash cut off the last line, that line is dropped.
-
-    Raises `InvalidRequest` if the file belongs to another model or other settings, or is no file of results.
-    """
+    """A JSONL file of a header and results, to append to. Drops a cut-off line, refuses results of other settings."""
 
     def __init__(self, path: str | Path, made: Header) -> None:
         path = Path(path)
@@ -204,7 +198,6 @@ class ProbeFile:
         self._file.close()
 
     def missing(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the trials without a result."""
         done = {result.trial.name for result in self.results}
         return [trial for trial in trials if trial.name not in done]
 
@@ -261,7 +254,6 @@ def _share(results: Sequence[ProbeResult], which: Sequence[bool]) -> Rate:
 
 
 def probe_layout(made: Header, results: Sequence[ProbeResult], tokenizer: Tokenizer) -> Report:
-    """Return the findings as blocks."""
     found = summarise(results)
     blocks: list[Block] = [
         Paragraph(f"{found.trials} trials"),

@@ -46,7 +46,6 @@ KINDS: dict[OutcomeKind, str] = {
 }
 
 BUILT_IN = Path(__file__).with_name("sentences.txt")
-"""The sentences that come with Tokentape."""
 
 Sentence: TypeAlias = tuple[str, str, str]
 """The text before the target word, the word, and the text after it."""
@@ -62,18 +61,15 @@ class Trial:
     target: str
     after: str
     wording: str
-    """One of `WORDINGS`."""
     repetition: int
     """The number of the sample; at temperature 0 there is only one."""
 
     @property
     def text(self) -> str:
-        """The sentence in the prompt."""
         return self.before + self.target + self.after
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The request to the model."""
         asked = WORDINGS[self.wording].format(target=self.target, text=self.text)
         return ({"role": "user", "content": asked},)
 
@@ -148,13 +144,7 @@ def _from_json(line: str, where: str) -> Sentence:
 
 
 def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Outcome:
-    """Classify a completion, given without its stop token.
-
-    Find the target's place in the completion by the words around it, the last place if there are several. Then compare
-    the tokens that overlap it with the tokens of the encoded sentence.
-
-    Raises `InvalidRequest` for an id outside of the vocabulary.
-    """
+    """Classify a completion without its stop token, by the tokens between the words around the target."""
     source = tokenizer.encode_plain(trial.text)
     ours, theirs = ([tokenizer.token_bytes(token_id) for token_id in ids] for ids in (source, completion))
     # Some tokenizers put a space before a text, so find the word in the spelled bytes.
@@ -193,10 +183,7 @@ def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
 
 
 def _stretches(*sides: tuple[Sequence[bytes], tuple[int, int]]) -> list[slice]:
-    """Return, per side, the range of tokens that covers a byte range.
-
-    The ranges are extended until both exceed their bytes equally far. If they never do, they extend to the end.
-    """
+    """Return, per side, the tokens that cover a byte range, extended until both exceed it equally, or to the end."""
     edges = [list(accumulate(map(len, pieces), initial=0)) for pieces, _ in sides]
     ranges = [(ends, *place) for ends, (_, place) in zip(edges, sides, strict=True)]
     lefts = set.intersection(*({start - at for at in ends if at <= start} for ends, start, _ in ranges))

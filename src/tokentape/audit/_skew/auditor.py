@@ -1,9 +1,4 @@
-"""Find out if two backends map the same texts and messages to the same ids, and if not, why.
-
-report = audit("models/train", "vllm:http://127.0.0.1:8000")
-for finding in report.findings:
-    print(finding.kind, finding.count, finding.cause, finding.example)
-"""
+"""Find out if two backends map the same texts and messages to the same ids, and if not, why."""
 
 from __future__ import annotations
 
@@ -16,30 +11,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_FILES, settings_apart
-from tokentape.audit._skew import battery
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.base import Ability, Backend, SkewChat
-from tokentape.audit._skew.backends.spec import BackendOptions
+from tokentape.audit._skew import battery, text_probes
+from tokentape.audit._skew.backends import Ability, Backend, BackendOptions, SkewChat, open_backend
 from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.chat_probes import chat_findings, echo_findings
 from tokentape.audit._skew.corpus import compare_corpus, conversations_of, corpus_files
 from tokentape.audit._skew.file_findings import configuration_findings, file_findings, file_notes
 from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Probe, Skew
 from tokentape.audit._skew.parts import unlike_tokens
-from tokentape.audit._skew.text_probes import (
-    Differing,
-    compare_in_blocks,
-    compare_texts,
-    decode_findings,
-    encoded,
-    explain_texts,
-    special_texts,
-    unstable_finding,
-)
 from tokentape.errors import TokenizerUnusable
 
 CompareCorpus: TypeAlias = Callable[
-    [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]], tuple[CorpusStatistics, list[Differing]]
+    [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]],
+    tuple[CorpusStatistics, list[text_probes.Differing]],
 ]
 
 _SAME_SETTINGS = "Use the tokenizer files that the weights were trained with on both sides, not tokenizer.json alone."
@@ -115,11 +99,7 @@ def audit(
 def loaded_findings(
     a: Path, b: Path, said: str, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Skew], str]:
-    """Load two folders with transformers and return the findings, or a note if there are none.
-
-    `said` describes how files other than tokenizer.json differ; causes and notes quote it. Raises `TokenizerUnusable`
-    if transformers can't load a folder, or is not installed.
-    """
+    """Load two folders with transformers. Return findings, or a note; both quote `said`, how their files differ."""
     from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
 
     progress("loading both folders with transformers")
@@ -158,7 +138,7 @@ class _Run:
         """Encode the battery twice with each side. Add a finding and return False if a side gives other ids then."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
         sides = zip("AB", (self.a, self.b), self.known, strict=True)
-        found = [unstable_finding(side, letter, texts, known) for letter, side, known in sides]
+        found = [text_probes.unstable_finding(side, letter, texts, known) for letter, side, known in sides]
         self.findings += filter(None, found)
         if any(found):
             self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
@@ -181,26 +161,25 @@ class _Run:
             spelled = re.compile("|".join(map(re.escape, added)) or "(?!)")
             groups = {name: [text for text in some if not spelled.search(text)] for name, some in groups.items()}
         lines = {"competing merges": groups.pop("competing merges", ())}
-        if self._asks_a_server():
+        if self.a.is_server or self.b.is_server:
             lines["vocabulary"] = groups.pop("vocabulary")
         texts = battery.by_text(groups)
         self.tried["encode"] = len(texts) + sum(map(len, lines.values()))
         self.longest = max(map(len, texts))
-        differing = compare_texts(self.a, self.b, texts, known=self.known)
+        differing = text_probes.compare_texts(self.a, self.b, texts, known=self.known)
         for group, some in lines.items():
-            differing += compare_in_blocks(self.a, self.b, some, group)
-        self._add(*explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
+            differing += text_probes.compare_in_blocks(self.a, self.b, some, group)
+        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
         if not self._able("special", "special", "BOS and EOS"):
             return
-        plain = special_texts(self.a, self.b)
-        unlike = {one.text for one in compare_texts(self.a, self.b, plain, known=self.known)}
+        plain = text_probes.special_texts(self.a, self.b)
+        unlike = {one.text for one in text_probes.compare_texts(self.a, self.b, plain, known=self.known)}
         agreed = {text: group for text, group in plain.items() if text not in unlike}
         self.tried["special"] = len(agreed)
-        differing = compare_texts(self.a, self.b, agreed, special=True)
-        self._add(*explain_texts(self.a, self.b, self.causes, differing, "special", special=True))
+        differing = text_probes.compare_texts(self.a, self.b, agreed, special=True)
+        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "special", special=True))
 
     def decoding(self) -> None:
-        """Decode the ids of the battery on which both backends agree."""
         if not self._able("decode", "decode", "decoding"):
             return
         self.progress("decoding")
@@ -208,14 +187,16 @@ class _Run:
         if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
             texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
         asked = list(texts)
-        ids = (encoded(side, asked, known) for side, known in zip((self.a, self.b), self.known, strict=True))
+        ids = (
+            text_probes.encoded(side, asked, known) for side, known in zip((self.a, self.b), self.known, strict=True)
+        )
         both = zip(asked, *ids, strict=True)
         sequences = {tuple(one): texts[text] for text, one, other in both if one == other and one}
-        if not self._asks_a_server():
+        if not (self.a.is_server or self.b.is_server):
             alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))
             sequences |= {(one,): "vocabulary" for one in alone if self.a.token(one) == self.b.token(one)}
         self.tried["decode"] = len(sequences)
-        self.findings += decode_findings(self.a, self.b, sequences)
+        self.findings += text_probes.decode_findings(self.a, self.b, sequences)
 
     def conversations(self, own: Sequence[SkewChat]) -> None:
         """Compare renderings and loss masks of built-in and the user's `own` conversations, and servers' prompts."""
@@ -223,24 +204,23 @@ class _Run:
             self.progress("rendering conversations")
             found = chat_findings(self.a, self.b, self.causes, self.progress, own)
             self._add(found.findings, found.left)
-            self.tried["render"] = found.tried
-            self.own = found.own, found.own_differing
-            if found.masks:
-                self.tried["masks"] = found.masks
+            self.own = found.counts["own"], found.counts["own differing"]
+            self.tried["render"] = found.counts["render"]
+            if found.counts["masks"]:
+                self.tried["masks"] = found.counts["masks"]
         for letter, backend in (("A", self.a), ("B", self.b)):
-            echoed = echo_findings(backend, letter)
-            if echoed is not None:
-                self.tried["echo"] = self.tried.get("echo", 0) + echoed.tried
-                self.findings += echoed.findings
+            if backend.echoes:
+                tried, new = echo_findings(backend, letter)
+                self.tried["echo"] = self.tried.get("echo", 0) + tried
+                self.findings += new
 
     def corpus(self, paths: Sequence[Path], workers: int | None, compare: CompareCorpus) -> CorpusStatistics:
-        """Compare the user's own texts, and explain the differences."""
         statistics, differing = compare(self.a, self.b, paths, workers, self.progress)
         self.tried["corpus"] = statistics.documents
         if statistics.differing > len(differing):
             more = statistics.differing - len(differing)
             self.notes.append(f"{more} more documents differ: only {len(differing)} were kept to explain")
-        self._add(*explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
+        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
     def loading(self) -> None:
@@ -259,26 +239,25 @@ class _Run:
         self.notes += [note] if note else []
 
     def uncovered(self) -> Iterator[str]:
-        """Yield descriptions of what was not compared, where the sides could still differ."""
+        a, b = self.a.facts, self.b.facts
         yield "images, audio and other content parts"
         yield "template kwargs other than those given"
         yield "streams, sampling, and the limits of an engine on lengths"
         yield f"texts longer than {self.longest:,} characters"
-        for letter, side in (("A", self.a), ("B", self.b)):
-            if side.facts.spec is None and not (self.a.facts.tables and self.b.facts.tables):
-                yield f"the tokenizer's parts in {letter}, {side.facts.kind}: it was compared by inputs alone"
-            elif side.facts.loading and (self.a.facts.loading is None or self.b.facts.loading is None):
+        for letter, side in (("A", a), ("B", b)):
+            if side.spec is None and not (a.tables and b.tables):
+                yield f"the tokenizer's parts in {letter}, {side.kind}: it was compared by inputs alone"
+            elif side.loading and None in (a.loading, b.loading):
                 yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
         if refused := sorted({*self.a.refused} & {*self.b.refused}, key=len):
             yield f"{len(refused)} texts that both sides refuse, the shortest of {len(refused[0])} characters"
         for name in PROCESSOR_FILES:
-            if self.a.facts.files.get(name) != self.b.facts.files.get(name):
+            if a.files.get(name) != b.files.get(name):
                 yield f"{name}, which differs: processors of transformers read it, tokenizers do not"
-        lacking = [letter for letter, side in (("A", self.a), ("B", self.b)) if side.facts.configuration is None]
-        if lacking:
+        if lacking := [letter for letter, side in (("A", a), ("B", b)) if side.configuration is None]:
             files = " and ".join(CONFIG_FILES)
             yield f"stop ids and rows of the embedding: {' and '.join(lacking)} has no {files}, or does not show them"
-        if not any(side.facts.spec or side.facts.tables for side in (self.a, self.b)):
+        if not (a.spec or a.tables or b.spec or b.tables):
             yield "the vocabulary: neither side says what its tokens are"
         if not self.tried.get("masks"):
             yield "loss masks: no template marks the tokens that carry loss"
@@ -295,9 +274,6 @@ class _Run:
                 self.findings.append(new)
         if left:
             self.notes.append(f"{left} more inputs differ and were not explained: fix the findings, and audit again")
-
-    def _asks_a_server(self) -> bool:
-        return any("server" in side.facts.kind for side in (self.a, self.b))
 
     def _able(self, ability: Ability, probe: Probe, what: str) -> bool:
         lacking = [one for one, side in (("A", self.a), ("B", self.b)) if ability not in side.facts.abilities]

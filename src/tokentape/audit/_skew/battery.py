@@ -17,7 +17,7 @@ from typing import Any, Literal
 from jinja2 import nodes
 
 from tokentape.audit._model_files import unlike
-from tokentape.audit._skew.backends.base import Backend, SkewChat, with_text_arguments
+from tokentape.audit._skew.backends import Backend, SkewChat, with_text_arguments
 from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.parts import Merge, Spec, applied_merges, is_byte_level, lacking_merges, part_of
 from tokentape.chat import _grammar as grammar
@@ -25,7 +25,7 @@ from tokentape.chat._byte_level import text_of_byte_piece
 from tokentape.chat._template import ChatTemplate, parse_template
 from tokentape.types import Message, Tool
 
-_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _COMPOSED = ("e\u0301 \u00e9 \ufb01 \u00a0 x", "\u212b \u2126 \u1e9b\u0323")
 _WORDS = ("word", "WORD", "Word", "wORD", "été", "ÉTÉ")
 _AROUND = ("{}", " {}", "{}'s", "x{}", "{}1", "{}.", "({})", "{}\n", "/{}", "_{}", "\n{}")
@@ -38,7 +38,7 @@ def texts() -> dict[str, tuple[str, ...]]:
     return {
         **{name: tuple(members) for name, members in groups.items()},
         "digits": (*groups["digits"], *(f" {text}" for text in groups["digits"])),
-        "normal forms": tuple(dict.fromkeys(unicodedata.normalize(form, t) for t in composed for form in _FORMS)),
+        "normal forms": tuple(dict.fromkeys(unicodedata.normalize(form, t) for t in composed for form in FORMS)),
         "control characters": tuple(f"a{chr(code)}b" for code in (*range(0x20), *range(0x7F, 0xA0))),
         "case": tuple(pattern.format(word) for word in _WORDS for pattern in _AROUND),
     }
@@ -145,11 +145,7 @@ def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
 
 
 def _competing_texts(spec: Spec) -> Iterator[str]:
-    """Yield texts in which two merges compete for a piece, each merge with its nearest rivals by rank.
-
-    Merges compete only for a piece that ends one and begins the other. A merge that is moved past any rival is moved
-    past its nearest one.
-    """
+    """Yield texts in which a merge competes for a piece with its nearest rivals by rank, which it passes first."""
     byte_level = is_byte_level(spec)
     at_piece: dict[str, tuple[list[Merge], list[Merge]]] = {}
     applied = [merge for merge in applied_merges(part_of(spec, "merges")) if len(merge) == 2]

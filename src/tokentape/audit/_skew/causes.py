@@ -17,27 +17,10 @@ from typing import Any
 import tokenizers
 
 from tokentape.audit._skew import battery
-from tokentape.audit._skew.backends.base import Backend, BackendFacts
+from tokentape.audit._skew import parts as tokenizer_parts
+from tokentape.audit._skew.backends import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Cause, Encoder, Kind
-from tokentape.audit._skew.parts import (
-    PARTS,
-    SENTENCEPIECE,
-    TABLES,
-    Spec,
-    added_words,
-    differing_parts,
-    differing_tables,
-    is_byte_level,
-    normalizers,
-    part_words,
-    pre_tokenizers,
-    table_words,
-    unlike_tokens,
-    with_only,
-    with_part,
-    with_tokens,
-)
 from tokentape.audit._skew.probing import smallest
 from tokentape.audit._skew.template_causes import OF_TEXT
 from tokentape.audit._tokendiff.alignment import first_difference
@@ -63,12 +46,11 @@ class TextCauses:
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
         self._trials: Trials | None = None
         self._known: list[Cause] = []
-        """Causes that were found by trial."""
         both = a.facts.spec is not None and b.facts.spec is not None
-        self.differing = differing_parts(a.facts, b.facts)
-        self.tables = differing_tables(a.facts, b.facts)
+        self.differing = tokenizer_parts.differing_parts(a.facts, b.facts)
+        self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
         self._differing = [name for name in self.differing if name not in ("post_processor", "decoder")]
-        self._added = unlike_tokens(a.facts, b.facts) if both else {}
+        self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if both else {}
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
         """Return the cause of the different ids of a text. With `special`, the ids include BOS and EOS."""
@@ -97,7 +79,9 @@ class TextCauses:
             group = tuple(smallest(names, explains))
         if group is None:
             return None
-        kind = (TABLES if self.tables else PARTS).get(group[0].partition(":")[0], "added token")
+        kind = (tokenizer_parts.TABLES if self.tables else tokenizer_parts.PARTS).get(
+            group[0].partition(":")[0], "added token"
+        )
         what = " and ".join(map(self.words, group))
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
@@ -125,7 +109,11 @@ class TextCauses:
             made, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
                 kind, _, said = name.partition(":")
-                made = with_tokens(made, b, self._added[said]) if kind == _ADDED else with_part(made, name, b)
+                made = (
+                    tokenizer_parts.with_tokens(made, b, self._added[said])
+                    if kind == _ADDED
+                    else tokenizer_parts.with_part(made, name, b)
+                )
             try:
                 self._exchanged[names] = encoder_of(load_spec(made))
             except TokenizerUnusable:
@@ -133,12 +121,15 @@ class TextCauses:
         return self._exchanged[names]
 
     def words(self, name: str) -> str:
-        """Describe how the backends differ in a part."""
         kind, _, said = name.partition(":")
         a, b = self._a.facts, self._b.facts
         if self.tables:
-            return table_words(name, a, b)
-        return added_words(self._added[said], a, b) if kind == _ADDED else part_words(name, a, b)
+            return tokenizer_parts.table_words(name, a, b)
+        return (
+            tokenizer_parts.added_words(self._added[said], a, b)
+            if kind == _ADDED
+            else tokenizer_parts.part_words(name, a, b)
+        )
 
     @cached_property
     def _tried(self) -> list[tuple[str, list[int], list[int]]]:
@@ -204,7 +195,6 @@ class TextCauses:
 
 
 def _around_tokens(text: str, facts: BackendFacts) -> list[str]:
-    """Split a text at the added tokens that it spells."""
     spelled = sorted((token for token in facts.added if token in text), key=len, reverse=True)
     pieces = re.split("|".join(map(re.escape, spelled)), text) if spelled else ()
     return [piece for piece in pieces if piece]
@@ -221,7 +211,6 @@ def _differ_by_special_only(a_ids: list[int], b_ids: list[int], a: BackendFacts,
 
 
 def _place(part: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Return the last position at which `part` occurs in `whole`."""
     places = range(len(whole) - len(part), -1, -1)
     return next((at for at in places if whole[at : at + len(part)] == part), None) if part else None
 
@@ -284,10 +273,7 @@ _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
 def _cut(
     text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
 ) -> Iterator[tuple[str, Encoder]]:
-    """Yield a description and an encoder for each cut that a side may make: ids up to a length, or text in pieces.
-
-    The encoder cuts what `plain` encodes. `most` is the largest number of ids that the cutting side gives other texts.
-    """
+    """Yield descriptions and encoders of cuts of `plain`'s ids or text. `most`: the most ids of the cutting side."""
     kept = len(wanted)
 
     def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
@@ -310,7 +296,6 @@ def _cut(
 
 
 def _first_ids_apart(a_ids: list[int], b_ids: list[int]) -> str:
-    """Describe the first ids that differ."""
     at = first_difference(a_ids, b_ids)
     said = [str(ids[at]) if at < len(ids) else "no id" for ids in (a_ids, b_ids)]
     return f"the first ids that differ, at {at}, are {said[0]} and {said[1]}"
@@ -331,18 +316,18 @@ def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
 class Trials:
     """Variants of a known tokenizer, each with one change. They are made when first needed."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: tokenizer_parts.Spec) -> None:
         self._spec = spec
         self._made: dict[str, Encoder] = {}
 
     def of(self, text: str) -> Iterator[tuple[Kind, str, Encoder]]:
         """Yield kind, description and encoder of each variant that may matter for a text."""
-        for what, part in normalizers().items():
+        for what, part in tokenizer_parts.NORMALIZERS.items():
             yield "normalizer", what, partial(self._swapped, {"normalizer": part})
-        for what, part in pre_tokenizers(self._spec).items():
+        for what, part in tokenizer_parts.pre_tokenizers(self._spec).items():
             yield "pre-tokenizer", what, partial(self._swapped, {"pre_tokenizer": part})
-        for what, (normalizer, pre_tokenizer) in () if is_byte_level(self._spec) else SENTENCEPIECE.items():
-            both = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+        for what, steps in () if tokenizer_parts.is_byte_level(self._spec) else tokenizer_parts.SENTENCEPIECE.items():
+            both = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
             yield "pre-tokenizer", what, partial(self._swapped, both)
         added = self._spec.get("added_tokens") or []
         for what, tokens in _added_trials(added, text).items():
@@ -363,7 +348,11 @@ class Trials:
         own = {name: getattr(self._tokenizer, name) for name in parts}
         try:
             for name, part in parts.items():
-                setattr(self._tokenizer, name, None if part is None else getattr(with_only(name, part), name))
+                setattr(
+                    self._tokenizer,
+                    name,
+                    None if part is None else getattr(tokenizer_parts.with_only(name, part), name),
+                )
             return encoder_of(self._tokenizer)(texts)
         finally:
             for name, part in own.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit._skew.backends import Backend, BackendFacts, Rendering, SkewChat
 from tokentape.audit._skew.battery import conversations, template_conversations
 from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.findings import Cause, Skew, SkewResult
@@ -25,14 +26,11 @@ _MASKED = "Marks belong around what the model samples, and around nothing else: 
 
 @dataclass(slots=True)
 class ChatFound:
-    """The result of comparing conversations. `left` counts unexplained ones, `own` those of the user."""
+    """The result of comparing conversations: findings, the number of unexplained ones, and counts by what they are."""
 
     findings: list[Skew] = field(default_factory=list)
-    tried: int = 0
-    masks: int = 0
     left: int = 0
-    own: int = 0
-    own_differing: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 _Outcome = Rendering | SkewResult
@@ -46,10 +44,6 @@ class _Outcomes:
     conversation: SkewChat
     a: _Outcome
     b: _Outcome
-
-    @property
-    def where(self) -> str:
-        return self.conversation.name
 
     @property
     def size(self) -> int:
@@ -81,26 +75,25 @@ def chat_findings(
         made = compared.rendered(conversation)
         if made is None or (isinstance(made.a, SkewResult) and isinstance(made.b, SkewResult)):
             continue
-        found.tried += 1
-        found.own += users
+        found.counts.update({"render": 1, "own": users})
         if not isinstance(made.a, Rendering) or not isinstance(made.b, Rendering) or made.a.ids != made.b.ids:
-            found.own_differing += users
+            found.counts["own differing"] += users
             differing.append(made)
             continue
         compared.agrees(conversation)
-        found.masks += int(made.a.mask is not None or made.b.mask is not None)
+        found.counts["masks"] += made.a.mask is not None or made.b.mask is not None
         for cause in _mask_causes(a, b, made.a, made.b):
             results = result(a, _trained(made.a), made.a.text), result(b, _trained(made.b), made.b.text)
-            masked.setdefault(
-                cause, Skew("loss mask", "masks", cause, _MASKED, 1, (conversation.name,), conversation, *results)
-            )
+            finding = Skew("loss mask", "masks", cause, _MASKED, 1, (conversation.name,), conversation, *results)
+            masked.setdefault(cause, finding)
     differing.sort(key=lambda one: one.size)
-    findings, found.left = explain(differing, _MOST_EXAMINED, compared.examine, progress)
-    if len(differing) == found.tried and {one.manner for one in differing} <= {"A refuses", "B refuses"}:
+    inputs = [(one.conversation.name, one) for one in differing]
+    findings, found.left = explain(inputs, _MOST_EXAMINED, compared.examine, progress)
+    if len(differing) == found.counts["render"] and {one.manner for one in differing} <= {"A refuses", "B refuses"}:
         findings = [replace(one, severity="skew") for one in findings]  # no conversation is rendered by both
     found.findings += [*findings, *masked.values()]
     marks = [("mask" in side.facts.abilities) for side in (a, b)]
-    if marks[0] != marks[1] and not any("server" in side.facts.kind for side in (a, b)):
+    if marks[0] != marks[1] and not (a.is_server or b.is_server):
         who, lacks = ("A", "B") if marks[0] else ("B", "A")
         cause = (
             f"only the template of {who} marks the tokens that carry loss ({{% generation %}}); masks made with the "
@@ -146,10 +139,8 @@ def _prompt_is_no_prefix(side: Backend) -> bool:
 
 def _shows_date(facts: BackendFacts) -> bool:
     writers = [template_writer(facts.template or "", facts.template_variables, date) for date in _DAYS]
-    if None in writers:
-        return False
-    asked = list(islice(conversations(), _TWICE))
-    return any(len({writer(one) for writer in writers if writer}) > 1 for one in asked)
+    asked = islice(conversations(), _TWICE)
+    return all(writers) and any(len({writer(one) for writer in writers if writer}) > 1 for one in asked)
 
 
 def _end_token(a: Backend, b: Backend) -> str | None:
@@ -166,7 +157,7 @@ class _ChatComparer:
         self._a, self._b = a, b
         self._text_causes = causes
         date = a.facts.date or b.facts.date or datetime.now(UTC).date().isoformat()
-        self._templates = TemplateCauses(a.facts, b.facts, date, self._texts_of)
+        self._templates = TemplateCauses(a.facts, b.facts, date, self._write)
 
     def agrees(self, conversation: SkewChat) -> None:
         """Remember a conversation that both backends render alike: a cause must not change it."""
@@ -182,7 +173,6 @@ class _ChatComparer:
         manner = first.manner
 
         def differs(conversation: SkewChat) -> bool:
-            """Return True if a smaller conversation differs in the same manner."""
             made = self.rendered(conversation) if conversation.messages else None
             if made is None or made.manner != manner:
                 return False
@@ -248,7 +238,7 @@ class _ChatComparer:
                 return Cause("control text", what, fix, f"control text:{who}")
         return None
 
-    def _texts_of(self, conversation: SkewChat) -> tuple[str | None, str | None]:
+    def _write(self, conversation: SkewChat) -> tuple[str | None, str | None]:
         made = self.rendered(conversation)
         return (None, None) if made is None else self._texts(made)
 
@@ -295,26 +285,22 @@ def _trained(made: Rendering) -> list[int]:
     return made.ids if made.mask is None else [i for i, kept in zip(made.ids, made.mask, strict=True) if kept]
 
 
-def echo_findings(backend: Backend, letter: str) -> ChatFound | None:
-    """Compare the prompt that a server samples from with the one it renders. Return None if it doesn't return both."""
-    from tokentape.audit._skew.backends.server import ServerBackend
-
-    if not isinstance(backend, ServerBackend) or not backend.echoes:
-        return None
-    found = ChatFound()
+def echo_findings(backend: Backend, letter: str) -> tuple[int, list[Skew]]:
+    """Compare prompts that a server samples from with those it renders. Return their number, and a finding."""
+    tried, found = 0, list[Skew]()
     for conversation in filter(lambda one: one.generate, conversations()):
-        if found.tried == _ECHOED:
+        if tried == _ECHOED:
             break
         shown = _render(backend, conversation)
         if not isinstance(shown, Rendering):
             continue
         used = backend.echo(conversation)
         if used is None:
-            return None
-        found.tried += 1
-        if used != shown.ids and not found.findings:
+            return 0, []
+        tried += 1
+        if used != shown.ids and not found:
             cause = f"{letter} samples from a prompt other than the one that its /tokenize renders"
             fix = "Compare with the prompt_token_ids of its replies, not with /tokenize."
             results = result(backend, shown.ids), result(backend, used)
-            found.findings.append(Skew("server", "echo", cause, fix, 1, (conversation.name,), conversation, *results))
-    return found
+            found.append(Skew("server", "echo", cause, fix, 1, (conversation.name,), conversation, *results))
+    return tried, found

@@ -1,16 +1,11 @@
-"""Encode the user's own corpus with both backends in parallel processes.
-
-The work is split into ranges of files. Each process reads its range, encodes it with both backends in batches, and
-returns only the documents that differ.
-
-A record of JSON lines or Parquet may have its text in the fields `text`, `content`, `prompt`... and in `messages`.
-"""
+"""Encode the user's own corpus, texts and fields of JSON lines or Parquet, with both backends in parallel processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -20,14 +15,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tokentape._session.arrow import open_parquet
-from tokentape.audit._skew.backends import open_backend
-from tokentape.audit._skew.backends.base import Backend, SkewChat
+from tokentape.audit._skew.backends import Backend, SkewChat, open_backend
 from tokentape.audit._skew.findings import CorpusStatistics
 from tokentape.audit._skew.text_probes import Differing
 from tokentape.errors import InvalidRequest, NothingToMeasure
 
 RANGE_BYTES = 4 << 20
-
 PIECE_CHARACTERS = 1 << 14
 """Plain text is compared in pieces of about this length, cut at ends of lines."""
 
@@ -35,7 +28,6 @@ MOST_KEPT = 2000
 """The largest number of differing documents that are kept to be explained; the others are counted."""
 
 MOST_CONVERSATIONS = 2000
-
 _SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet", ".py", ".rst", ".csv")
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
 _FIELDS = ("text", "content", "prompt", "completion", "response", "instruction", "input", "output")
@@ -53,16 +45,8 @@ class Range:
     row_group: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Counts over one range, and the differing documents that were kept."""
-
-    documents: int
-    characters: int
-    bytes: int
-    tokens: int
-    differing: int
-    kept: tuple[Differing, ...]
+Compared: TypeAlias = tuple[Counter[str], list[Differing]]
+"""Counts over one range, by the names of fields of `CorpusStatistics`, and the differing documents that were kept."""
 
 
 CompareRanges: TypeAlias = Callable[[tuple[str, str], Sequence[Range]], Iterator[Compared]]
@@ -80,51 +64,43 @@ def compare_corpus(
     """Encode every document of files and folders with both backends; return what was compared and what differs.
 
     Ranges are compared by `elsewhere` if it is given, else in `workers` processes. Backends that can't be opened in
-    another process (servers) are used from this one.
-
-    Raises `NothingToMeasure` if there is no text.
+    another process (servers) are used from this one. Raises `NothingToMeasure` if there is no text.
     """
     files = [path.absolute() for path in corpus_files(paths)]
     ranges = list(ranges_of(files))
     total = sum(one.end - one.start for one in ranges)
-    names = a.reopened_as, b.reopened_as
     workers = workers or os.cpu_count() or 1
-    began = time.monotonic()
-    if elsewhere is not None and None in names:
+    names = (a.reopened_as, b.reopened_as) if a.reopened_as and b.reopened_as else None
+    if elsewhere is not None and names is None:
         raise InvalidRequest(
             "a server is a side here, which actors would ask all at once; compare with it by `tokentape audit`"
         )
-    if elsewhere is not None:
-        results = elsewhere((str(names[0]), str(names[1])), ranges)
-    elif workers == 1 or total <= _SMALL or None in names:
-        results = (compare_range(a, b, one) for one in ranges)
+    if names is None or (elsewhere is None and (workers == 1 or total <= _SMALL)):
+        results: Iterable[Compared] = (compare_range(a, b, one) for one in ranges)
     else:
-        results = _in_processes((str(names[0]), str(names[1])), ranges, workers)
-    found: list[Compared] = []
-    done = 0
-    for one in results:
-        found.append(one)
-        done += one.bytes
-        seconds = time.monotonic() - began
-        progress(f"corpus: {done / 1e6:.1f} of {total / 1e6:.1f} MB, {done / 1e6 / seconds:.1f} MB/s")
-    counted = ("documents", "characters", "bytes", "tokens", "differing")
-    sums = {name: sum(getattr(one, name) for one in found) for name in counted}
-    statistics = CorpusStatistics(files=len(files), seconds=time.monotonic() - began, **sums)
-    if not statistics.documents:
+        results = elsewhere(names, ranges) if elsewhere else _in_processes(names, ranges, workers)
+    began = time.monotonic()
+    counts: Counter[str] = Counter(documents=0, characters=0, bytes=0, tokens=0, differing=0)
+    kept: list[Differing] = []
+    for found, differing in results:
+        counts.update(found)
+        kept += differing[: MOST_KEPT - len(kept)]
+        done = counts["bytes"] / 1e6
+        progress(f"corpus: {done:.1f} of {total / 1e6:.1f} MB, {done / (time.monotonic() - began):.1f} MB/s")
+    if not counts["documents"]:
         raise NothingToMeasure("the corpus holds no text: records need a field such as `text` or `messages`")
-    return statistics, [differing for one in found for differing in one.kept][:MOST_KEPT]
+    return CorpusStatistics(files=len(files), seconds=time.monotonic() - began, **counts), kept
 
 
 def conversations_of(files: Iterable[Path]) -> Iterator[SkewChat]:
     """Yield the first `MOST_CONVERSATIONS` records that have `messages`, each with its `tools` if it has any."""
-    kept = (path for path in files if path.suffix in _RECORDS)
-    found = ((one.path, record) for one in ranges_of(kept) for record in _records(one, ("messages", "tools")))
-    chats = ((path, one) for path, one in found if isinstance(one, dict) and _is_conversation(one.get("messages")))
-    for number, (path, one) in enumerate(islice(chats, MOST_CONVERSATIONS), 1):
+    ranges = ranges_of(path for path in files if path.suffix in _RECORDS)
+    found = ((one.path.name, record) for one in ranges for record in _records(one, ("messages", "tools")))
+    chats = ((name, one) for name, one in found if isinstance(one, dict) and _is_conversation(one.get("messages")))
+    for number, (name, one) in enumerate(islice(chats, MOST_CONVERSATIONS), 1):
         messages, tools = one["messages"], one.get("tools")
         given = tuple(tools) if isinstance(tools, list) else ()
-        name = f"{path.name} conversation {number}"
-        yield SkewChat(tuple(messages), given, messages[-1]["role"] != "assistant", name)
+        yield SkewChat(tuple(messages), given, messages[-1]["role"] != "assistant", f"{name} conversation {number}")
 
 
 def _is_conversation(messages: Any) -> bool:
@@ -145,10 +121,7 @@ def _records(one: Range, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files among `paths`, and the text files in the folders among them, by their suffix.
-
-    Raises `InvalidRequest` for a missing path, and `NothingToMeasure` if there is no file.
-    """
+    """Return `paths` and the text files in folders among them. Raises `InvalidRequest`, `NothingToMeasure`."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -180,11 +153,14 @@ def ranges_of(files: Iterable[Path]) -> Iterator[Range]:
 
 def _in_processes(names: tuple[str, str], ranges: Sequence[Range], workers: int) -> Iterator[Compared]:
     # Forked processes would share the parent's threads of `tokenizers`, which then refuse to run.
-    with ProcessPoolExecutor(
-        min(workers, len(ranges)), get_context("spawn"), initializer=_open_backends, initargs=names
-    ) as pool:
+    workers = min(workers, len(ranges))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_open_backends, initargs=names) as pool:
         for finished in as_completed([pool.submit(_compare_opened, one) for one in ranges]):
             yield finished.result()
+
+
+def _compare_opened(one: Range) -> Compared:
+    return compare_range(_opened[0], _opened[1], one)
 
 
 _opened: list[Backend] = []
@@ -195,39 +171,26 @@ def _open_backends(a: str, b: str) -> None:
     _opened[:] = [open_backend(a), open_backend(b)]
 
 
-def _compare_opened(one: Range) -> Compared:
-    return compare_range(_opened[0], _opened[1], one)
-
-
 def compare_range(a: Backend, b: Backend, one: Range) -> Compared:
-    """Encode the documents of a range with both backends."""
-    documents = characters = tokens = differing = 0
+    counts: Counter[str] = Counter(bytes=one.end - one.start)
     kept: list[Differing] = []
     for batch in batches(documents_of(one)):
-        documents += len(batch)
-        characters += sum(map(len, batch))
         ours, theirs = a.encode(batch), b.encode(batch)
-        tokens += sum(map(len, ours))
-        if ours == theirs:
-            continue
-        for text, a_ids, b_ids in zip(batch, ours, theirs, strict=True):
-            if a_ids != b_ids:
-                differing += 1
-                if len(kept) < MOST_KEPT:
-                    kept.append(Differing(text, one.path.name, a_ids, b_ids))
-    return Compared(documents, characters, one.end - one.start, tokens, differing, tuple(kept))
+        both = zip(batch, ours, theirs, strict=True)
+        differing = [Differing(text, one.path.name, x, y) for text, x, y in both if x != y]
+        counts.update(documents=len(batch), characters=sum(map(len, batch)), tokens=sum(map(len, ours)))
+        counts["differing"] += len(differing)
+        kept += differing[: MOST_KEPT - len(kept)]
+    return counts, kept
 
 
 def documents_of(one: Range) -> Iterator[str]:
-    """Yield the texts of a range: string fields of JSON lines and Parquet, and pieces of several lines of other files.
-
-    Bytes that are not UTF-8 become U+FFFD.
-    """
+    """Yield the texts of a range: string fields of records, or pieces of several lines, with U+FFFD for no UTF-8."""
     if one.path.suffix in _RECORDS:
         for record in _records(one, (*_FIELDS, "messages")):
             yield from _texts_of(record)
         return
-    yield from map("".join, _grouped((line.decode("utf-8", "replace") for line in _lines(one)), PIECE_CHARACTERS))
+    yield from map("".join, batches((line.decode("utf-8", "replace") for line in _lines(one)), PIECE_CHARACTERS))
 
 
 def _lines(one: Range) -> Iterator[bytes]:
@@ -262,12 +225,7 @@ def _texts_of(record: Any) -> Iterator[str]:
                 yield message["content"]
 
 
-def batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yield documents in lists of about half a million characters, to be encoded at once."""
-    return _grouped(documents, 1 << 19)
-
-
-def _grouped(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+def batches(texts: Iterable[str], characters: int = 1 << 19) -> Iterator[list[str]]:
     """Yield lists of texts. A list ends as soon as it has `characters` characters."""
     group: list[str] = []
     size = 0

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import jinja2
 
 from tokentape.audit._model_files import CONFIG, MAX_LENGTH, ROWS, SAMPLED, unlike
-from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts
+from tokentape.audit._skew.backends import Ability, Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.causes import SAME_FILES, TextCauses
 from tokentape.audit._skew.findings import Severity, Skew, SkewResult
@@ -46,7 +46,9 @@ def file_findings(
         if able and PARTS[part] not in skews:
             cause = f"{causes.words(part)}; no input that was tried shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
-    new += _apart(a.facts, b.facts, causes.tables, known)
+    for name in causes.tables:
+        if (cause := table_words(name, a.facts, b.facts)) not in known:
+            new.append(Skew(TABLES[name], "facts", f"{cause}; no input that was tried shows it", _TRAINED, 1))
     if templates and not any(one.probe == "render" and one.severity == "skew" for one in found):
         new += _templates(a.facts, b.facts)
     return new
@@ -104,13 +106,6 @@ def _shown(found: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
         if text != another:
             return replace(found, example=example, a=result(a, example, text), b=result(b, example, another))
     return found
-
-
-def _apart(a: BackendFacts, b: BackendFacts, tables: Collection[str], known: str) -> Iterator[Skew]:
-    """Yield findings on tables of model files that are not in the `known` causes."""
-    for name in tables:
-        if (cause := table_words(name, a, b)) not in known:
-            yield Skew(TABLES[name], "facts", f"{cause}; no input that was tried shows it", _TRAINED, 1)
 
 
 def _ids(spec: Spec) -> dict[str, int]:

@@ -8,21 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from tokentape.audit._report import (
-    Block,
-    CiCase,
-    CiFinding,
-    Code,
-    Details,
-    Facts,
-    Heading,
-    Paragraph,
-    Report,
-    Table,
-    TokenIds,
-    json_value,
-)
-from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
+from tokentape.audit import _report as blocks
+from tokentape.audit._skew.backends import BackendFacts, SkewChat
 from tokentape.audit._tokendiff.alignment import first_difference
 
 Kind: TypeAlias = Literal[
@@ -115,7 +102,6 @@ class CorpusStatistics:
 
     @property
     def megabytes_per_second(self) -> float:
-        """10^6 bytes per second, each encoded by both backends."""
         return self.bytes / 1e6 / self.seconds if self.seconds else 0.0
 
 
@@ -141,7 +127,9 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `--json` prints it, without the tokenizer.json of either backend."""
-        found: dict[str, Any] = json_value({name: getattr(self, name) for name in self.__slots__ if name not in "ab"})
+        found: dict[str, Any] = blocks.json_value(
+            {name: getattr(self, name) for name in self.__slots__ if name not in "ab"}
+        )
         for one, written in zip(self.findings, found["findings"], strict=True):
             written["example"] = _example_as_json(one.example)
             for side in (written["a"], written["b"]):
@@ -164,7 +152,7 @@ def parts(facts: BackendFacts) -> dict[str, str]:
 
 def _facts(facts: BackendFacts) -> dict[str, Any]:
     names = ("name", "kind", "versions", "files", "vocab_size", "special_tokens", "cleans_up", "notes")
-    found = json_value({name: getattr(facts, name) for name in names})
+    found = blocks.json_value({name: getattr(facts, name) for name in names})
     return {**found, "added_tokens": len(facts.added), "parts": parts(facts)}
 
 
@@ -182,7 +170,6 @@ def _example_as_json(example: str | SkewChat | tuple[int, ...] | None) -> Any:
 _TOKENS = 8
 _TEXT = 70
 _AROUND = 40
-"""The number of ids that a page shows on each side of the first difference."""
 
 _HARD_TO_SEE = ("Mn", "Mc", "Me", "Cc", "Cf", "Co", "Cn", "Cs", "Zs", "Zl", "Zp")
 
@@ -198,31 +185,29 @@ _TRIED: Mapping[Probe, str] = {
 }
 
 
-def audit_layout(report: AuditReport) -> Report:
+def audit_layout(report: AuditReport) -> blocks.Report:
     """Return the audit as blocks: both backends, what was tried, each finding, and the verdict last."""
-    return Report(f"Audit of {report.a.name} and {report.b.name}", list(_blocks(report)))
+    return blocks.Report(f"Audit of {report.a.name} and {report.b.name}", list(_blocks(report)))
 
 
 RULES = {kind: f"the sides differ in: {kind}" for kind in get_args(Kind)}
 
 
-def audit_cases(report: AuditReport) -> list[CiCase]:
+def audit_cases(report: AuditReport) -> list[blocks.CiCase]:
     """Return a case for each probe that was tried, with its findings, for CI systems."""
     cases = []
     for probe in dict.fromkeys([*report.tried, *(one.probe for one in report.findings)]):
-        found = [_ci_finding(one) for one in report.findings if one.probe == probe]
+        found = []
+        for one in (one for one in report.findings if one.probe == probe):
+            lines = [f"{name}: {said}" if name != "cause" else f"{said}: {_inputs(one)}" for name, said in _rows(one)]
+            level: Literal["warning", "error"] = "warning" if one.severity == "caution" else "error"
+            found.append(blocks.CiFinding(one.kind, level, one.kind, "\n".join(lines)))
         tried = f"{report.tried[probe]} " if probe in report.tried else ""
-        cases.append(CiCase(f"{tried}{_TRIED[probe]}", found))
-    return cases + [CiCase(f"not tried: {_TRIED[probe]}", skipped=why) for probe, why in report.skipped.items()]
-
-
-def _ci_finding(one: Skew) -> CiFinding:
-    lines = [f"{name}: {said}" if name != "cause" else f"{said}: {_inputs(one)}" for name, said in _rows(one)]
-    return CiFinding(one.kind, "warning" if one.severity == "caution" else "error", one.kind, "\n".join(lines))
+        cases.append(blocks.CiCase(f"{tried}{_TRIED[probe]}", found))
+    return cases + [blocks.CiCase(f"not tried: {_TRIED[probe]}", skipped=why) for probe, why in report.skipped.items()]
 
 
 def _rows(one: Skew) -> Iterator[tuple[str, str]]:
-    """Yield pairs of label and text: the cause, the smallest input, the result of each side, and the fix."""
     yield "cause", one.cause
     if one.example is not None:
         yield "smallest", _example(one.example)
@@ -231,14 +216,14 @@ def _rows(one: Skew) -> Iterator[tuple[str, str]]:
     yield "fix", one.fix
 
 
-def _blocks(report: AuditReport) -> Iterator[Block]:
-    yield Facts([("A (train)", _backend(report.a)), ("B (serve)", _backend(report.b))])
-    yield Details("Compare A and B", [Table(["", "A", "B"], _backend_rows(report.a, report.b))])
+def _blocks(report: AuditReport) -> Iterator[blocks.Block]:
+    yield blocks.Facts([("A (train)", _backend(report.a)), ("B (serve)", _backend(report.b))])
+    yield blocks.Details("Compare A and B", [blocks.Table(["", "A", "B"], _backend_rows(report.a, report.b))])
     tried = ", ".join(f"{count} {_TRIED[probe]}" for probe, count in report.tried.items())
-    yield Paragraph(f"Tried {tried} in {report.seconds:.1f} s.", "dim")
+    yield blocks.Paragraph(f"Tried {tried} in {report.seconds:.1f} s.", "dim")
     if report.corpus is not None:
         corpus = report.corpus
-        yield Paragraph(
+        yield blocks.Paragraph(
             f"Corpus: {corpus.files} files, {corpus.documents} documents, {corpus.bytes / 1e6:.1f} MB, {corpus.tokens} "
             f"tokens at {corpus.megabytes_per_second:.1f} MB/s.",
             "dim",
@@ -248,24 +233,26 @@ def _blocks(report: AuditReport) -> Iterator[Block]:
         for many, of, what in differing:
             if of:
                 said = f"Of your {of:,} {what}, {many:,} ({many / of:.1%}) have other ids on the serving side."
-                yield Paragraph(said, "fail" if many else "ok")
+                yield blocks.Paragraph(said, "fail" if many else "ok")
     for reason in report.skipped.values():
-        yield Paragraph(f"Not tried: {reason}.", "dim")
+        yield blocks.Paragraph(f"Not tried: {reason}.", "dim")
     for number, finding in enumerate(report.findings, 1):
         yield from _finding(number, finding)
     if report.notes:
-        yield Heading("Notes")
-        yield from map(Paragraph, report.notes)
+        yield blocks.Heading("Notes")
+        yield from map(blocks.Paragraph, report.notes)
     ours, theirs = parts(report.a), parts(report.b)
     for name in dict.fromkeys([*ours, *theirs]):
-        yield Details(name, [Code(f"A  {ours.get(name, 'not known')}\n\nB  {theirs.get(name, 'not known')}")])
+        yield blocks.Details(
+            name, [blocks.Code(f"A  {ours.get(name, 'not known')}\n\nB  {theirs.get(name, 'not known')}")]
+        )
     skews = sum(finding.severity == "skew" for finding in report.findings)
-    yield Paragraph("")
+    yield blocks.Paragraph("")
     if skews:
-        yield Paragraph(f"Skew: {skews} cause{'s' if skews > 1 else ''} found.", "fail")
+        yield blocks.Paragraph(f"Skew: {skews} cause{'s' if skews > 1 else ''} found.", "fail")
     else:
-        yield Paragraph(f"Not covered: {'; '.join(report.uncovered)}.", "dim")
-        yield Paragraph("No skew found: the sides agree on everything that was tried.", "ok")
+        yield blocks.Paragraph(f"Not covered: {'; '.join(report.uncovered)}.", "dim")
+        yield blocks.Paragraph("No skew found: the sides agree on everything that was tried.", "ok")
 
 
 def _backend(facts: BackendFacts) -> str:
@@ -289,17 +276,17 @@ def _backend_rows(a: BackendFacts, b: BackendFacts) -> list[tuple[str, str, str]
     return [(name, ours.get(name, "-")[:64], theirs.get(name, "-")[:64]) for name in {**ours, **theirs}]
 
 
-def _finding(number: int, finding: Skew) -> Iterator[Block]:
+def _finding(number: int, finding: Skew) -> Iterator[blocks.Block]:
     caution = finding.severity == "caution"
     note = f"{_inputs(finding)}{'  (caution)' if caution else ''}"
-    yield Heading(f"{number}. {finding.kind}", 3, note, "warn" if caution else "fail")
-    yield Facts(list(_rows(finding)))
+    yield blocks.Heading(f"{number}. {finding.kind}", 3, note, "warn" if caution else "fail")
+    yield blocks.Facts(list(_rows(finding)))
     at = first_difference(finding.a.ids, finding.b.ids)
     start = max(at - _AROUND, 0)
     both = {"A": finding.a.ids[start : at + _AROUND], "B": finding.b.ids[start : at + _AROUND]}
     ids = {letter: some for letter, some in both.items() if some}
     if finding.example is not None and ids:
-        yield Details("ids", [TokenIds(ids, (at - start, at - start + 1))])
+        yield blocks.Details("ids", [blocks.TokenIds(ids, (at - start, at - start + 1))])
 
 
 def _inputs(finding: Skew) -> str:
@@ -334,15 +321,12 @@ def _outcome_lines(outcome: SkewResult, other: SkewResult) -> list[str]:
 
 
 def _ids(ids: Sequence[int], tokens: Sequence[str], start: int) -> str:
+    # Quotes show the ends of a token that can't be seen.
+    spelled = [quoted(one) if one != one.strip() or "\n" in one or not one else one for one in tokens]
     shown = range(start, min(start + _TOKENS, len(ids)))
-    listed = [f"{ids[n]} {_token(tokens[n])}" if tokens else str(ids[n]) for n in shown]
+    listed = [f"{ids[n]} {spelled[n]}" if tokens else str(ids[n]) for n in shown]
     before, after = "… " if start else "", " …" if start + _TOKENS < len(ids) else ""
     return f"[{before}{', '.join(listed)}{after}]" + (f" ({len(ids)} ids)" if before or after else "")
-
-
-def _token(token: str) -> str:
-    """Return a token in one line, in quotes if its ends can't be seen."""
-    return quoted(token) if token != token.strip() or "\n" in token or not token else token
 
 
 def quoted(text: str) -> str:

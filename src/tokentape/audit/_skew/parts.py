@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import tokenizers
 
 from tokentape.audit._model_files import unlike
-from tokentape.audit._skew.backends.base import BackendFacts, BackendToken
+from tokentape.audit._skew.backends import BackendFacts, BackendToken
 from tokentape.audit._skew.findings import Kind
 from tokentape.audit._tokendiff.alignment import first_difference
 
@@ -31,6 +31,17 @@ They are applied one after the other, and split text around their matches."""
 SPLIT_NAMES: Mapping[str, str] = {parts[0]: name for name, parts in SPLITS.items() if len(parts) == 1}
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_FIRST = {"type": "Prepend", "prepend": "▁"}
+_ONE_SPACE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+SENTENCEPIECE: Mapping[str, Any] = {
+    "a space before the text and after every control token, whatever stands there": [_FIRST, _SPACES],
+    "no space put before anything": [_SPACES],
+    "several spaces taken for one": [_ONE_SPACE, _FIRST, _SPACES],
+}
+"""Normalizers that handle spaces as SentencePiece does, without a pre-tokenizer, by description."""
 
 
 def byte_level(name: str) -> dict[str, Any]:
@@ -47,46 +58,22 @@ def metaspace(scheme: str, *, split: bool) -> dict[str, Any]:
     return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
 
 
-_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-_FIRST = {"type": "Prepend", "prepend": "▁"}
-SENTENCEPIECE: Mapping[str, tuple[Any, Any]] = {
-    "a space before the text and after every control token, whatever stands there": (
-        {"type": "Sequence", "normalizers": [_FIRST, _SPACES]},
-        None,
-    ),
-    "no space put before anything": (_SPACES, None),
-    "several spaces taken for one": (
-        {
-            "type": "Sequence",
-            "normalizers": [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}, _FIRST, _SPACES],
-        },
-        None,
-    ),
+NORMALIZERS: Mapping[str, Any] = {
+    "no normalization": None,
+    **{form: {"type": form} for form in ("NFC", "NFKC", "NFD", "NFKD")},
+    **{
+        f"removal of white space {where} a text": {"type": "Strip", "strip_left": left, "strip_right": right}
+        for where, left, right in (("around", True, True), ("before", True, False), ("after", False, True))
+    },
+    "lower case": {"type": "Lowercase"},
 }
 
 
-def normalizers() -> dict[str, Any]:
-    """Return normalizers to try, by description."""
-    return {
-        "no normalization": None,
-        **{form: {"type": form} for form in ("NFC", "NFKC", "NFD", "NFKD")},
-        **{
-            f"removal of white space {where} a text": {"type": "Strip", "strip_left": left, "strip_right": right}
-            for where, left, right in (("around", True, True), ("before", True, False), ("after", False, True))
-        },
-        "lower case": {"type": "Lowercase"},
-    }
-
-
 def pre_tokenizers(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return pre-tokenizers to try for a tokenizer like this one, by description."""
-    spaces = {
-        "a space before the first word": metaspace("first", split=False),
-        "a space before every piece": metaspace("always", split=False),
-        "no space before the first word": metaspace("never", split=False),
-    }
     if not is_byte_level(spec):
-        return spaces
+        schemes = {"a space before the first word": "first", "a space before every piece": "always"}
+        schemes["no space before the first word"] = "never"
+        return {what: metaspace(scheme, split=False) for what, scheme in schemes.items()}
     found = {f"the split of {name}": byte_level(name) for name in SPLITS}
     found["no split at all"] = _BYTES
     own = spec.get("pre_tokenizer")
@@ -96,7 +83,6 @@ def pre_tokenizers(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_byte_level(spec: Mapping[str, Any]) -> bool:
-    """Return True if a tokenizer.json writes bytes as characters, as GPT-2 does."""
     return "ByteLevel" in str(spec.get("pre_tokenizer"))
 
 
@@ -123,17 +109,15 @@ PARTS: Mapping[str, Kind] = {
 
 def part_of(spec: Spec, name: str) -> Any:
     """Return a part of a tokenizer.json in a form that can be compared."""
-    model = spec["model"]
+    raw = _raw(spec, name)
     match name:
         case "settings":
-            own = _raw(spec, name).items()
-            return {key: _DEFAULTS[key] if key in _DEFAULTS and not value else value for key, value in own}
+            return {key: _DEFAULTS[key] if key in _DEFAULTS and not value else value for key, value in raw.items()}
         case "merges":
-            return merges_of(model)
+            return merges_of(spec["model"])
         case "vocabulary":
-            vocab = model["vocab"]
-            return vocab if isinstance(vocab, Mapping) else [tuple(entry) for entry in vocab]
-    return _normalized(spec.get(name), name)
+            return raw if isinstance(raw, Mapping) else [tuple(entry) for entry in raw]
+    return _normalized(raw, name)
 
 
 def merges_of(model: Spec) -> list[Merge]:
@@ -145,11 +129,9 @@ def _normalized(part: Any, name: str) -> Any:
     """Normalize a part: drop fields that change neither ids nor text, and spell patterns one way."""
     if not isinstance(part, Mapping):
         return part
-    for steps in ("normalizers", "pretokenizers", "processors", "decoders"):
-        if steps in part:
-            kept = [_normalized(step, name) for step in part[steps]]
-            kept = [step for step in kept if step is not None]
-            return ({**part, steps: kept} if len(kept) > 1 else kept[0]) if kept else None
+    if steps := _STEPS & part.keys():
+        kept = [step for step in (_normalized(step, name) for step in part[min(steps)]) if step is not None]
+        return ({**part, min(steps): kept} if len(kept) > 1 else kept[0]) if kept else None
     if part.get("type") == "ByteLevel":
         if name == "post_processor":
             return None  # it changes offsets only
@@ -157,25 +139,17 @@ def _normalized(part: Any, name: str) -> Any:
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
     pattern = part.get("pattern")
     if isinstance(pattern, Mapping) and "Regex" in pattern:
-        return {**part, "pattern": {"Regex": _escaped(pattern["Regex"])}}
+        regex = pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n").replace("\t", r"\t").replace(r"\"", '"')
+        return {**part, "pattern": {"Regex": regex}}
     return part
 
 
-def _escaped(pattern: str) -> str:
-    for char, escape in (("\r", r"\r"), ("\n", r"\n"), ("\t", r"\t")):
-        pattern = pattern.replace(char, escape)
-    return pattern.replace(r"\"", '"')
-
-
+_STEPS = {"normalizers", "pretokenizers", "processors", "decoders"}
 _PREFIXES = {"continuing_subword_prefix", "end_of_word_suffix"}
 _DEFAULTS = {
-    "continuing_subword_prefix": "",
-    "end_of_word_suffix": "",
-    "ignore_merges": False,
-    "byte_fallback": False,
-    "fuse_unk": False,
-    "unk_token": None,
-    "dropout": None,
+    **dict.fromkeys(_PREFIXES, ""),
+    **dict.fromkeys(["ignore_merges", "byte_fallback", "fuse_unk"], False),
+    **dict.fromkeys(["unk_token", "dropout"]),
 }
 
 
@@ -203,12 +177,10 @@ TABLES: Mapping[str, Kind] = {
 
 
 def differing_tables(a: BackendFacts, b: BackendFacts) -> list[str]:
-    """Return the names of the tables that both backends have, and that differ."""
     return [name for name in TABLES if name in a.tables and name in b.tables and a.tables[name] != b.tables[name]]
 
 
 def table_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
-    """Describe how two backends differ in a table."""
     changed = unlike(a.tables[name], b.tables[name])
     entry, pair = next(iter(changed.items()))
     one, other = ("absent" if value is None else value for value in pair)
@@ -219,14 +191,12 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
     """Return the names of the parts that differ, added tokens aside; none if a side has no tokenizer.json."""
     if a.spec is None or b.spec is None:
         return []
-    found = []
-    for name in PARTS:
-        if _raw(a.spec, name) == _raw(b.spec, name):
-            continue
-        one, other = _both(name, a, b)
-        if one != other and not _equivalent(name, one, other, a.spec, b.spec):
-            found.append(name)
-    return found
+    unequal = {name: _both(name, a, b) for name in PARTS if _raw(a.spec, name) != _raw(b.spec, name)}
+    return [
+        name
+        for name, (one, other) in unequal.items()
+        if one != other and not _equivalent(name, one, other, a.spec, b.spec)
+    ]
 
 
 def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
@@ -234,22 +204,17 @@ def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
     parts = [part_of(side.spec or {}, name) for side in (a, b)]
     if name == "settings":
         return [{**_DEFAULTS, **part} for part in parts]
-    if name != "vocabulary":
-        return parts
-    return [
-        {token: number for token, number in vocab.items() if token not in a.added and token not in b.added}
-        if isinstance(vocab, Mapping)
-        else vocab
-        for vocab in parts
-    ]
+    if name == "vocabulary":
+        added = {**a.added, **b.added}
+        parts = [{t: i for t, i in one.items() if t not in added} if isinstance(one, Mapping) else one for one in parts]
+    return parts
 
 
 def _equivalent(name: str, one: Any, other: Any, a: Spec, b: Spec) -> bool:
     """Return True if two versions of a part are proven to give the same ids and text."""
     if name == "merges":
-        return not any(_PREFIXES & {key for key, value in spec["model"].items() if value} for spec in (a, b)) and (
-            same_merges(one, other)
-        )
+        prefixed = any(spec["model"].get(prefix) for spec in (a, b) for prefix in _PREFIXES)
+        return not prefixed and same_merges(one, other)
     if name == "settings":
         if {key for key in one if one[key] != other[key]} != {"ignore_merges"}:
             return False
@@ -272,36 +237,30 @@ def _raw(spec: Spec, name: str) -> Any:
 
 
 def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
-    """Return a copy of `spec` with the part `name` taken from `other`."""
     model, theirs = spec["model"], other["model"]
-    big = ("vocab", "merges")
     match name:
         case "settings":
-            kept = {key: model[key] for key in big if key in model}
-            return {**spec, "model": {**{k: v for k, v in theirs.items() if k not in big}, **kept}}
+            model = {**theirs, **{key: model[key] for key in ("vocab", "merges") if key in model}}
         case "merges":
-            return {**spec, "model": {**model, "merges": theirs.get("merges", [])}}
+            model = {**model, "merges": theirs.get("merges", [])}
         case "vocabulary":
-            taken = {key: theirs[key] for key in big if key in theirs}
-            return {**spec, "model": {**model, **taken}}
-    return {**spec, name: other.get(name)}
+            model = {**model, **{key: theirs[key] for key in ("vocab", "merges") if key in theirs}}
+        case _:
+            return {**spec, name: other.get(name)}
+    return {**spec, "model": model}
 
 
 def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
     """Return True if both lists are equal but for merges that only one list has and that never apply."""
-    if lacking_merges(ours, theirs):
-        return False
-    common = set(ours) & set(theirs)
-    return [merge for merge in ours if merge in common] == [merge for merge in theirs if merge in common]
+    common = {*ours} & {*theirs}
+    alike = [merge for merge in ours if merge in common] == [merge for merge in theirs if merge in common]
+    return alike and not lacking_merges(ours, theirs)
 
 
 def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge]:
     """Return the merges that only one list has and that can apply there."""
-    found: list[Merge] = []
-    for own, other in ((ours, theirs), (theirs, ours)):
-        common, ranks = set(other), _ranks(own)
-        found += [merge for merge in own if merge not in common and _applied(merge, ranks)]
-    return found
+    pairs = (({*other}, own, _ranks(own)) for own, other in ((ours, theirs), (theirs, ours)))
+    return [merge for others, own, ranks in pairs for merge in own if merge not in others and _applied(merge, ranks)]
 
 
 def applied_merges(merges: Sequence[Merge]) -> list[Merge]:
@@ -314,10 +273,9 @@ def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) ->
     """Return True if merging the text of each token gives that token, so that `ignore_merges` has no effect."""
     if not isinstance(model["vocab"], Mapping):
         return False
-    missing = {token for token in model["vocab"] if len(token) > 1} - {"".join(merge) for merge in merges}
-    ranks = _ranks(merges)
-    made = {"".join(merge) for merge in merges if _applied(merge, ranks)} if not missing else set()
-    return not missing and all(len(token) == 1 or token in made for token in model["vocab"])
+    long = {token for token in model["vocab"] if len(token) > 1}
+    # Looking up results is fast, and decides most cases.
+    return long <= {"".join(merge) for merge in merges} and long <= {*map("".join, applied_merges(merges))}
 
 
 def _ranks(merges: Sequence[Merge]) -> dict[Merge, int]:
@@ -425,9 +383,8 @@ def brief(part: Any) -> str:
     """Describe a part of a tokenizer.json in a few words."""
     if part is None:
         return "none"
-    steps = next((part[key] for key in ("normalizers", "pretokenizers", "processors", "decoders") if key in part), None)
-    if steps is not None:
-        return " + ".join(map(brief, steps)) or "none"
+    if steps := _STEPS & part.keys():
+        return " + ".join(map(brief, part[min(steps)])) or "none"
     said = [_argument(key, value) for key, value in part.items() if key != "type" and value not in (None, False, "")]
     short = ", ".join(filter(None, said))
     return f"{part['type']}({short})" if short else str(part["type"])

@@ -1,15 +1,12 @@
-"""Explain inputs that differ: one finding per cause, with the smallest input that shows it.
-
-Inputs are made smaller by delta debugging (Zeller and Hildebrandt, 2002).
-"""
+"""Explain inputs that differ: a finding per cause, with the smallest input, by delta debugging."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, SkewChat
+from tokentape.audit._skew.backends import Backend, BackendFacts, SkewChat
 from tokentape.audit._skew.findings import Skew, SkewResult
 from tokentape.chat._byte_level import BYTE_OF
 
@@ -17,16 +14,7 @@ WHERE = 5
 """The largest number of groups, conversations or files that a finding lists."""
 
 
-class Named(Protocol):
-    """An input from a group, a conversation or a file."""
-
-    @property
-    def where(self) -> str:
-        """The name of the group, conversation or file."""
-        ...
-
-
-_Input = TypeVar("_Input", bound=Named)
+_Input = TypeVar("_Input")
 
 Examine = Callable[[_Input], tuple[str, Skew, Callable[[list[_Input]], Sequence[bool]]]]
 """Finds the cause of an input. Returns the cause's key, a finding, and a function that takes other inputs and returns
@@ -34,25 +22,24 @@ for each if the same cause explains it."""
 
 
 def explain(
-    differing: Sequence[_Input], most: int, examine: Examine[_Input], progress: Callable[[str], None]
+    differing: Sequence[tuple[str, _Input]], most: int, examine: Examine[_Input], progress: Callable[[str], None]
 ) -> tuple[list[Skew], int]:
-    """Return one finding per cause, and the number of inputs left unexplained.
+    """Return a finding per cause and the number of inputs left: examine one, drop what its cause explains, repeat.
 
-    Examine the first input, set all inputs aside that its cause explains, and continue with the first one left, until
-    `most` inputs have been examined.
+    Each input comes with the name of its group, conversation or file.
     """
     left = list(differing)
     groups: dict[str, tuple[Skew, list[str]]] = {}
     for _ in range(most):
         if not left:
             break
-        first, *left = left
+        (name, first), *left = left
         progress(f"explaining differences, {len(left)} left")
         key, found, explains = examine(first)
         where = groups.setdefault(key, (found, []))[1]
-        explained = list(explains(left))
-        where += [first.where, *(one.where for one, known in zip(left, explained, strict=True) if known)]
-        left = [one for one, known in zip(left, explained, strict=True) if not known]
+        explained = list(zip(left, explains([one for _, one in left]), strict=True))
+        where += [name, *(other for (other, _), known in explained if known)]
+        left = [pair for pair, known in explained if not known]
     return [
         replace(found, count=len(where), where=tuple(dict.fromkeys(where))[:WHERE]) for found, where in groups.values()
     ], len(left)

@@ -7,26 +7,29 @@ import html
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice, pairwise
-from typing import Any, Literal, TypeAlias
+from operator import itemgetter
+from typing import TypeAlias
 
 from tokentape.audit._model_files import unlike
-from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
+from tokentape.audit._skew.backends import BackendFacts, SkewChat
 from tokentape.audit._skew.backends.spec import render_text
+from tokentape.audit._skew.battery import FORMS
 from tokentape.audit._skew.findings import Cause, Kind
 from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.chat._template import ChatTemplate
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message
 
-Change: TypeAlias = Callable[[SkewChat], SkewChat]
+Messages: TypeAlias = Sequence[Message]
+Change: TypeAlias = Callable[[Messages], Iterable[Message]]
 
-_UNICODE_FORMS: tuple[Literal["NFC", "NFKC", "NFD", "NFKD"], ...] = ("NFC", "NFKC", "NFD", "NFKD")
+
 OF_TEXT: tuple[tuple[str, Callable[[str], str]], ...] = (
-    *((f"in Unicode form {form}", partial(unicodedata.normalize, form)) for form in _UNICODE_FORMS),
+    *((f"in Unicode form {form}", partial(unicodedata.normalize, form)) for form in FORMS),
     ("without white space around it", str.strip),
     ("without white space at its end", str.rstrip),
     ("without white space at its start", str.lstrip),
@@ -40,8 +43,8 @@ OF_TEXT: tuple[tuple[str, Callable[[str], str]], ...] = (
 """Changes of a text, by what the text is like after it."""
 
 
-def changes_of(conversation: SkewChat) -> Iterator[tuple[str, Change]]:
-    """Yield a description of each change that may matter for a conversation, and the change."""
+def changes_of(messages: Messages) -> Iterator[tuple[str, Change]]:
+    """Yield a description of each change of messages that may matter for them, and the change."""
     for what, change in OF_TEXT:
         yield f"the content of messages {what}", partial(_content, change)
     for none in ("", "None"):
@@ -49,49 +52,33 @@ def changes_of(conversation: SkewChat) -> Iterator[tuple[str, Change]]:
     for between in ("\n\n", "\n", " ", ""):
         yield f"messages of one role as one message, joined by {between!r}", partial(_joined, between)
     yield "one message for equal messages in a row", _once
-    for field in dict.fromkeys(key for message in conversation.messages for key in message):
+    for field in dict.fromkeys(key for message in messages for key in message):
         if field not in ("role", "content"):
             yield f"messages without {field}", partial(_without, field)
-    for kept in range(1, len(conversation.messages)):
-        yield f"the last {kept} messages only", partial(_last, kept)
+    for kept in range(1, len(messages)):
+        yield f"the last {kept} messages only", itemgetter(slice(-kept, None))
 
 
-def _messages(conversation: SkewChat, messages: Any) -> SkewChat:
-    return replace(conversation, messages=tuple(messages))
+def _content(change: Callable[[str], str], messages: Messages, none: str | None = None) -> Iterator[Message]:
+    for one in messages:
+        content = one.get("content")
+        changed = change(content) if isinstance(content, str) else none if content is None else content
+        yield {**one, "content": changed} if "content" in one else one
 
 
-def _content(change: Callable[[str], str], conversation: SkewChat, none: str | None = None) -> SkewChat:
-    def changed(content: Any) -> Any:
-        return change(content) if isinstance(content, str) else none if content is None else content
-
-    return _messages(
-        conversation,
-        ({**one, "content": changed(one["content"])} if "content" in one else one for one in conversation.messages),
-    )
-
-
-def _joined(between: str, conversation: SkewChat) -> SkewChat:
-    made: list[Message] = []
-    for role, group in groupby(conversation.messages, lambda one: one["role"]):
+def _joined(between: str, messages: Messages) -> Iterator[Message]:
+    for role, group in groupby(messages, lambda one: one["role"]):
         some = list(group)
         plain = role in ("user", "system") and all(isinstance(one.get("content"), str) for one in some)
-        made += [{**some[0], "content": between.join(one["content"] for one in some)}] if plain else some
-    return _messages(conversation, made)
+        yield from [{**some[0], "content": between.join(one["content"] for one in some)}] if plain else some
 
 
-def _once(conversation: SkewChat) -> SkewChat:
-    messages = conversation.messages
-    return _messages(conversation, [*messages[:1], *(new for old, new in pairwise(messages) if old != new)])
+def _once(messages: Messages) -> Messages:
+    return [*messages[:1], *(new for old, new in pairwise(messages) if old != new)]
 
 
-def _without(field: str, conversation: SkewChat) -> SkewChat:
-    return _messages(
-        conversation, ({key: value for key, value in one.items() if key != field} for one in conversation.messages)
-    )
-
-
-def _last(kept: int, conversation: SkewChat) -> SkewChat:
-    return _messages(conversation, conversation.messages[-kept:])
+def _without(field: str, messages: Messages) -> Messages:
+    return [{key: value for key, value in one.items() if key != field} for one in messages]
 
 
 Writer: TypeAlias = Callable[[SkewChat], "str | None"]
@@ -124,10 +111,6 @@ _AS_TEXT = "Send content as text, or set the server's content format for this te
 _PROMPTED = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
 
 
-def _unescaped(text: str) -> str:
-    return html.unescape(_ESCAPES.sub(lambda match: chr(int(match[1], 16)), text).replace('\\"', '"'))
-
-
 def _without_tools(text: str) -> str:
     """Return the text with each tool definition, a line of JSON, replaced by its name."""
 
@@ -139,6 +122,10 @@ def _without_tools(text: str) -> str:
             return line
 
     return "\n".join(map(named, text.split("\n")))
+
+
+def _unescaped(text: str) -> str:
+    return html.unescape(_ESCAPES.sub(lambda match: chr(int(match[1], 16)), text).replace('\\"', '"'))
 
 
 _json_words = partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _CONSTANTS[match[0]])
@@ -164,11 +151,7 @@ class TemplateCauses:
     """Finds causes of different renderings. `write` returns the text that each backend renders a conversation to."""
 
     def __init__(
-        self,
-        a: BackendFacts,
-        b: BackendFacts,
-        date: str,
-        write: Callable[[SkewChat], tuple[str | None, str | None]],
+        self, a: BackendFacts, b: BackendFacts, date: str, write: Callable[[SkewChat], tuple[str | None, str | None]]
     ) -> None:
         self._a, self._b, self._date, self._write = a, b, date, write
         self._exchanges: dict[tuple[str, str], list[tuple[str, Writer]]] = {}
@@ -210,16 +193,20 @@ class TemplateCauses:
         write = self._writers[source]
         if write is None:
             return None
-        for what, change in changes_of(conversation):
-            changed = change(conversation)
-            if changed == conversation or write(changed) != wanted:
+
+        def changed(change: Change, chat: SkewChat) -> SkewChat:
+            return replace(chat, messages=tuple(change(chat.messages)))
+
+        for what, change in changes_of(conversation.messages):
+            new = changed(change, conversation)
+            if new == conversation or write(new) != wanted:
                 continue
-            pairs = ((agreed, change(agreed)) for agreed in self.agreed)
+            pairs = ((agreed, changed(change, agreed)) for agreed in self.agreed)
             touched = islice((pair for pair in pairs if pair[0] != pair[1]), _MOST_AGREED)
             if all(write(agreed) == write(new) for agreed, new in touched):
 
                 def explains(chat: SkewChat, ours: str, theirs: str, change: Change = change) -> bool:
-                    return write(change(chat)) == (theirs, ours)[at]
+                    return write(changed(change, chat)) == (theirs, ours)[at]
 
                 return Cause("template", f"{letter} renders {what}", _AS_SENT, f"{letter}:{what}", explains=explains)
         return None
@@ -253,7 +240,10 @@ class TemplateCauses:
             for theirs in spelled[1]:
                 if ours != theirs and one.replace(ours, theirs) == other:
                     what = f"A writes {ours} where B writes {theirs}"
-                    explains = _alike_after(ours, theirs)
+
+                    def explains(_: SkewChat, one: str, other: str, old: str = ours, new: str = theirs) -> bool:
+                        return one.replace(old, new) == other
+
                     return Cause("template", what, _SAME_TEMPLATE, f"{ours}:{theirs}", explains=explains)
         return None
 
@@ -363,10 +353,6 @@ def _apart(one: str, other: str) -> str:
 
 def _alike(form: Callable[[str], str]) -> Callable[[SkewChat, str, str], bool]:
     return lambda _, one, other: form(one) == form(other)
-
-
-def _alike_after(ours: str, theirs: str) -> Callable[[SkewChat, str, str], bool]:
-    return lambda _, one, other: one.replace(ours, theirs) == other
 
 
 def _writes(writer: Writer) -> Callable[[SkewChat, str, str], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tokentape.audit._skew.backends.base import Backend
+from tokentape.audit._skew.backends import Backend
 from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses
 from tokentape.audit._skew.findings import Kind, Probe, Skew, SkewResult
 from tokentape.audit._skew.parts import brief, part_of
@@ -36,10 +36,7 @@ class Differing:
 
 
 def unstable_finding(backend: Backend, letter: str, texts: Collection[str], known: dict[str, list[int]]) -> Skew | None:
-    """Return a finding if a backend gives a text different ids a second time, or has dropout in its tokenizer.json.
-
-    The ids are stored in `known`.
-    """
+    """Return a finding if a side gives a text other ids a second time, or has dropout. Store the ids in `known`."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     tries = 20 if dropout else 1
     asked = list(texts)
@@ -90,11 +87,7 @@ def compare_texts(
 
 
 def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) -> list[Differing]:
-    """Find texts that get different ids with few requests: encode many texts as the lines of one block.
-
-    Only the first blocks that differ are searched further. A block that differs is returned whole if none of its
-    parts differs alone.
-    """
+    """Find texts that get different ids with few requests: as lines of blocks, the first of which are split."""
     found: list[Differing] = []
     groups = [texts[at : at + _BLOCKS[0]] for at in range(0, len(texts), _BLOCKS[0])]
     for size in (*_BLOCKS[1:], 0):
@@ -145,7 +138,8 @@ def explain_texts(
         found = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
         return cause.key, found, explains
 
-    return explain(sorted(differing, key=lambda one: len(one.text)), MOST_EXAMINED, examine, progress)
+    inputs = [(one.where, one) for one in sorted(differing, key=lambda one: len(one.text))]
+    return explain(inputs, MOST_EXAMINED, examine, progress)
 
 
 def special_texts(a: Backend, b: Backend) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Align two sequences with as few unmatched elements as possible: the greedy algorithm of Myers (1986).
 
-Python's `difflib` takes the longest block first. That leaves more elements unmatched than needed, and takes quadratic
-time if elements repeat, as special tokens do.
+`difflib` leaves more unmatched, and takes quadratic time if elements repeat, as special tokens do.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ def _in_order(path: _Path) -> list[Block]:
 
 
 def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield the blocks that are not empty, with adjacent blocks joined."""
     last: Block = (0, 0, 0)
     for x, y, length in blocks:
         start, other_start, before = last

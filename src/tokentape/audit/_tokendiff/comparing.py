@@ -15,16 +15,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.audit._tokendiff import kinds
 from tokentape.audit._tokendiff.alignment import Segment, aligned
-from tokentape.audit._tokendiff.kinds import (
-    Region,
-    boundary_artifact,
-    is_reasoning,
-    kind_of_text,
-    kind_of_values,
-    text_artifact,
-)
 from tokentape.chat._tokenizer import Tokenizer
+from tokentape.engines._base import common_prefix
 from tokentape.errors import InvalidRequest
 from tokentape.types import Codes, Provenance, TokenIds
 
@@ -40,7 +34,6 @@ _ASSISTANT = frozenset({Provenance.SAMPLED, Provenance.ASSISTANT})
 _MILD = frozenset({"ids", "json", "spacing", "cut"})
 _SAME_BYTES = frozenset({"ids", "forged"})
 _AROUND = 8
-"""The number of tokens to read on each side of a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,7 @@ class Difference:
             return "control"
         if self.kind == "bytes" or "\ufffd" in self.recorded_text:
             return "partial-utf8"
-        return text_artifact(self.expected_text.encode(), self.recorded_text.encode())
+        return kinds.text_artifact(self.expected_text.encode(), self.recorded_text.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +183,8 @@ class _Sequence:
     def text(self, start: int, end: int) -> str:
         return self.content(start, end).decode("utf-8", "replace")
 
-    def region(self, start: int, end: int) -> Region:
-        return Region(
+    def region(self, start: int, end: int) -> kinds.Region:
+        return kinds.Region(
             self.content(start, end), self.text(start - 1, start) if start and self.control[start - 1] else ""
         )
 
@@ -239,19 +232,16 @@ class _Comparer:
     def _trimmed(self) -> Segment:
         """Return both sequences without the segments that they have in common at the start and at the end."""
         one, other = self.one, self.other
-        head = _common(one.array, other.array)
+        head = common_prefix(one.array, other.array)
         controls = np.flatnonzero(one.control[:head])
         start = int(controls[-1]) + 1 if len(controls) else 0
-        tail = _common(one.array[start:][::-1], other.array[start:][::-1])
+        tail = common_prefix(one.array[start:][::-1], other.array[start:][::-1])
         controls = np.flatnonzero(one.control[len(one.ids) - tail :])
         last = tail - int(controls[0]) if len(controls) else 0
         return Segment(start, len(one.ids) - last, start, len(other.ids) - last)
 
     def _id_differences(self, part: Segment) -> Iterator[Difference]:
-        """Yield the differences of a stretch where both sequences spell the same bytes.
-
-        Each is as short as possible: it runs from one token boundary that both sequences have to the next.
-        """
+        """Yield the differences of a stretch of the same bytes, each between token boundaries of both sequences."""
         one, other = self.one, self.other
         n, at, end = part.start, part.start, 0
         m, other_at, other_end = part.other_start, part.other_start, 0
@@ -271,7 +261,6 @@ class _Comparer:
                 at, other_at = n, m
 
     def _moved(self, part: Segment) -> Difference:
-        """Return the difference of a stretch with the same bytes and different ids."""
         one, other = self.one, self.other
         start, end, other_start, other_end = part
         if one.control[start:end].any() or other.control[other_start:other_end].any():
@@ -279,7 +268,7 @@ class _Comparer:
         first = max(start - _AROUND, 0)
         before = np.flatnonzero(one.control[first:start])
         after = np.flatnonzero(one.control[end : end + _AROUND])
-        artifact = boundary_artifact(
+        artifact = kinds.boundary_artifact(
             one.pieces[start:end],
             other.pieces[other_start:other_end],
             one.content(first + int(before[-1]) + 1 if len(before) else first, start),
@@ -288,7 +277,6 @@ class _Comparer:
         return self._difference(part, "ids", artifact)
 
     def _in_gap(self, gap: Segment) -> Iterator[Difference]:
-        """Yield the differences of a gap, a stretch of segments without a partner in the other sequence."""
         one, other = self.one, self.other
         start, end, other_start, other_end = gap
         region, other_region = one.region(start, end), other.region(other_start, other_end)
@@ -297,7 +285,7 @@ class _Comparer:
             return
         parts = self._parts(gap)
         if not one.control[start:end].any() and not other.control[other_start:other_end].any():
-            kind = kind_of_values(region, other_region)
+            kind = kinds.kind_of_values(region, other_region)
             if kind is not None:
                 whole = Segment(parts[0].start, parts[-1].end, parts[0].other_start, parts[-1].other_end)
                 yield self._difference(whole, kind)
@@ -330,17 +318,19 @@ class _Comparer:
             found.append(part)
         return found
 
-    def _kind(self, part: Segment, gap: Segment, region: Region, other_region: Region) -> str:
+    def _kind(self, part: Segment, gap: Segment, region: kinds.Region, other_region: kinds.Region) -> str:
         one, other = self.one, self.other
         start, end, other_start, other_end = part
         if other_start == other_end == len(other.ids) and end == len(one.ids):
             return "cut"
         if one.control[start:end].any() or other.control[other_start:other_end].any():
             text, other_text = one.text(start, end), other.text(other_start, other_end)
-            dropped = (is_reasoning(text) and not other_text.strip()) or (is_reasoning(other_text) and not text.strip())
+            dropped = (kinds.is_reasoning(text) and not other_text.strip()) or (
+                kinds.is_reasoning(other_text) and not text.strip()
+            )
             return "reasoning" if dropped else "control"
         left, right = len(one.content(gap.start, start)), len(other.content(gap.other_start, other_start))
-        return kind_of_text(
+        return kinds.kind_of_text(
             region,
             other_region,
             (left, left + len(one.content(start, end))),
@@ -364,13 +354,6 @@ class _Comparer:
             source=source,
             artifact=artifact,
         )
-
-
-def _common(one: TokenIds, other: TokenIds) -> int:
-    """Return the length of the common prefix."""
-    least = min(len(one), len(other))
-    unequal = np.flatnonzero(one[:least] != other[:least])
-    return int(unequal[0]) if len(unequal) else least
 
 
 def _size(part: Segment) -> int:

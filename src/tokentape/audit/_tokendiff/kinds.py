@@ -1,10 +1,8 @@
 """Classify a difference by the bytes of both sides and the text around them.
 
-Text that differs has a *kind*. A token boundary that moved within the same text has two levels: a *class* says between
-which characters it moved, an *artifact* is finer. Artifacts are named after the eight "phantom edits" of arXiv
-2601.14658, plus what that list lacks: digits, split characters, special tokens. The paper gives names and examples
-only. The rules here are ours, and those for words look at English endings, capitals and sentence starts. So compare
-artifacts with each other, not with the paper's numbers.
+Text that differs has a *kind*. A token boundary that moved within the same text has a *class*, by the characters
+between which it moved, and a finer *artifact*. Artifacts are named after the "phantom edits" of arXiv 2601.14658, which
+gives names and examples only. The rules are ours: compare artifacts with each other, not with the paper's numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class Artifact:
     """A finer class of change."""
 
     kind: str
-    """One of `CLASSES`."""
     meaning: str
     phantom: int | None = None
     """The number of its phantom-edit class in the paper."""
@@ -105,7 +102,6 @@ def boundary_artifact(one: Sequence[bytes], other: Sequence[bytes], before: byte
 
 
 def text_artifact(left: bytes, right: bytes) -> str:
-    """Return the artifact of a stretch with different text in two sequences."""
     if b"".join(left.split()) != b"".join(right.split()):
         plain = [normalize("NFKC", side.decode("utf-8", "replace")) for side in (left, right)]
         return "normal-form" if plain[0] == plain[1] else "text"
@@ -134,7 +130,6 @@ def _at_cut(whole: bytes, at: int, one: Sequence[bytes], other: Sequence[bytes])
 
 
 def _in_word(left: str, right: str) -> str:
-    """Return the artifact of a cut within a word, between `left` and `right`."""
     head = left[len(left) - _letters(reversed(left)) :]
     rest = right[: _letters(right)]
     word = head + rest
@@ -150,7 +145,6 @@ def _in_word(left: str, right: str) -> str:
 
 
 def _letters(text: Iterable[str]) -> int:
-    """Count the letters and digits at the start of a text."""
     return sum(1 for _ in takewhile(str.isalnum, text))
 
 
@@ -186,7 +180,6 @@ class Region:
     def __init__(self, content: bytes, opened_by: str = "") -> None:
         self.content = content
         self.opened_by = opened_by
-        """The spelling of the special token before the region."""
 
     @cached_property
     def text(self) -> str:
@@ -199,18 +192,15 @@ class Region:
         return list(_objects(self.text))
 
     def between_values(self) -> list[str]:
-        """Return the text before each object, and after the last."""
         starts = [start for start, _, _ in self.values] + [len(self.text)]
         ends = [0] + [end for _, end, _ in self.values]
         return [self.text[end:start] for end, start in zip(ends, starts, strict=True)]
 
     def value_around(self, stretch: Stretch) -> Any:
-        """Return the object that contains a stretch, or None."""
         start, end = self._characters(stretch)
         return next((value for first, last, value in self.values if first <= start and end <= last), None)
 
     def word_around(self, stretch: Stretch) -> str:
-        """Return the text of a stretch, extended to whole words."""
         start, end = self._characters(stretch)
         while start and self.text[start - 1].isalpha():
             start -= 1

@@ -1,9 +1,8 @@
 """Decode completions and encode their text again, as trainers that keep only text do, and count what changed.
 
-Two losses of decoding are not counted as drift. A completion that was cut within a character ends with bytes that are
-not UTF-8. Their tokens are *unknown*: no encoder can return them. And SentencePiece tokenizers put a space before a
-text, some also after special tokens. A completion may follow either, so a completion that begins with a space is
-encoded as the start of a text, and any other as if it followed a special token.
+Two losses of decoding are no drift. A completion that was cut within a character ends with *unknown* tokens, which no
+encoder can return. And SentencePiece tokenizers put a space before a text, some also after special tokens: a completion
+that begins with a space is encoded as the start of a text, any other as if it followed a special token.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ class RoundTrip:
     head: int
     """Number of unknown tokens at the start, which complete a character of the context."""
     tail: int
-    """Number of unknown tokens at the end."""
 
     @property
     def drifted(self) -> bool:
-        """True if encoding returned different ids."""
         return self.again is not self.ids
 
 
@@ -81,7 +78,6 @@ class Retokenizer:
         return trips
 
     def compare(self, trip: RoundTrip) -> Comparison:
-        """Find and classify the differences that a round trip made."""
         return compare(trip.ids, trip.again, self.tokenizer)
 
     def _known(self, ids: TokenIds) -> tuple[TokenIds, bytes, int, int]:
@@ -115,7 +111,6 @@ class Retokenizer:
         return "", text[1:] if self._adds_to_space else text
 
     def _marked(self, ids: TokenIds) -> str:
-        """Decode with a placeholder for each special token."""
         runs = groupby(ids.tolist(), self.tokenizer.control_by_id)
         return "".join(
             b"".join(map(self.tokenizer.token_bytes, run)).decode("utf-8", "replace")
@@ -162,7 +157,6 @@ class Change(NamedTuple):
     start: int
     end: int
     kind: str
-    """One of `CLASSES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +198,6 @@ class TokenDrift:
 
     @property
     def share(self) -> float:
-        """The share of trained tokens that changed."""
         return self.changed_tokens / self.tokens if self.tokens else 0.0
 
 

@@ -22,7 +22,6 @@ from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.chat._tokenizer import Tokenizer
 
 _TEXT = 60
-"""The number of characters to show of each side."""
 _MOST_IDS = 256
 _ABSENT = "absent"
 _VALUES = {"mask": "a token carries loss on one side only", "logprobs": "a token has another log-probability"}
@@ -59,12 +58,10 @@ class RowComparison:
 
     @property
     def same(self) -> bool:
-        """True if both sides have the row, with the same ids and values."""
         return self.comparison is not None and not self.comparison.differences and not self.changed_values
 
     @property
     def changed_values(self) -> dict[str, ValueChange]:
-        """The values that differ, by name: `mask`, `logprobs`."""
         both = {"mask": self.mask, "logprobs": self.logprobs}
         return {name: one for name, one in both.items() if one is not None and one.differing}
 
@@ -149,10 +146,7 @@ def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[
 
 
 def comparison_lines(comparison: Comparison, most: int = 20) -> Iterator[str]:
-    """Yield a line per difference, up to `most`: severity, kind, places, source, both sides.
-
-    Invisible characters are escaped, and the middle of long texts is left out.
-    """
+    """Yield a line per difference, up to `most`: severity, kind, places, source, both sides, escaped and shortened."""
     for one in comparison.differences[:most]:
         places = f"{_range(one.expected_start, one.expected_end)} | {_range(one.recorded_start, one.recorded_end)}"
         source = f" {one.source}" if one.source else ""
@@ -185,7 +179,6 @@ def row_summary(row: RowComparison) -> str:
 
 
 def _value_lines(row: RowComparison) -> dict[str, str]:
-    """Return a sentence for each of `mask` and `logprobs` that differs."""
     said = {}
     for name, one in row.changed_values.items():
         largest = f", by up to {one.largest:.3g} nats" if name == "logprobs" else ""
@@ -200,10 +193,7 @@ def printed(
     most: int,
     fail_on: Literal["error", "warning"] = "warning",
 ) -> Iterator[str]:
-    """Yield the lines of a report in a format: text, json, junit, sarif or github.
-
-    `recorded` is the name of the recorded side, `fail_on` the lowest severity that fails.
-    """
+    """Yield a report as lines of text, json, junit, sarif or github. `fail_on` is the lowest failing severity."""
     if file_format not in ("text", "json"):
         yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows), fail_on)
         return

@@ -183,8 +183,8 @@ def read_fields(
         raise InvalidRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     for name in given:
-        if name not in kind.__struct_fields__ and name not in ignored:
-            near = difflib.get_close_matches(name[:64], kind.__struct_fields__, 1, cutoff=0.8)
+        if name not in kind.__struct_encode_fields__ and name not in ignored:
+            near = difflib.get_close_matches(name[:64], kind.__struct_encode_fields__, 1, cutoff=0.8)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported{meant}", name[:64])
     if required not in given:

@@ -7,16 +7,6 @@ from tokentape.training.trl._rollout_func import GatewayRollouts, correct_by_rec
 from tokentape.training.trl._serving import Policy, serving
 
 __all__ = [
-    "Agent",
-    "EnvironmentAgent",
-    "GatewayRollouts",
-    "GatewayTransfer",
-    "GatewayWorker",
-    "Policy",
-    "PolicyTransfer",
-    "Row",
-    "carry_rows",
-    "correct_by_recorded_logprobs",
-    "recorded_reward",
-    "serving",
-]
+    "Agent", "EnvironmentAgent", "GatewayRollouts", "GatewayTransfer", "GatewayWorker", "Policy", "PolicyTransfer",
+    "Row", "carry_rows", "correct_by_recorded_logprobs", "recorded_reward", "serving",
+]  # fmt: skip

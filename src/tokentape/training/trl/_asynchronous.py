@@ -21,7 +21,7 @@ import numpy as np
 
 from tokentape.client import Client
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.training._columns import group_advantages
+from tokentape.training._collate import group_advantages
 from tokentape.training._live import Rollout
 from tokentape.training._samples import MaxLength, Sample, Select
 from tokentape.training._stop_rule import StopRule
@@ -55,7 +55,6 @@ class GatewayWorker:
         dataset: rows, gone through again and again in their order.
         num_generations: sessions per row that are compared with each other.
         concurrency: agents that run at once. With more, samples are older when they are trained.
-        queue_maxsize: samples that wait for the trainer; then agents wait too.
         failures: `raise` ends the training when an agent raised; `skip` leaves its session out.
         select: which trajectories stay; see `assemble`.
         max_length: of a sample; see `assemble`.
@@ -71,7 +70,6 @@ class GatewayWorker:
         *,
         num_generations: int,
         concurrency: int = 16,
-        queue_maxsize: int = 256,
         failures: Literal["raise", "skip"] = "raise",
         select: Sequence[Select] = (),
         max_length: MaxLength | None = None,
@@ -82,7 +80,8 @@ class GatewayWorker:
                 f"{num_generations} generations of {len(dataset)} rows: expected 2 or more of 1 or more, since a "
                 "session is compared with others of its row"
             )
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(queue_maxsize)
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(256)
+        """Scored samples. When it is full, agents wait."""
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._client, self._agent, self._dataset = client, agent, dataset
         self._generations, self._concurrency, self._failures = num_generations, concurrency, failures

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.audit._model_files import max_length, model_configuration
-from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
-from tokentape.audit._skew.backends.spec import BackendOptions, added_of, hashes, makes_masks
+from tokentape.audit._skew import backends
+from tokentape.audit._skew.backends.spec import added_of, hashes, makes_masks
 from tokentape.chat._template import plain_message, read_source
 from tokentape.chat._tokenizer_files import is_refusal, refuse_short_merges
 from tokentape.errors import TemplateRefused, TokenizerUnusable
@@ -19,12 +19,12 @@ from tokentape.errors import TemplateRefused, TokenizerUnusable
 _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
 
 
-class AutoBackend(Backend):
+class AutoBackend(backends.Backend):
     """AutoTokenizer on a local folder. Code in the folder is never run, nothing is downloaded."""
 
     use_fast = True
 
-    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+    def __init__(self, name: str, path: str, options: backends.BackendOptions) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         try:
             from transformers import AutoTokenizer
@@ -48,13 +48,15 @@ class AutoBackend(Backend):
         variants = variants if isinstance(variants, dict) else {"default": variants}
         template = variants.get("default")
         named = {key: one for key, one in variants.items() if key not in ("default", "tool_use")}
-        abilities: set[Ability] = {"special", "decode", "controls"}
+        abilities: set[backends.Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if makes_masks(template) and spec is not None else {"render"}
         special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         decoder = {} if spec is not None else tokenizer.added_tokens_decoder
-        listed = [BackendToken(number, *(getattr(one, flag) for flag in _FLAGS)) for number, one in decoder.items()]
-        self.facts = BackendFacts(
+        listed = [
+            backends.BackendToken(number, *(getattr(one, flag) for flag in _FLAGS)) for number, one in decoder.items()
+        ]
+        self.facts = backends.BackendFacts(
             name=name,
             kind=f"AutoTokenizer {type(tokenizer).__name__}",
             abilities=frozenset(abilities),
@@ -83,7 +85,7 @@ class AutoBackend(Backend):
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in sequences]
 
-    def render(self, conversation: SkewChat) -> Rendering:
+    def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         """See `Backend`. Text parts are joined, as servers and trainers do before a template sees them."""
         plain = [(message, plain_message(message)) for message in conversation.messages]
         messages = [{key: value for key, value in sent.items() if key in message} for message, sent in plain]
@@ -100,7 +102,9 @@ class AutoBackend(Backend):
             )
         except Exception as error:  # a template raises any error
             raise TemplateRefused(f"apply_chat_template failed: {type(error).__name__}") from error
-        return Rendering(out["input_ids"], text, [bool(one) for one in out["assistant_masks"]] if masked else None)
+        return backends.Rendering(
+            out["input_ids"], text, [bool(one) for one in out["assistant_masks"]] if masked else None
+        )
 
     def token(self, token_id: int) -> str | None:
         found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, hash_file, require
+from tokentape.audit._skew.backends import BackendOptions
+from tokentape.audit._skew.backends.spec import SpecBackend, hash_file, require
 from tokentape.audit._skew.parts import byte_level
 from tokentape.chat._template import ChatTemplate, read_source
 from tokentape.errors import TokenizerUnusable
@@ -34,14 +35,16 @@ _NO_BOS = ("glm4", "chatglm-bpe")
 _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
 """The special token ids that llama.cpp uses if the file names none, by `tokenizer.ggml.model`."""
 
+_NAMES = {
+    "pad_token": "padding",
+    "unk_token": "unknown",
+    **{f"{one}_token": one for one in ("bos", "eos", "eot", "eom")},
+}
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
 
 def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
-    """Open a GGUF file. Needs the package `gguf`.
-
-    Raises `TokenizerUnusable` if it is damaged, or if its vocabulary or split is of an unknown kind.
-    """
+    """Open a GGUF file with the package `gguf`. Raises `TokenizerUnusable` if it is damaged, or its split unknown."""
     path = Path(path)
     try:
         fields = require("gguf").GGUFReader(str(path)).fields
@@ -67,12 +70,14 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
             spec = _sentencepiece_spec(metadata)
         case _:
             raise TokenizerUnusable(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
+    ids = {name: _special_id(metadata, which) for name, which in _NAMES.items()}
     source = read_source(options.template) if options.template else metadata.get("chat_template")
     return SpecBackend(
         name,
         spec,
         kind=f"GGUF {model}",
-        config=_config(metadata),
+        # The default BOS of gpt2 counts only if it is added, and none names it.
+        config={name: metadata["ggml.tokens"][number] for name, number in ids.items() if number is not None},
         template=ChatTemplate(source) if source else None,
         options=options,
         files={path.name: hash_file(path)},
@@ -187,11 +192,3 @@ def _special_id(metadata: Mapping[str, Any], which: str) -> int | None:
         default = None
     number: int | None = metadata.get(f"ggml.{which}_token_id", default)
     return number if number is None or number < count else default
-
-
-def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    # The default BOS of gpt2 counts only if it is added, and none names it.
-    names = {f"{which}_token": which for which in ("bos", "eos", "eot", "eom")}
-    names |= {"pad_token": "padding", "unk_token": "unknown"}
-    found = {name: _special_id(metadata, which) for name, which in names.items()}
-    return {name: metadata["ggml.tokens"][number] for name, number in found.items() if number is not None}

@@ -11,16 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._skew.backends.base import (
-    Ability,
-    Backend,
-    BackendFacts,
-    BackendToken,
-    Rendering,
-    SkewChat,
-    with_text_arguments,
-)
-from tokentape.audit._skew.backends.spec import BackendOptions, TemplateBackend, find_template, hash_file, require
+from tokentape.audit._skew import backends
+from tokentape.audit._skew.backends.spec import TemplateBackend, find_template, hash_file, require
 from tokentape.audit._skew.parts import SPLITS, byte_level
 from tokentape.chat._byte_level import byte_piece
 from tokentape.chat._tokenizer_files import named_special_tokens, read_json
@@ -30,10 +22,10 @@ _O200K_RANKS = 190_000
 """Files with more ranks than this are split as o200k_base unless another split is named."""
 
 
-class MistralBackend(Backend):
+class MistralBackend(backends.Backend):
     """Runs mistral-common on a file. It encodes control tokens in text as text, and renders without a chat template."""
 
-    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+    def __init__(self, name: str, path: str, options: backends.BackendOptions) -> None:
         file = Path(path) / "tekken.json" if Path(path).is_dir() else Path(path)
         require("mistral_common")
         from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -48,10 +40,10 @@ class MistralBackend(Backend):
         for number in range(self._tokenizer.n_words):
             if self._tokenizer.is_special(number):
                 content = self._tokenizer.id_to_piece(number)
-                added[content] = BackendToken(number, content)
+                added[content] = backends.BackendToken(number, content)
             elif number >= self._tokenizer.num_special_tokens:
                 break
-        self.facts = BackendFacts(
+        self.facts = backends.BackendFacts(
             name=name,
             kind=f"mistral-common {type(self._tokenizer).__name__} {self._tokenizer.version.value}",
             abilities=frozenset({"decode", "render"}),
@@ -71,17 +63,17 @@ class MistralBackend(Backend):
 
         return [self._tokenizer.decode(list(ids), special_token_policy=SpecialTokenPolicy.IGNORE) for ids in sequences]
 
-    def render(self, conversation: SkewChat) -> Rendering:
+    def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         """See `Backend`. Conversations that the library's checks refuse can't be compared."""
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         if not conversation.generate:
             raise UnsupportedParameter("mistral-common renders prompts only", "add_generation_prompt")
         kept = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
-        messages = [with_text_arguments(message) for message in kept]
+        messages = [backends.with_text_arguments(message) for message in kept]
         try:
             request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
-            return Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
+            return backends.Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
         except Exception as error:  # the library raises the errors of all its checks
             refused = f"mistral-common refuses it: {type(error).__name__}"
             if [message["role"] for message in messages] == ["user"]:
@@ -100,13 +92,9 @@ def _tekken_tables(file: Path) -> dict[str, dict[str, Any]]:
 
 
 class TiktokenBackend(TemplateBackend):
-    """Runs tiktoken on a file of ranks. Such a file has no split expression and no control tokens.
+    """Runs tiktoken on ranks, with control tokens of tokenizer_config.json. `path#NAME` names one of `SPLITS`."""
 
-    `path#NAME` names the split, one of `SPLITS`; the default depends on the number of ranks. The control tokens come
-    from tokenizer_config.json in the same folder.
-    """
-
-    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+    def __init__(self, name: str, path: str, options: backends.BackendOptions) -> None:
         folder, _, split = path.partition("#")
         file = Path(folder) / "tiktoken.model" if Path(folder).is_dir() else Path(folder)
         tiktoken = require("tiktoken")
@@ -118,7 +106,7 @@ class TiktokenBackend(TemplateBackend):
             raise InvalidRequest(f"found split {split!r}; tiktoken takes a split of one expression: {known}")
         config = read_json(file.parent / "tokenizer_config.json")
         added = {
-            token["content"]: BackendToken(
+            token["content"]: backends.BackendToken(
                 int(number),
                 token["content"],
                 bool(token.get("special", True)),
@@ -138,8 +126,12 @@ class TiktokenBackend(TemplateBackend):
         self.reopened_as = f"tiktoken:{file}#{split}"
         self._template, self._options = find_template(file.parent, config, options), options
         special_tokens = named_special_tokens(config)
-        able: dict[Ability, bool] = {"decode": True, "controls": bool(added), "render": self._template is not None}
-        self.facts = BackendFacts(
+        able: dict[backends.Ability, bool] = {
+            "decode": True,
+            "controls": bool(added),
+            "render": self._template is not None,
+        }
+        self.facts = backends.BackendFacts(
             name=name,
             kind="tiktoken ranks",
             abilities=frozenset(ability for ability, has in able.items() if has),
@@ -170,7 +162,7 @@ class TiktokenBackend(TemplateBackend):
         return data.decode("utf-8", "backslashreplace")
 
 
-def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[BackendToken]) -> dict[str, Any]:
+def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[backends.BackendToken]) -> dict[str, Any]:
     """Return a tokenizer.json that encodes as tiktoken does: its merges are all pairs that make a token, by rank."""
     merges: list[list[str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -197,10 +189,7 @@ def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[BackendToken])
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Map tokens to ranks, read from a file with lines of a token in base64 and its rank.
-
-    Raises `TokenizerUnusable` if the file has other lines, or the same rank twice, on which tiktoken panics.
-    """
+    """Map tokens to ranks, read from lines of a token in base64 and its rank. Raises `TokenizerUnusable`."""
     ranks: dict[bytes, int] = {}
     try:
         for line in filter(None, path.read_bytes().splitlines()):
@@ -215,14 +204,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-_SETTINGS = (
-    "model_type",
-    "treat_whitespace_as_suffix",
-    "byte_fallback",
-    *(f"{which}_id" for which in ("unk", "bos", "eos", "pad")),
-    "unk_surface",
-    *(f"{which}_piece" for which in ("unk", "bos", "eos", "pad")),
-)
+_IDS, _PIECES = ([f"{which}_{what}" for which in ("unk", "bos", "eos", "pad")] for what in ("id", "piece"))
+_SETTINGS = ("model_type", "treat_whitespace_as_suffix", "byte_fallback", *_IDS, "unk_surface", *_PIECES)
 _NORMALIZER = ("precompiled_charsmap", "add_dummy_prefix", "remove_extra_whitespaces", "escape_whitespaces")
 """The fields of SentencePiece's TrainerSpec and NormalizerSpec that change ids or text."""
 _FIELDS = {"pieces": "pieces", "settings": "trainer_spec", "normalizer": "normalizer_spec"}
@@ -231,10 +214,10 @@ _TYPES = ("", "normal", "unknown", "control", "user-defined", "unused", "byte")
 _LONGEST = 40
 
 
-class SentencePieceBackend(Backend):
+class SentencePieceBackend(backends.Backend):
     """Runs `sentencepiece` on a model file. It encodes control tokens in text as text, and has no chat template."""
 
-    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+    def __init__(self, name: str, path: str, options: backends.BackendOptions) -> None:
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
         try:
             model: Any = require("sentencepiece").SentencePieceProcessor(model_file=str(file))
@@ -243,14 +226,17 @@ class SentencePieceBackend(Backend):
         self._model, self.reopened_as, self._data = model, f"spm:{file}", file.read_bytes()
         controls = [number for number in range(model.vocab_size()) if model.is_control(number)]
         ends = {f"{which}_token": getattr(model, f"{which}_id")() for which in ("bos", "eos", "pad", "unk")}
-        self.facts = BackendFacts(
+        self.facts = backends.BackendFacts(
             name=name,
             kind="SentencePiece model",
             abilities=frozenset({"decode"}),
             versions={"sentencepiece": version("sentencepiece")},
             files={file.name: hash_file(file)},
             tables=model_tables(self._data),
-            added={model.id_to_piece(number): BackendToken(number, model.id_to_piece(number)) for number in controls},
+            added={
+                model.id_to_piece(number): backends.BackendToken(number, model.id_to_piece(number))
+                for number in controls
+            },
             vocab_size=model.vocab_size(),
             special_tokens={key: model.id_to_piece(number) for key, number in ends.items() if number >= 0},
             notes=("SentencePiece reads control tokens in text as text",),
@@ -262,7 +248,9 @@ class SentencePieceBackend(Backend):
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._model.decode(list(ids)) for ids in sequences]
 
-    def with_tables(self, names: Collection[str], other: Backend) -> Callable[[Sequence[str]], list[list[int]]] | None:
+    def with_tables(
+        self, names: Collection[str], other: backends.Backend
+    ) -> Callable[[Sequence[str]], list[list[int]]] | None:
         """See `Backend`."""
         if not isinstance(other, SentencePieceBackend):
             return None

@@ -9,19 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, Rendering, SkewChat, with_text_arguments
-from tokentape.audit._skew.backends.spec import BackendOptions
+from tokentape import errors
+from tokentape.audit._skew import backends
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import Card, served_cards
 from tokentape.engines._tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
-from tokentape.errors import (
-    EngineContractError,
-    EngineError,
-    EngineUnavailable,
-    InvalidRequest,
-    TemplateRefused,
-    UnsupportedParameter,
-)
 from tokentape.types import Message
 
 _AT_ONCE = 16
@@ -47,10 +39,10 @@ class _ServerInfo(msgspec.Struct):
     chat_template: str | None = None
 
 
-class ServerBackend(Backend):
+class ServerBackend(backends.Backend):
     """A running server of one of `KINDS`. Use `open_server`."""
 
-    def __init__(self, name: str, kind: str, http: HttpClient, loop: _Loop, options: BackendOptions) -> None:
+    def __init__(self, name: str, kind: str, http: HttpClient, loop: _Loop, options: backends.BackendOptions) -> None:
         self._http, self._loop = http, loop
         self._kwargs = options.kwargs
         self._texts: dict[tuple[int, ...], str] = {}
@@ -59,17 +51,16 @@ class ServerBackend(Backend):
         info = loop.run(_server_info(self._kind, http))
         ids = loop.run(self._asked("a", special=False))
         if ids is None:
-            raise EngineError(f"{name} has no /tokenize; is it a server of this kind?")
-        abilities: set[Ability] = {"special", "controls"}
+            raise errors.EngineError(f"{name} has no /tokenize; is it a server of this kind?")
+        abilities: set[backends.Ability] = {"special", "controls"}
         if loop.run(server_text(self._kind, http, self._model, ids)) is not None:
             abilities.add("decode")
         # A template may refuse a message of one role. A server without this endpoint refuses all.
-        if any(self._chat_ids(SkewChat(({"role": role, "content": "hi"},))) is not None for role in _ROLES):
+        if any(self._chat_ids(backends.SkewChat(({"role": role, "content": "hi"},))) is not None for role in _ROLES):
             abilities.add("render")
         self.echoes = self._kind == "vllm" and "render" in abilities
-        """True if replies have the ids of the prompt that the server sampled from."""
         ignored = [what for what, given in (("template", options.template), ("date", options.date)) if given]
-        self.facts = BackendFacts(
+        self.facts = backends.BackendFacts(
             name=name,
             kind=f"{KINDS[self._kind]} server",
             abilities=frozenset(abilities),
@@ -91,25 +82,27 @@ class ServerBackend(Backend):
         self._texts |= {ids: text or "" for ids, text in zip(new, texts, strict=True)}
         return [self._texts[ids] for ids in asked]
 
-    def render(self, conversation: SkewChat) -> Rendering:
+    def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         """See `Backend`. Arguments as JSON text are not supported: servers parse them before they render."""
-        if any(_has_text_arguments(message) for message in conversation.messages):
-            raise UnsupportedParameter("servers parse arguments that are JSON text before they render", "messages")
+        calls = [call for message in conversation.messages for call in message.get("tool_calls") or ()]
+        if any(isinstance((call.get("function") or {}).get("arguments"), str) for call in calls):
+            raise errors.UnsupportedParameter(
+                "servers parse arguments that are JSON text before they render", "messages"
+            )
         last = conversation.messages[-1]["role"] if conversation.messages else ""
         if self._kind == "llamacpp" and last == "assistant":
-            raise UnsupportedParameter("llama.cpp continues a last message of role assistant", "messages")
+            raise errors.UnsupportedParameter("llama.cpp continues a last message of role assistant", "messages")
         ids = self._chat_ids(conversation)
         if ids is None:
-            raise TemplateRefused("the server refuses this conversation; see its log for the reason")
-        return Rendering(ids, None)
+            raise errors.TemplateRefused("the server refuses this conversation; see its log for the reason")
+        return backends.Rendering(ids, None)
 
-    def echo(self, conversation: SkewChat) -> list[int] | None:
-        """Return the prompt ids that the server's reply reports; None if it refuses or reports none."""
+    def echo(self, conversation: backends.SkewChat) -> list[int] | None:
+        """See `Backend`."""
         messages = [_wire(message) for message in conversation.messages]
         return self._loop.run(server_prompt_ids(self._http, self._model, messages, conversation.tools, self._kwargs))
 
     def token(self, token_id: int) -> str | None:
-        """Return the text of the id."""
         return self.decode([[token_id]])[0] if "decode" in self.facts.abilities else None
 
     def close(self) -> None:
@@ -119,23 +112,20 @@ class ServerBackend(Backend):
     def _asked(self, text: str, *, special: bool) -> Coroutine[Any, Any, list[int] | None]:
         return server_text_ids(self._kind, self._http, self._model, text, special=special, controls=True)
 
-    def _chat_ids(self, conversation: SkewChat) -> list[int] | None:
+    def _chat_ids(self, conversation: backends.SkewChat) -> list[int] | None:
         messages = [_wire(message) for message in conversation.messages]
         how: dict[str, Any] = {"generate": conversation.generate, "template_kwargs": self._kwargs}
         asked = server_chat_ids(self._kind, self._http, self._model, messages, conversation.tools, **how)
         try:
             return self._loop.run(asked)
-        except EngineError as error:
+        except errors.EngineError as error:
             if "answered 500" in str(error):  # the answer of servers if a template raises
                 return None
             raise
 
 
-def open_server(name: str, kind: str, url: str, options: BackendOptions) -> ServerBackend:
-    """Open the server at `url`. `kind` is one of `KINDS`, or `server` to detect it.
-
-    Raises `EngineError` and its kinds if it does not answer, `InvalidRequest` if the address can't be used.
-    """
+def open_server(name: str, kind: str, url: str, options: backends.BackendOptions) -> ServerBackend:
+    """Open a server of one of `KINDS`, or `server` to detect its kind. Raises `EngineError`, `InvalidRequest`."""
     http = HttpClient(url, api_key=options.api_key)
     loop = _Loop()
     try:
@@ -143,8 +133,8 @@ def open_server(name: str, kind: str, url: str, options: BackendOptions) -> Serv
     except BaseException as error:
         loop.run(http.close())
         loop.close()
-        if isinstance(error, EngineUnavailable):
-            raise EngineUnavailable(f"{name}: {error}") from None
+        if isinstance(error, errors.EngineUnavailable):
+            raise errors.EngineUnavailable(f"{name}: {error}") from None
         raise
 
 
@@ -160,7 +150,6 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -178,20 +167,17 @@ async def _all(asked: Any) -> list[Any]:
 
 
 async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, str]:
-    """Return a server's kind, detected if `kind` is None, and the name of its first model, empty if unknown.
-
-    Raises `InvalidRequest` if the kind can't be detected, `EngineError` and its kinds if the server can't be reached.
-    """
+    """Return a server's kind, detected if `kind` is None, and the name of its first model, empty if unknown."""
     try:
         first = (await served_cards(http))[0]
-    except (EngineError, InvalidRequest) as error:
-        if isinstance(error, EngineError) and error.retry:
+    except (errors.EngineError, errors.InvalidRequest) as error:
+        if isinstance(error, errors.EngineError) and error.retry:
             raise  # it can't be reached
         first = Card("")
     if kind is None:
         kind = _OWNERS.get(first.owned_by) or await _detected(http)
     if kind is None:
-        raise InvalidRequest(
+        raise errors.InvalidRequest(
             f"can't tell the server's kind: owned_by in /v1/models is {first.owned_by!r}, expected one of "
             f"{', '.join(_OWNERS)}; name its kind"
         )
@@ -211,8 +197,8 @@ async def _server_info(kind: str, http: HttpClient) -> _ServerInfo | None:
     for path in _PATHS[kind]:
         try:
             info = msgspec.json.decode(await http.get(path), type=_ServerInfo)
-        except (EngineError, EngineContractError, InvalidRequest, msgspec.MsgspecError) as error:
-            if isinstance(error, EngineError) and error.retry:
+        except (errors.EngineError, errors.EngineContractError, errors.InvalidRequest, msgspec.MsgspecError) as error:
+            if isinstance(error, errors.EngineError) and error.retry:
                 raise  # it can't be reached
             continue
         if info.version or kind == "llamacpp":
@@ -222,10 +208,5 @@ async def _server_info(kind: str, http: HttpClient) -> _ServerInfo | None:
 
 def _wire(message: Message) -> dict[str, Any]:
     """Return a message for the wire: arguments as JSON text, reasoning under both names that servers read."""
-    sent = dict(with_text_arguments(message))
+    sent = dict(backends.with_text_arguments(message))
     return {**sent, "reasoning": sent["reasoning_content"]} if "reasoning_content" in sent else sent
-
-
-def _has_text_arguments(message: Message) -> bool:
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    return any(isinstance(function.get("arguments"), str) for function in functions)

@@ -1,8 +1,4 @@
-"""The backend of a tokenizer.json, from a file or built in memory, run by `tokenizers`, with its chat template.
-
-The template is rendered as transformers does: control tokens that messages spell become control tokens, and the
-rendered text is encoded without the tokenizer's own BOS and EOS.
-"""
+"""The backend of a tokenizer.json run by `tokenizers`, with its chat template, rendered as transformers does."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
@@ -19,14 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from tokentape.audit._model_files import (
-    PROCESSOR_FILES,
-    loading_settings,
-    max_length,
-    model_configuration,
-    named_templates,
-)
-from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
+from tokentape.audit import _model_files as model_files
+from tokentape.audit._skew import backends
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
 from tokentape.chat._tokenizer_files import from_text, is_refusal, named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -35,49 +24,31 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _BEGIN, _END = "\U0010fffc", "\U0010fffd"
 _READ = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    *PROCESSOR_FILES,
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-)
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *model_files.PROCESSOR_FILES, "config.json",
+    "generation_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class BackendOptions:
-    """Options that a user may set for each backend."""
-
-    template: Path | None = None
-    """A template file to use instead of the backend's own."""
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    date: str | None = None
-    """The date that templates see, ISO 8601; None is today."""
-    api_key: str | None = None
-
-
-class TemplateBackend(Backend):
+class TemplateBackend(backends.Backend):
     """The base class of backends that render a chat template in this process."""
 
-    _options: BackendOptions
+    _options: backends.BackendOptions
     _template: ChatTemplate | None
 
-    def render(self, conversation: SkewChat) -> Rendering:
+    def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         text = self.rendered_text(self._template, conversation)
-        return Rendering(self.encode([text])[0], text)
+        return backends.Rendering(self.encode([text])[0], text)
 
-    def rendered_text(self, template: ChatTemplate | None, conversation: SkewChat) -> str:
-        """Return the rendered text. Raises `TemplateRefused`."""
+    def rendered_text(self, template: ChatTemplate | None, conversation: backends.SkewChat) -> str:
         if template is None:
             raise TemplateRefused("there is no chat template")
         date = self._options.date or datetime.now(UTC).date().isoformat()
         return render_text(template, conversation, date, self.facts.template_variables)
 
 
-def render_text(template: ChatTemplate, conversation: SkewChat, date: str, variables: Mapping[str, Any]) -> str:
+def render_text(
+    template: ChatTemplate, conversation: backends.SkewChat, date: str, variables: Mapping[str, Any]
+) -> str:
     """Render a conversation as servers and trainers do. Raises `TemplateRefused` and `InvalidRequest`."""
     messages = [plain_message(message) for message in conversation.messages]
     how: dict[str, Any] = {"add_generation_prompt": conversation.generate, "date": date, "variables": variables}
@@ -96,7 +67,7 @@ class SpecBackend(TemplateBackend):
         kind: str = "tokenizer.json",
         config: Mapping[str, Any] | None = None,
         template: ChatTemplate | None = None,
-        options: BackendOptions | None = None,
+        options: backends.BackendOptions | None = None,
         files: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
         folder: Path | None = None,
@@ -109,16 +80,16 @@ class SpecBackend(TemplateBackend):
         if template is not None and makes_masks(template.source):
             variant = template.tool_use_source
             self._marked = ChatTemplate(_with_marks(template.source), variant and _with_marks(variant))
-        self._options = options or BackendOptions()
+        self._options = options or backends.BackendOptions()
         self.reopened_as = reopened_as
         special_tokens = named_special_tokens(config)
-        abilities: set[Ability] = {"special", "decode", "controls"}
+        abilities: set[backends.Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if self._marked is not None else {"render"}
         added = added_of(spec)
         ids = {*self._tokenizer.get_vocab().values(), *(token.id for token in added.values())}
         vocab_size = 1 + max(ids, default=-1)
-        self.facts = BackendFacts(
+        self.facts = backends.BackendFacts(
             name=name,
             kind=kind,
             abilities=frozenset(abilities),
@@ -129,10 +100,10 @@ class SpecBackend(TemplateBackend):
             vocab_size=vocab_size,
             template=template.source if template else None,
             tool_template=template.tool_use_source if template else None,
-            templates=named_templates(folder) if folder and self._options.template is None else None,
-            configuration=model_configuration(folder) if folder else None,
-            max_length=max_length(folder) if folder else None,
-            loading=loading_settings(folder, spec) if folder else None,
+            templates=model_files.named_templates(folder) if folder and self._options.template is None else None,
+            configuration=model_files.model_configuration(folder) if folder else None,
+            max_length=model_files.max_length(folder) if folder else None,
+            loading=model_files.loading_settings(folder, spec) if folder else None,
             date=self._options.date,
             template_variables={**special_tokens, **self._options.kwargs},
             special_tokens=special_tokens,
@@ -141,10 +112,7 @@ class SpecBackend(TemplateBackend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """See `Backend`. Raises `InvalidRequest` for text that is not valid Unicode.
-
-        Raises `TokenizerUnusable` if `tokenizers` can't encode a text, for example without a token for unknown pieces.
-        """
+        """See `Backend`. Raises `InvalidRequest` for invalid Unicode, `TokenizerUnusable` for other failures."""
         try:
             return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
         except TypeError as error:
@@ -158,19 +126,19 @@ class SpecBackend(TemplateBackend):
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
 
-    def render(self, conversation: SkewChat) -> Rendering:
+    def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         if self._marked is None:
             return super().render(conversation)
         text, spans = _cut_marks(self.rendered_text(self._marked, conversation))
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         mask = [any(a < end and b > start for a, b in spans) for start, end in encoding.offsets]
-        return Rendering(encoding.ids, text, mask)
+        return backends.Rendering(encoding.ids, text, mask)
 
     def token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
 
-def open_json(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
+def open_json(name: str, path: str | Path, options: backends.BackendOptions) -> SpecBackend:
     """Open a model folder, or a tokenizer.json by itself. Raises `TokenizerUnusable` if it can't be read."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -211,27 +179,22 @@ def require(module: str) -> Any:
 
 
 def load_spec(spec: Mapping[str, Any], source: str | None = None) -> tokenizers.Tokenizer:
-    """Load the tokenizer of a tokenizer.json, without truncation and padding. `source` is its text.
-
-    Raises `TokenizerUnusable` if `tokenizers` rejects it.
-    """
+    """Load a tokenizer.json (`source` is its text) without truncation and padding. Raises `TokenizerUnusable`."""
     tokenizer = from_text(source if source is not None else json.dumps(spec, ensure_ascii=False))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def added_of(spec: Mapping[str, Any]) -> dict[str, BackendToken]:
-    """Return the added tokens of a tokenizer.json by content."""
-    names = BackendToken.__dataclass_fields__
+def added_of(spec: Mapping[str, Any]) -> dict[str, backends.BackendToken]:
+    names = backends.BackendToken.__dataclass_fields__
     return {
-        token["content"]: BackendToken(**{key: value for key, value in token.items() if key in names})
+        token["content"]: backends.BackendToken(**{key: value for key, value in token.items() if key in names})
         for token in spec.get("added_tokens") or ()
     }
 
 
-def find_template(folder: Path, config: Mapping[str, Any], options: BackendOptions) -> ChatTemplate | None:
-    """Return the template of the options, or of the folder, if there is one."""
+def find_template(folder: Path, config: Mapping[str, Any], options: backends.BackendOptions) -> ChatTemplate | None:
     if options.template is not None:
         return ChatTemplate(read_source(options.template))
     if not (folder / "chat_template.jinja").is_file() and not config.get("chat_template"):
@@ -245,7 +208,6 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def hash_file(path: Path) -> str:
-    """Return the hex SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -261,10 +223,7 @@ def without_marks(template: str) -> str:
 
 
 def _with_marks(template: str) -> str:
-    """Return the template with the tags of `{% generation %}` blocks replaced by private characters.
-
-    White space around them is trimmed as around the tags.
-    """
+    """Return the template with private characters for the tags of `{% generation %}`, and spaces trimmed alike."""
 
     def marked(tag: re.Match[str]) -> str:
         before, end, after = tag.groups()

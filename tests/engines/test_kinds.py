@@ -8,14 +8,12 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
-import fake_llamacpp
-import fake_server
-import fake_sglang
 import pytest
 import test_openai_compatible
-from fake_server import FakeServer
+from tests.engines import fake_llamacpp, fake_server, fake_sglang
+from tests.engines.fake_server import FakeServer
 
-from tokentape.engines._opening import KINDS, open_engine
+from tokentape.engines._kinds import KINDS, open_engine
 from tokentape.engines._pool import EnginePool
 from tokentape.errors import InvalidRequest
 
@@ -76,5 +74,5 @@ def test_another_kind_is_refused_naming_those_that_there_are() -> None:
 
 
 def test_importing_it_loads_no_engine() -> None:
-    code = "import sys, tokentape.engines._opening; sys.exit(any('engines._vllm' in name for name in sys.modules))"
+    code = "import sys, tokentape.engines._kinds; sys.exit(any('engines._vllm' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

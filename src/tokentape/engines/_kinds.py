@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from tokentape.engines._base import Timeouts
-from tokentape.engines._remote import RemoteEngine
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
 from tokentape.errors import InvalidRequest
 
-KINDS = ("vllm", "sglang", "llamacpp", "openai")
+if TYPE_CHECKING:
+    from tokentape.engines._base import Timeouts
+    from tokentape.engines._remote import RemoteEngine
+
+EngineKind: TypeAlias = Literal["transformers", "vllm", "sglang", "llamacpp", "openai"]
+
+KINDS: tuple[str, ...] = get_args(EngineKind)[1:]
 """The supported kinds of servers."""
 
 

@@ -20,7 +20,7 @@ ENGINE = EngineInfo(
 
 
 @dataclass(frozen=True, slots=True)
-class FixedAsking:
+class FakeContext:
     """A session of an engine with a vocabulary of 100 that knows no earlier replies."""
 
     session_id: str = "s"
