@@ -110,7 +110,7 @@ def _calls(found: dict[str, Any]) -> str:
         "first call ms",
         "start-up s",
     ]
-    return _table(head, map(row, _names(found)))
+    return _table(head, [row(name) for name in _names(found) if any(f"{name}|{size}" in calls for size in sizes)])
 
 
 def _openings(found: dict[str, Any]) -> str:
