@@ -39,6 +39,13 @@ TAKES_CONTENT_APART = (
 )
 """A turn without a content key is taken at the end only."""
 
+COUNTS_FAILURES = (
+    "{% set ns = namespace(failed=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% if m.role == 'tool' %}{% set ns.failed = ns.failed + 1 if 'error:' in m.content else 0 %}"
+    "{% if ns.failed > 1 %} ({{ ns.failed }} failures){% endif %}{% endif %}" + CALLS + PROMPT
+)
+"""A result that fails after one that failed is written otherwise."""
+
 NEEDS_TOOLS = (
     "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content or '' }}" + CALLS + PROMPT
@@ -62,6 +69,12 @@ def test_a_step_after_a_result_may_depend_on_it(source: str, monkeypatch: pytest
     sampled = renderer.tokenizer.array([*whole[start - 1 : stop], end])
     bridge = renderer.bridge(sampled, second, [result(2)], setup_for(renderer), history).ids.tolist()
     assert [end, *bridge] == whole[stop:]
+
+
+def test_a_result_that_says_a_word_may_depend_on_earlier_ones_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTS_FAILURES)))
+    assert [found.strategy for found in certificate.continuations] == ["local", "contextual"]
 
 
 def test_a_turn_without_a_content_key_is_given_one_where_the_template_fails_without(

@@ -7,6 +7,7 @@ the reply's last word is compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tests.generator.conversations import Conversation, Message, words_in
 from tests.generator.oracle import Reference, Refused, end_of_reply
@@ -36,6 +37,9 @@ def _after_a_call(content: str | None, arguments: object) -> tuple[Message, ...]
 _CALLED = [_after_a_call(content, form) for content in (None, "") for form in ({"of": "then"}, '{"of": "then"}')]
 """Histories with a call. Templates take its arguments as an object or as text, and no content or an empty one."""
 
+AFTER_RESULTS = [(*before, *history[:-2]) for history in _CALLED for before in ((), (_SYSTEM,))]
+"""Histories that end with a result, for conversations with tools, where it does not matter who speaks first."""
+
 
 def _ids_in(messages: Sequence[Message]) -> set[str]:
     return {call["id"] for message in messages for call in message.get("tool_calls") or ()}
@@ -59,6 +63,26 @@ def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
             yield [_SYSTEM, QUESTION, {"role": "assistant", "content": text}, QUESTION]
 
 
+def counts_saying(reference: Reference, one: Conversation, constants: Sequence[str], *, tools: bool) -> str:
+    """Why new messages that say what a template looks for are written otherwise after others that do; empty if not."""
+    for constant in constants[:32]:
+        said: list[Sequence[Message]] = [[{"role": "user", "content": constant}, _ANSWER, QUESTION]]
+        for history in AFTER_RESULTS[::2] if tools else ():
+            said.append([*history[:-1], {**history[-1], "content": constant}])
+        new = [{**message, "content": f"{constant} {words_in(message)[-1]}"} for message in one.new]
+        tails: set[str] = set()
+        for history in ([QUESTION], *said):
+            try:
+                full = reference.render([*history, one.reply, *new], one.tools, generate=True)
+            except Refused:
+                continue
+            end = end_of_reply(full, one.reply, new)
+            tails |= {full[end:]} if end is not None else set()
+        if len(tails) > 1:
+            return f"{constant!r} again: {min(tails)[-120:]!r} and {max(tails)[-120:]!r}"
+    return ""
+
+
 def dependence(
     reference: Reference, conversations: Sequence[Conversation], histories: Sequence[Sequence[Message]]
 ) -> str | None:
@@ -69,7 +93,8 @@ def dependence(
     tried = 0
     # Templates that fail on a reply without content fail after most histories.
     shortest = sorted(conversations, key=lambda one: (len(one.new), one.reply.get("content") is None))
-    silent = [one for one in shortest[_REPLIES:] if one.reply.get("content") is None][:1]
+    calling = [one for one in shortest if one.reply.get("tool_calls") and not one.reply.get("content")][:1]
+    silent = [replace(one, reply={**one.reply, "content": None}) for one in calling]
     for one in [*shortest[:_REPLIES], *silent]:
         tails: set[str] = set()
         for history in [(QUESTION,), one.history, *_CALLED, *histories]:

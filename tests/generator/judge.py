@@ -11,7 +11,14 @@ from typing import Any
 
 from tests.generator.compare import checks_of, composed, reply_differs, squeezed
 from tests.generator.conversations import Conversation, Message, words_in
-from tests.generator.independence import answered, dependence, has_shortest, histories_saying
+from tests.generator.independence import (
+    AFTER_RESULTS,
+    answered,
+    counts_saying,
+    dependence,
+    has_shortest,
+    histories_saying,
+)
 from tests.generator.oracle import Reference, Refused, appends, end_of_reply
 from tests.generator.product import Product, message_of
 from tests.generator.replies import Spoken, expected_tail, spoken_turn
@@ -407,11 +414,15 @@ class Judge:
         for row, same in rows.values():
             needed = "/no-system" not in row.name if "/no-tools" in row.name else None
             asked = [h for h in histories if needed in (None, _says_system(h))]
+            asked += AFTER_RESULTS if needed is None else []
             why = dependence(self.reference, same, asked)
             # New messages that say what the template looks for may hide that it looks for it in the history too.
             silent = [one for one in same if not any(text in repr([one.reply, one.new]) for text in constants)]
             if why == "" and len(silent) < len(same):
                 why = dependence(self.reference, silent, asked)
+            if why == "" and silent and not needed:
+                shortest = min(silent, key=lambda one: len(one.new))
+                why = counts_saying(self.reference, shortest, constants, tools=needed is None)
             if why:
                 self.counts["continuations that depend on the history"] += 1
                 if row.strategy == "local":

@@ -138,6 +138,7 @@ class Continuations:
         rewritten: tuple[str, tuple[Message, ...]] | None = None
         for words in self._renderer.template.compared_strings:
             said = self._with(reply, content=words)
+            all_said = tuple(self._with(one, content=words) for one in new)
             for history in grammar.histories_with(words):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
@@ -149,6 +150,10 @@ class Continuations:
                         full = self._marked((*history, turn, *new), generate=True)
                         reason = self._rewrites(history, turn, full, suffix)
                         rewritten = (reason, (*history, turn, *new)) if reason is not None else rewritten
+                    if not depends:
+                        # It may count the messages that say so.
+                        local = functools.partial(self._suffix, reply, all_said)
+                        depends = local_or_contextual(local, self._suffix(reply, all_said, history)) != "local"
                 except TemplateRefused:
                     continue
                 if depends and rewritten is not None:

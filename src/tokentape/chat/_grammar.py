@@ -265,7 +265,9 @@ def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
             ({"role": "user", "content": text},),
         )
     ]
-    return (*histories, (*_past("Xq3vT8nLw")[:2], _past_result("Xq3vT8nLw", around), _turn(around), QUESTION))
+    called = _past("Xq3vT8nLw")[:2]
+    answered = [(*called, _past_result("Xq3vT8nLw", text)) for text in (words, around)]
+    return (*histories, *answered, (*answered[1], _turn(around), QUESTION))
 
 
 SAMPLES: tuple[tuple[Message, ...], ...] = (
