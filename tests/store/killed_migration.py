@@ -19,11 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, event, select
+from sqlalchemy import Engine, create_engine, event, select
 
 from tokentape.store import _postgres as postgres
 from tokentape.store import _schema as schema
-from tokentape.store import _sqlite as sqlite
 from tokentape.store import open_record
 from tokentape.store._postgres import is_url
 
@@ -61,8 +60,11 @@ def open_until(location: str, last: int) -> None:
 
 def look(location: str) -> tuple[str, str]:
     """Return the schema version and the digest, changing nothing."""
+    path = Path(location, "tokentape.db").absolute()
     engine = (
-        postgres.reading_engine(location) if is_url(location) else sqlite.reading_engine(Path(location, "tokentape.db"))
+        postgres.reading_engine(location)
+        if is_url(location)
+        else create_engine(f"sqlite:///file:{path}?mode=ro&uri=true")
     )
     with engine.connect() as connection, connection.begin():
         version = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "schema_version"))

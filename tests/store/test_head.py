@@ -466,11 +466,13 @@ def test_an_archive_is_compared_with_the_record_s_head_and_with_its_own(tmp_path
 
 
 HEAD_BEFORE = "5b1914fa0d5654a52e9a6247a511605153fca2abf1130ef1aaac9716673a4c3d"
-"""What a version that read the kept record without migrating it computed."""
+"""What an earlier version computed of the kept record."""
 
 
 def test_an_old_record_has_the_same_head_after_its_migration(tmp_path: Path) -> None:
     (tmp_path / "tokentape.db").write_bytes(written())
+    before = verify(tmp_path, head_out=tmp_path / "before.json")
+    assert before.head == HEAD_BEFORE
     SqliteStore.open(tmp_path).close()
     assert verify(tmp_path, head_out=tmp_path / "head.json").head == HEAD_BEFORE
 

@@ -96,6 +96,12 @@ def test_every_part_of_every_session_is_what_it_was(opened: Path) -> None:
         assert differences(expected()[part], found[part], part) == []
 
 
+def test_it_reads_the_same_without_being_opened_to_write(directory: Path) -> None:
+    assert differences(expected()["sessions"], contents(directory)["sessions"]) == []
+    assert verify(directory).ok
+    assert (directory / "tokentape.db").read_bytes() == written()
+
+
 def test_a_later_schema_reads_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def add_note(connection: Connection) -> None:
         connection.execute(text("ALTER TABLE turns ADD COLUMN note TEXT NOT NULL DEFAULT ''"))

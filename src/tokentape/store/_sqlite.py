@@ -12,10 +12,11 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, Self, TypeAlias
 
 from sqlalchemy import Engine, NullPool, QueuePool, create_engine, event
@@ -197,7 +198,12 @@ def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
 
 
 def reading_engine(path: Path) -> Engine:
-    """Return an engine for connections that can't change the file, not even by a checkpoint."""
+    """Return an engine for connections that can't change the file, not even by a checkpoint.
+
+    For a record of an older version they read a temporary copy, which is migrated.
+    """
+    folder = _migrated_copy(path)
+    path = path if folder is None else Path(folder.name, DATABASE_NAME)
     engine = create_engine(
         "sqlite://",
         creator=partial(_connect, path, "ro"),
@@ -207,7 +213,35 @@ def reading_engine(path: Path) -> Engine:
     )
     # Without it each statement could see another state.
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    if folder is not None:
+        event.listen(engine, "engine_disposed", lambda _: folder.cleanup())
     return engine
+
+
+def _migrated_copy(path: Path) -> TemporaryDirectory[str] | None:
+    """Return a folder with a migrated copy of a record of an older version, else None. Raises `StoreCorrupt`."""
+    try:
+        with closing(_connect(path, "ro")) as source:
+            (version,) = source.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() or ("",)
+    except (sqlite3.Error, UnicodeDecodeError):
+        return None  # `schema.check` says what is wrong
+    if version not in map(str, range(schema.OLDEST, schema.OLDEST + len(schema.MIGRATIONS))):
+        return None
+    folder = TemporaryDirectory(prefix="tokentape-")
+    copy = Path(folder.name, DATABASE_NAME)
+    _log.info("%s is of schema version %s; reading a migrated copy", path, version)
+    with ExitStack() as undo:
+        undo.callback(folder.cleanup)
+        try:
+            with closing(_connect(path, "ro")) as source, closing(sqlite3.connect(copy)) as target:
+                source.backup(target)
+            with writing_engine(copy, "NORMAL").begin() as connection:
+                schema.prepare(connection)
+        except (sqlite3.Error, DBAPIError) as error:
+            reason = getattr(error, "orig", error)
+            raise StoreCorrupt(f"the database of schema version {version} can't be migrated: {reason}") from None
+        undo.pop_all()
+    return folder
 
 
 def explain_wrapped(error: DBAPIError) -> StoreFailure:
