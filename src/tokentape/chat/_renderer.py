@@ -38,8 +38,8 @@ _PROMPT_END = 96
 _TURN_END = 96
 """Number of ids at the end of a turn that are read to find the close of its calls."""
 
-_CLOSE_AFTER = 8
-"""Number of ids at the end of a truncated turn that its close is encoded after."""
+_LETTER = "x"
+"""What the close of a truncated turn is encoded after: it goes on from text, and no sampled id is encoded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +359,7 @@ class Renderer(TemplateText):
             close = space
         # The next message's header may close the part too.
         close = close[: len(close) - repeated_end(close, following)]
-        last = read_text(self.tokenizer, completion_ids[-_CLOSE_AFTER:].tolist())
-        return self.tokenizer.encode_after(last, close).array if close else self.tokenizer.array([])
+        return self.tokenizer.encode_after(_LETTER, close).array if close else self.tokenizer.array([])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, reply: Reply) -> str:
         """Return the delimiters that close the content, if the completion ended inside or before its frame."""
