@@ -232,11 +232,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
     made.append(turns)
     log_served(_log, turns.engine.info.logprobs_mode, turns.engine.info.name)
     return create_app(
-        turns,
-        model_id=model_name(config),
-        keys=config.all_keys(),
-        allowed_hosts=config.allowed_hosts,
-        drain=drain,
+        turns, model_id=model_name(config), keys=config.all_keys(), allowed_hosts=config.allowed_hosts, drain=drain
     )
 
 
@@ -258,11 +254,7 @@ async def open_captured(
 
 
 async def open_configured(
-    config: ServeConfig,
-    renderer: Renderer,
-    *,
-    check: bool = True,
-    weights_now: Callable[[], str | None] = lambda: None,
+    config: ServeConfig, renderer: Renderer, *, check: bool = True, weights_now: Callable[[], str | None] = lambda: None
 ) -> Engine:
     """Load the model's weights, or connect to the server or its replicas.
 

@@ -48,11 +48,7 @@ class LazyMessages(Sequence[Message]):
     """
 
     def __init__(
-        self,
-        read: Callable[[], Sequence[Message]],
-        tail: Sequence[Message] = (),
-        key: bytes = b"",
-        setup: str = "",
+        self, read: Callable[[], Sequence[Message]], tail: Sequence[Message] = (), key: bytes = b"", setup: str = ""
     ) -> None:
         self.tail = tail
         self.key = key

@@ -23,15 +23,7 @@ from tokentape.chat._call_literals import (
 )
 from tokentape.chat._call_syntax import KEY, CallSyntax
 from tokentape.chat._delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
-from tokentape.chat._json_text import (
-    ObjectEnd,
-    decode,
-    members,
-    property_schema,
-    quoted_json,
-    standard,
-    value_json,
-)
+from tokentape.chat._json_text import ObjectEnd, decode, members, property_schema, quoted_json, standard, value_json
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 

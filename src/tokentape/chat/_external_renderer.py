@@ -62,11 +62,7 @@ class ExternalRenderer(Renderer):
     is_external = True
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        overrides: Overrides,
-        images: ImageProcessor | None = None,
+        self, tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides, images: ImageProcessor | None = None
     ) -> None:
         super().__init__(tokenizer, template, overrides, images)
         assert overrides.renderer is not None

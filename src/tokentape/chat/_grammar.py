@@ -304,9 +304,7 @@ def conversations(
         yield history, turns[0], new
 
 
-def with_calls_unanswered(
-    name: str,
-) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
+def with_calls_unanswered(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
     """Yield (history, turn, new messages) with unanswered calls, if the continuation has no tool results."""
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     if turns is _ANSWERS:

@@ -53,12 +53,7 @@ def continued(render: Render, message: Message) -> str:
 
 
 def read_reasoning(
-    render: Render,
-    prompt: str,
-    header: str,
-    generation_prompt: str,
-    shape: CallShape | None,
-    calls: CallSyntax | None,
+    render: Render, prompt: str, header: str, generation_prompt: str, shape: CallShape | None, calls: CallSyntax | None
 ) -> Reasoning | None:
     """Return the delimiters of reasoning before content; before a call where the template shows it only there."""
     found = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)

@@ -112,11 +112,7 @@ class TemplateText:
         return text, provenance_of_characters(edged, len(MARK.sub(" ", text)))
 
     def suffix(
-        self,
-        reply: Message,
-        new_messages: Sequence[Message],
-        setup: Setup,
-        history: Sequence[Message] | None = None,
+        self, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message] | None = None
     ) -> str:
         """Return the marked text that the template writes after `reply`; see `Renderer.bridge`. For certificates."""
         return self._suffix(reply, new_messages, setup, self.format(setup), history)[0]

@@ -111,8 +111,7 @@ class Tokenizer:
             value for key, value in values if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
         )
         self.vocab_size = 1 + max(
-            max((token.id for token in self.added_tokens), default=-1),
-            highest_id(self._spec["model"]["vocab"]),
+            max((token.id for token in self.added_tokens), default=-1), highest_id(self._spec["model"]["vocab"])
         )
         self.special_tokens = named_special_tokens(config)
         self._set_controls()

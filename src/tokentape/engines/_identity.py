@@ -12,12 +12,7 @@ from tokentape.engines._http import HttpClient, Stage, attempt
 from tokentape.engines._replies import decode
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 
-_ROUTES = (
-    "/v1/completions",
-    "/inference/v1/generate",
-    "/v1/chat/completions/render",
-    "/v1/chat/completions/derender",
-)
+_ROUTES = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render", "/v1/chat/completions/derender")
 
 
 @dataclass(frozen=True, slots=True)

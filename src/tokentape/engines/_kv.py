@@ -163,12 +163,7 @@ class DecodeBatch:
             self._expert_layers = model, expert_layers(model)
         with chosen_experts(self._expert_layers[1] if self.reads_experts else []) as chosen:
             output = model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                **options,
-                **(images or {}),
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **options, **(images or {})
             )
         self.experts = torch.stack(chosen, 1).reshape(*ids.shape, len(chosen), -1) if chosen else None
         logits: Tensor = output.logits[:, -1].float()

@@ -231,10 +231,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        headers: Mapping[str, str],
-        error_event: Callable[[TokentapeError], bytes],
+        self, events: AsyncGenerator[bytes], headers: Mapping[str, str], error_event: Callable[[TokentapeError], bytes]
     ) -> None:
         self.status_code = 200
         self.background = None

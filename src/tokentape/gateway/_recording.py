@@ -49,12 +49,7 @@ class Recorder:
     checks: BridgeChecks | None = None
 
     async def commit(
-        self,
-        opened: OpenSession,
-        prompt: Prompt,
-        choices: Sequence[Choice],
-        started: TurnStarted,
-        request: TurnRequest,
+        self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], started: TurnStarted, request: TurnRequest
     ) -> list[TurnDone]:
         """Record all choices of a call in one commit. If an invariant does not hold, raise and commit nothing."""
         async with opened.lock:

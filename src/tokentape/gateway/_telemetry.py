@@ -68,11 +68,7 @@ class Telemetry:
     """
 
     def __init__(
-        self,
-        spans: OpenTelemetrySpans | None = None,
-        *,
-        drift_share: float = 0.0,
-        tokenizer: Tokenizer | None = None,
+        self, spans: OpenTelemetrySpans | None = None, *, drift_share: float = 0.0, tokenizer: Tokenizer | None = None
     ) -> None:
         self.metrics = Metrics()
         self.spans = spans

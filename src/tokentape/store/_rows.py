@@ -85,10 +85,7 @@ def encode(record: Record) -> tuple[Table, Values]:
                 crc32 = zlib.crc32(data)
             kind = {"dtype": record.rows.dtype.newbyteorder("<").str, "shape": canonical_json(record.rows.shape)}
             more = {**kind, "packed": packed, "data": data, "crc32": crc32}
-    return table, {
-        **{name: write(getattr(record, name)) for name, write in COLUMNS[table] if name not in more},
-        **more,
-    }
+    return table, {**{name: write(getattr(record, name)) for name, write in COLUMNS[table] if name not in more}, **more}
 
 
 def decode(table: Table, row: Row[Any]) -> Any:

@@ -35,12 +35,7 @@ metadata = MetaData()
 _Position = BigInteger().with_variant(Integer, "sqlite")
 """64-bit integers. SQLite's INTEGER is one, and only a column of that type autoincrements there."""
 
-meta = Table(
-    "meta",
-    metadata,
-    Column("key", Text, primary_key=True),
-    Column("value", Text, nullable=False),
-)
+meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
 """Facts about the whole record: `schema_version`, what its gateways serve, and the versions of their adapters."""
 
 sessions = Table(

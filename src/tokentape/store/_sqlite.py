@@ -188,10 +188,7 @@ class _Writer:
 def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
     """Return an engine for the one writing connection. It creates the file if it is missing."""
     engine = create_engine(
-        "sqlite://",
-        creator=partial(_connect_to_write, path, synchronous),
-        poolclass=NullPool,
-        hide_parameters=True,
+        "sqlite://", creator=partial(_connect_to_write, path, synchronous), poolclass=NullPool, hide_parameters=True
     )
     event.listen(engine, "begin", lambda connection: execute_directly(connection, "BEGIN IMMEDIATE"))
     return engine
@@ -205,11 +202,7 @@ def reading_engine(path: Path) -> Engine:
     folder = _migrated_copy(path)
     path = path if folder is None else Path(folder.name, DATABASE_NAME)
     engine = create_engine(
-        "sqlite://",
-        creator=partial(_connect, path, "ro"),
-        poolclass=QueuePool,
-        max_overflow=-1,
-        hide_parameters=True,
+        "sqlite://", creator=partial(_connect, path, "ro"), poolclass=QueuePool, max_overflow=-1, hide_parameters=True
     )
     # Without it each statement could see another state.
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))

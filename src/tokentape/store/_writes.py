@@ -271,10 +271,7 @@ _OLD_COLUMN = delete_from(schema.token_columns).where(
     schema.token_columns.c.position
     > select(func.coalesce(func.max(schema.snapshot_sessions.c.last_column), 0))
     .select_from(_IN_SNAPSHOT)
-    .where(
-        schema.snapshot_sessions.c.session_id == bindparam("session_id"),
-        schema.snapshots.c.state != "released",
-    )
+    .where(schema.snapshot_sessions.c.session_id == bindparam("session_id"), schema.snapshots.c.state != "released")
     .scalar_subquery(),
 )
 """Delete the values that new values replace, except values that a snapshot contains."""

@@ -20,10 +20,7 @@ Kept = list[npt.NDArray[np.int32] | None]
 
 
 def renormalized_logprobs(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    supports: npt.NDArray[Any],
-    temperatures: torch.Tensor | float = 1.0,
+    logits: torch.Tensor, ids: torch.Tensor, supports: npt.NDArray[Any], temperatures: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
     """Return the log-probability of each id over its support, as the sampler drew it, float32 with gradients.
 

@@ -25,9 +25,7 @@ from tokentape.viewer._views import SECURITY
 def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:
     """Return an application that serves only the viewer."""
     return Starlette(
-        routes=routes(viewer),
-        exception_handlers={TokentapeError: _error, HTTPException: _error},
-        middleware=middleware,
+        routes=routes(viewer), exception_handlers={TokentapeError: _error, HTTPException: _error}, middleware=middleware
     )
 
 

@@ -172,8 +172,7 @@ def _image(block: Part | Block, where: str) -> dict[str, str]:
     source = block.source
     if source is None or source.type != "base64":
         raise UnsupportedParameter(
-            f"{where} is an image without its bytes, and URLs are not fetched; use a source of type base64",
-            "messages",
+            f"{where} is an image without its bytes, and URLs are not fetched; use a source of type base64", "messages"
         )
     return image_part(f"data:{source.media_type};base64,{source.data}", where)
 
