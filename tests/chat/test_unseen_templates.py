@@ -11,7 +11,7 @@ from typing import Any
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.chat.conftest import ADD, STAND_IN, load_tokenizer, setup_for
@@ -508,5 +508,7 @@ VALUES = st.recursive(
 def test_what_python_prints_is_read_as_python_reads_it(arguments: dict[str, Any]) -> None:
     free = {**ADD, "function": {**ADD["function"], "parameters": {"type": "object"}}}
     written = f"[add({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+    # The tokenizer brings text to this form: a mark after `\\U000a6b6a` becomes a part of its last digit.
+    assume(normalize("NFC", written) == written)
     reply = parsed(renderer_of(PYTHON), f"{written}<|im_end|>", tools=(free,))
     assert [json.loads(call.arguments) for call in reply.tool_calls] == [arguments]
