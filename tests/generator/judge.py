@@ -395,7 +395,7 @@ class Judge:
             return False
         # White space before it is the end of what was sampled.
         closed = expected[: close[0] + len(close[1])].lstrip()
-        allowed = [closed + ended, closed + after, *([ended] if ended.startswith(closed) else [])]
+        allowed = [closed + ended, closed + after, *([ended] if ended.lstrip().startswith(closed) else [])]
         return squeezed(text) in map(squeezed, allowed)
 
     # -- all conversations together ----------------------------------------------------------------------------------
