@@ -204,14 +204,20 @@ def main_words(reply: Message) -> list[str]:
 def end_of_reply(text: str, reply: Message, new: Sequence[Message] = ()) -> int | None:
     """Where in a rendering the last word of the reply ends; None if the template leaves it out.
 
-    What a template says of the reply after the new messages is not the reply.
+    What a template says of the reply after the new messages is not the reply. If it writes the whole conversation
+    twice, the last one counts.
     """
     if not any(word in text for word in main_words(reply)):
         return None
-    words = [word for word in words_in(reply) if word in text]
-    first = min(map(text.find, words))
-    limit = min((at for at in map(text.find, words_in(list(new))) if at > first), default=len(text))
-    return max(text.rfind(word, 0, limit) + len(word) for word in words if text.find(word) < limit)
+    words, added, start = [word for word in words_in(reply) if word in text], words_in(list(new)), 0
+    while True:
+        first = min(at for at in (text.find(word, start) for word in words) if at >= 0)
+        limit = min((at for at in (text.find(word, start) for word in added) if at > first), default=len(text))
+        again = [text.find(word, limit) for word in words]
+        if not added or min(again) < 0 or any(word not in text[max(again) :] for word in added):
+            break
+        start = limit
+    return max(text.rfind(word, start, limit) + len(word) for word in words if 0 <= text.find(word, start) < limit)
 
 
 def begins(whole: Ids, part: Ids) -> bool:

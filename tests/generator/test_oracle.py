@@ -99,6 +99,13 @@ def test_a_reply_ends_before_what_a_template_says_again(plain: Path) -> None:
     assert end_of_reply(text, reply, new) == text.index("<end>")
 
 
+def test_of_a_conversation_that_is_written_twice_the_last_one_counts() -> None:
+    reply = {"role": "assistant", "content": "say zqaaaaaa"}
+    new = [{"role": "user", "content": "zqbbbbbb"}]
+    text = "zqaaaaaa, zqbbbbbb. A: say zqaaaaaa<end> U: zqbbbbbb"
+    assert end_of_reply(text, reply, new) == text.index("<end>")
+
+
 def test_appending_is_taken_literally(plain: Path) -> None:
     reference = Reference(plain, {})
     end = "<|im_end|>"
