@@ -66,6 +66,10 @@ class Continuations:
                 rewritten.setdefault(grammar.is_clean(merging[-1]), (_MERGES, merging))
                 if True in rewritten:
                     break
+        if True not in rewritten:
+            found_merging = self._merges_with_number(name)
+            if found_merging is not None:
+                rewritten[True] = _MERGES, found_merging
         if True not in rewritten and self._setup.tools:
             for asked, reply, new in grammar.with_calls_unanswered(name):
                 history = self._accepted(asked)
@@ -193,17 +197,25 @@ class Continuations:
 
     def _with_other_ends(self, asked: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
         """Yield the question after exchanges, as long as each makes its prompt end in another way: with a number."""
-        seen = {self._marked(asked, generate=True)[-8:]}
-        for _ in range(8):
-            asked = self._accepted(grammar.after_exchange(asked))
-            try:
-                end = self._marked(asked, generate=True)[-8:]
-            except TemplateRefused:
-                return
-            if end in seen:
-                return
-            seen.add(end)
-            yield asked
+        seen: set[str] = set()
+        with contextlib.suppress(TemplateRefused):
+            while len(seen) < 9 and (end := self._marked(asked, generate=True)[-8:]) not in seen:
+                if seen:
+                    yield asked
+                seen.add(end)
+                asked = self._accepted(grammar.after_exchange(asked))
+
+    def _merges_with_number(self, name: str) -> tuple[Message, ...] | None:
+        """Return a conversation in which a turn shares a token with the number that its prompt ends with."""
+        replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
+        starts = ((grammar.QUESTION,), (grammar.SYSTEM, grammar.QUESTION))
+        numbered = [one for asked in starts for one in self._with_other_ends(self._accepted(asked))]
+        for history, reply in itertools.product(numbered, filter(grammar.is_clean, replies)):
+            with contextlib.suppress(TemplateRefused):
+                full = self._marked((*history, reply, *new), generate=True)
+                if self._rewrites(history, reply, full, self._suffix(reply, new, history)) == _MERGES:
+                    return (*history, reply, *new)
+        return None
 
     def _rewrites_unanswered(
         self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
