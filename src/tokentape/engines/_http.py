@@ -268,40 +268,28 @@ class _HttpReply:
         connection = None if framed else response.connection
         self._ended_by = connection.protocol if connection is not None else None
         """The connection if the end of the body is the end of the connection, else None."""
-        self._waits_until: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        """One timer for the reply: tokens postpone the limit, and the timer looks at it when it fires."""
 
     async def read(self, limit: _Limit) -> bytes:
         """Wait for the next bytes of the body and return them. Return no bytes at the end."""
-        self._waits_until = limit.at
-        if self._timer is None or limit.at < self._timer.when():
-            self._watch()
+        # `timeout_at` only ends waits, and there are none while an engine sends all the time.
+        if asyncio.get_running_loop().time() >= limit.at:
+            raise limit.error(self._path)
+        content = self._response.content
         try:
-            chunk = await self._response.content.readany()
+            chunk = content.read_nowait()
+            if not chunk and not content.at_eof():
+                async with asyncio.timeout_at(limit.at):
+                    chunk = await content.readany()
             if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
                 raise aiohttp.ClientPayloadError
+        except TimeoutError:
+            raise limit.error(self._path) from None
         except (aiohttp.ClientError, OSError) as error:
-            if asyncio.get_running_loop().time() >= limit.at:
-                raise limit.error(self._path) from None
             raise EngineError(
                 f"the connection broke within the engine's reply at {self._path} ({type(error).__name__}); nothing of "
                 "it was kept, send the request again"
             ) from None
-        finally:
-            self._waits_until = None
         return chunk
-
-    def _watch(self) -> None:
-        """Close the connection if a read waits for too long, else look again when it will have."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        loop, until = asyncio.get_running_loop(), self._waits_until
-        if until is not None and loop.time() < until:
-            self._timer = loop.call_at(until, self._watch)
-        elif until is not None:
-            self._response.close()
 
     async def read_all(self, limit: _Limit, max_bytes: int) -> bytes | None:
         """Return the body, or None if it is larger than `max_bytes`, and close the reply."""
@@ -325,8 +313,6 @@ class _HttpReply:
 
     def close(self) -> None:
         """Close the connection unless the whole body was read."""
-        if self._timer is not None:
-            self._timer.cancel()
         self._response.close()
 
 

@@ -46,10 +46,8 @@ class InFlightCall:
 
     def publish(self, event: TurnEvent) -> None:
         self._events.append(event)
-        # A reply that is not streamed is sent as a whole when the call has ended, which wakes the clients too. Tokens
-        # that add nothing to the reply yet, such as those of a tool call, wait for those that do.
-        waits = isinstance(event, TurnDelta) and not event.reply and len(self._events) > 2
-        if isinstance(event, TurnStarted) or (self._stream and not waits):
+        # A reply that is not streamed is sent as a whole when the call has ended, which wakes the clients too.
+        if self._stream or isinstance(event, TurnStarted):
             self._wake()
 
     async def wait_for_reader(self) -> None:
