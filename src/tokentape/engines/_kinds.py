@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 EngineKind: TypeAlias = Literal["transformers", "vllm", "sglang", "llamacpp", "openai"]
 
-KINDS: tuple[str, ...] = get_args(EngineKind)[1:]
+KINDS: tuple[str, ...] = tuple(kind for kind in get_args(EngineKind) if kind != "transformers")
 """The supported kinds of servers."""
 
 

@@ -78,7 +78,8 @@ class BridgeChecks:
             return []
         like = _like(prompt.bridge.name, prompt.parent, prompt.added)
         first = like not in opened.bridges.get(prompt.parent.seq, _UNSEEN) or self._policy == "all"
-        # The probability is the share of new tokens in the prompt: a check's cost grows with the prompt, a turn's not.
+        # The probability is the share of new tokens in the prompt: a check costs as much as the whole prompt, a turn
+        # only as much as its new tokens.
         new = len(prompt.parent.completion_ids) + len(prompt.added.ids)
         if not first and (self._policy == "off" or self._random.random() * len(prompt.ids) >= new):
             return []
