@@ -186,6 +186,29 @@ def test_brackets_around_what_callers_say_make_no_control_tokens(text: str) -> N
     assert bridge(text) == bridge(WORD)
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["{{ '<' }}{{ k }}{{ '>' }}", "<{{- k -}}>", "{% set o = '<' %}{{ o ~ k ~ '>' }}", "{{ ['<', k, '>'] | join }}"],
+)
+def test_however_a_template_writes_brackets_they_make_no_control_tokens(written: str) -> None:
+    arguments = f"{{% for k in c.function.arguments %}}{written}{{% endfor %}}"
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}{% for c in m.tool_calls or [] %}"
+        + arguments
+        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+
+    def controls(key: str) -> int:
+        function = {"name": "f", "arguments": {key: "v"}}
+        calls = [{"id": "1", "type": "function", "function": function}]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        ids = renderer.render([*messages, {"role": "user", "content": "z"}]).ids.tolist()
+        return sum(renderer.tokenizer.control_by_id(one) is not None for one in ids)
+
+    assert {controls(key) for key in ("think", "/think", "tool_call", "/tool_call")} == {controls(WORD)}
+
+
 @pytest.mark.usefixtures("source")
 def test_the_name_of_a_sampled_call_makes_no_control_tokens() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")

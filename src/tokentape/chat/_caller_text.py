@@ -1,10 +1,9 @@
 """Escape callers' text before a template renders it, and find it in the rendering.
 
 A template mixes its own control tokens with strings from users, tools and systems. Before rendering, the first
-character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. Where a
-template puts brackets around strings (`'<' ~ key ~ '>'`), so is what they would make a control token of. So every
-control token spelled in the rendering was written by the template; then the placeholders are turned back into their
-characters. A second rendering has edge markers, other surrogates, in place of the first and last character of each
+character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. A string
+that brackets make a control token of (`'<' ~ key ~ '>'`) gets a placeholder too. So every control token spelled in the
+rendering was written by the template; then the placeholders are turned back into their characters. A second rendering has edge markers, other surrogates, in place of the first and last character of each
 string. It shows which caller each character came from; ids never depend on it.
 """
 
@@ -58,8 +57,8 @@ _PROVENANCE_OF_ROLE = {
 class Escaper:
     """Escapes the control tokens of one tokenizer in callers' strings, and unescapes renderings."""
 
-    def __init__(self, tokenizer: Tokenizer, *, compared: Sequence[str] | None = None) -> None:
-        """`compared`: strings that the template compares, if it puts brackets around strings too; else None."""
+    def __init__(self, tokenizer: Tokenizer, *, compared: Sequence[str] = ()) -> None:
+        """`compared`: strings that the template compares with texts. These are not escaped as words in brackets."""
         self._tokenizer = tokenizer
         contents = [control.content for control in tokenizer.controls]
         outer = sorted({content[0] for content in contents} | {content[-1] for content in contents})
@@ -70,8 +69,7 @@ class Escaper:
         self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
-        self._inner = {inner for content in contents for inner in _without_brackets(content)}
-        self._inner = self._inner.difference(compared) if compared is not None else set()
+        self._inner = {inner for content in contents for inner in _without_brackets(content)}.difference(compared)
         self._part_lengths = sorted(set(map(len, self._heads | self._tails)))
         self._cached = lru_cache(4096)(self._escape)
 

@@ -8,7 +8,6 @@ reasoning is also passed as `reasoning`, because templates that read only that k
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -84,11 +83,6 @@ class ChatTemplate:
     def compared_strings(self) -> tuple[str, ...]:
         """The strings that the template compares with texts or searches for in them, see `compared_strings`."""
         return _compared(self.whole_source)[0]
-
-    @cached_property
-    def adds_brackets(self) -> bool:
-        """Whether the template puts brackets around strings: `'<' ~ name ~ '>'`, `<{{ name }}>`."""
-        return re.search(r"""[<\[][/|｜]*(?:['"]\s*[~+]|\{\{|%s|\{\})""", self.whole_source) is not None
 
     @cached_property
     def highest_compared(self) -> int:

@@ -32,7 +32,7 @@ class TemplateText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._escaper = Escaper(tokenizer, compared=template.compared_strings if template.adds_brackets else None)
+        self._escaper = Escaper(tokenizer, compared=template.compared_strings)
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
         self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
