@@ -3,8 +3,9 @@
 A template mixes its own control tokens with strings from users, tools and systems. Before rendering, the first
 character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. A string
 that brackets make a control token of (`'<' ~ key ~ '>'`) gets a placeholder too. So every control token spelled in the
-rendering was written by the template; then the placeholders are turned back into their characters. A second rendering has edge markers, other surrogates, in place of the first and last character of each
-string. It shows which caller each character came from; ids never depend on it.
+rendering was written by the template; then the placeholders are turned back into their characters. A second rendering
+has edge markers, other surrogates, in place of the first and last character of each string. It shows which caller each
+character came from; ids never depend on it.
 """
 
 from __future__ import annotations
