@@ -75,7 +75,7 @@ def _report(session: pytest.Session, processes: dict[Connection, int]) -> None:
                 except EOFError:
                     os.waitpid(waited_for.pop(reader), 0)
                     if running[reader]:
-                        file, said = running[reader].partition("::")[0], "the process of this test ended"
+                        file, said = running[reader].partition("::")[0], "its process ended, and ran no more tests"
                         lost = pytest.TestReport(
                             running[reader], (file, None, running[reader]), {}, "failed", said, "call"
                         )

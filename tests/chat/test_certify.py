@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from tests.chat.conftest import call, load_renderer, load_tokenizer, new_renderer, result, setup_for
+from tests.chat.data import make_tokenizers
 from tests.chat.oracle import by_transformers
 from tokentape.chat import _grammar as grammar
 from tokentape.chat import _template_text as template_text
@@ -14,6 +16,7 @@ from tokentape.chat._grammar import continuation_name
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._strategy import choose
 from tokentape.chat._template import ChatTemplate
+from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import TemplateRefused
 
 pytestmark = pytest.mark.usefixtures("source")
@@ -243,6 +246,29 @@ def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back(
     checks = {check.name: check for check in certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED))).parsing}
     assert checks["content"].holds is False
     assert "<|im_start|>assistant 4" in checks["content"].detail
+
+
+NUMBERED_PROMPT = """{%- for m in messages -%}<|im_start|>{{ m.role }} #{{ loop.index }}
+{{ m.content or '' }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant #{{ messages | length + 1 }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(("merged", "append_only"), [(None, "yes"), ("8", "no"), ("9", "no"), ("13", "no")])
+def test_a_turn_that_shares_a_token_with_a_number_before_it_is_not_called_append_only(
+    merged: str | None, append_only: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "user")
+    family = make_tokenizers.FAMILIES["qwen3"]
+    spec = make_tokenizers.compose("byte-level BPE", family)
+    if merged is not None:
+        like = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+        next_id = 1 + max(token["id"] for token in spec["added_tokens"])
+        spec["added_tokens"].append({"id": next_id, "content": f"{merged}\n", **like})
+    renderer = Renderer(Tokenizer(json.dumps(spec).encode(), family.config), ChatTemplate(NUMBERED_PROMPT))
+    (found,) = certify(renderer).continuations
+    assert found.append_only == append_only
 
 
 PROMPT_WITH_TOOLS_ONLY = (

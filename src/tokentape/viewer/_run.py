@@ -282,8 +282,9 @@ def _of_sessions(sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
     length = float(np.mean([one.sampled_tokens for one in sessions])) if sessions else None
     given = [one.reward for one in sessions if one.reward is not None]
     least, most = min(given, default=None), max(given, default=None)
-    # Of equal rewards numpy's deviation may be 1e-17.
-    sd = float(np.std(given)) if least != most else 0.0 if given else None
+    sd = 0.0 if given else None
+    if least != most:  # Of equal rewards numpy's deviation may be 1e-17.
+        sd = float(np.std(given))
     mean = float(np.mean(given)) if given else None
     rewards = {"rewarded": len(given), "mean": mean, "sd": sd, "least": least, "most": most}
     return {"sessions": len(sessions), "length": length, **rewards}
