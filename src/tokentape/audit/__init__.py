@@ -9,7 +9,8 @@ from tokentape._lazy import lazy_names
 if TYPE_CHECKING:
     from tokentape.audit._byte_level import Bounds, Price, Spellings, TransformersModel, bytes_logprob, price
     from tokentape.audit._drift.meter import measure_drift
-    from tokentape.audit._drift.report import DriftReport, with_objects
+    from tokentape.audit._drift.report import DriftReport
+    from tokentape.audit._drift.rerender import with_objects
     from tokentape.audit._id_rows import Columns, IdRow, Span, iter_rows
     from tokentape.audit._lock import Lock, LockReport, check, make_lock, read_lock, write_lock
     from tokentape.audit._premium import Premium, measure_premium, read_corpus

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from tokentape.audit._drift.meter import measure_drift
-from tokentape.audit._drift.report import RerenderMeter, drift_layout
+from tokentape.audit._drift.report import drift_layout
+from tokentape.audit._drift.rerender import RerenderMeter
 from tokentape.audit._id_rows import Columns, IdRow, session_rows
 from tokentape.chat._renderer import Renderer
 from tokentape.cli import arguments as arg

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from tokentape._session.files import read_trajectories, write_trajectories
 from tokentape.audit._drift.meter import measure_drift
-from tokentape.audit._drift.report import Example, through_messages
+from tokentape.audit._drift.report import Example
+from tokentape.audit._drift.rerender import through_messages
 from tokentape.audit._id_rows import session_rows
 from tokentape.audit._report import Block, Code, Facts, Heading, Paragraph, Report, Table
 from tokentape.audit._tokendiff.kinds import ARTIFACTS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokentape.audit._drift.report import whole_conversation
+from tokentape.audit._drift.rerender import whole_conversation
 from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.audit._tokendiff.comparing import compare
 from tokentape.chat._renderer import Renderer

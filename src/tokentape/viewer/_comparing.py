@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokentape.audit._drift.report import through_messages
+from tokentape.audit._drift.rerender import through_messages
 from tokentape.audit._tokendiff.comparing import Difference, compare
 from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.audit._tokendiff.retokenizing import retokenized

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.records import make_turn
-from tokentape.audit._drift.report import Rerendered, RerenderMeter, through_messages
+from tokentape.audit._drift.rerender import Rerendered, RerenderMeter, through_messages
 from tokentape.chat._renderer import Renderer
 from tokentape.store import StoredSession
 from tokentape.types import Message, SessionInfo, Setup

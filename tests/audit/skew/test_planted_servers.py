@@ -20,7 +20,7 @@ class Planted(Backend):
     """A healthy side with one thing wrong."""
 
     def __init__(self, own: Backend) -> None:
-        self._own, self.facts = own, own.facts
+        self._own, self.facts, self.is_server = own, own.facts, own.is_server
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         return self._own.encode(texts, special=special)

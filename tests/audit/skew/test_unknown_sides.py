@@ -22,6 +22,7 @@ class Unknown(Backend):
 
     def __init__(self, encode: Encode, kind: str = "vLLM server") -> None:
         self._encode, self.asked = encode, 0
+        self.is_server = "server" in kind
         self.facts = BackendFacts("B", kind, frozenset({"controls", "decode", "render"}))
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:

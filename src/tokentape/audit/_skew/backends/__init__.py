@@ -101,10 +101,8 @@ class Backend:
     echoes: bool = False
     """True if `echo` returns ids."""
 
-    @property
-    def is_server(self) -> bool:
-        """True if each call is a request."""
-        return "server" in self.facts.kind
+    is_server: bool = False
+    """True if each call is a request."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """Return the ids of each text; with `special`, with the BOS and EOS that the backend puts around it."""

@@ -42,6 +42,8 @@ class _ServerInfo(msgspec.Struct):
 class ServerBackend(backends.Backend):
     """A running server of one of `KINDS`. Use `open_server`."""
 
+    is_server = True
+
     def __init__(self, name: str, kind: str, http: HttpClient, loop: _Loop, options: backends.BackendOptions) -> None:
         self._http, self._loop = http, loop
         self._kwargs = options.kwargs
