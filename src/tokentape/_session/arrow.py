@@ -65,9 +65,9 @@ def extra_names(trajectories: Iterable[Trajectory]) -> ExtraNames:
     """Return the sorted names of all columns and payloads that occur in `trajectories`."""
     columns: set[str] = set()
     payloads: set[str] = set()
-    for one in trajectories:
-        columns |= one.columns.keys()
-        payloads |= one.payloads.keys()
+    for trajectory in trajectories:
+        columns |= trajectory.columns.keys()
+        payloads |= trajectory.payloads.keys()
     return ExtraNames(tuple(sorted(columns)), tuple(sorted(payloads)))
 
 
@@ -128,14 +128,14 @@ def trajectories_table(
     import pyarrow as pa
 
     schema = trajectory_schema(extra_names(trajectories) if extra is None else extra, layout)
-    rows = [layout.values(one) for one in trajectories]
+    rows = [layout.values(trajectory) for trajectory in trajectories]
 
     def column(field: pa.Field) -> pa.Array:
         values = [row.get(field.name) for row in rows]
-        if any(isinstance(one, np.ndarray) for one in values):
+        if any(isinstance(value, np.ndarray) for value in values):
             return _lists(values, field.type)
         if field.name == "metadata":
-            values = [canonical_json(one) for one in values]
+            values = [canonical_json(value) for value in values]
         return pa.array(values, field.type)
 
     return pa.Table.from_arrays(list(map(column, schema)), schema=schema)
@@ -165,7 +165,7 @@ def write_parquet(
     pq = parquet_library()
     if extra is None:
         extra = extra_names(trajectories) if isinstance(trajectories, Sequence) else ExtraNames()
-    written = 0
+    count = 0
     # Logprobs rarely repeat, so a dictionary would waste space. Split into byte streams, their high bytes compress.
     # Zstandard finds repeated token ids itself: a file of English text has 0.79 of the bytes.
     numbers = ("logprobs", COLUMN_PREFIX)
@@ -180,8 +180,8 @@ def write_parquet(
         for group in _row_groups(trajectories):
             _check_named(group, extra)
             writer.write_table(trajectories_table(group, extra, layout))
-            written += len(group)
-    return written
+            count += len(group)
+    return count
 
 
 def iter_parquet(
@@ -195,10 +195,12 @@ def iter_parquet(
     """
     with open_parquet(source) as file:
         metadata = file.schema_arrow.metadata or {}
-        found = {name: metadata.get(f"tokentape.{name}".encode(), b"").decode() or None for name in layout.versions}
-        layout.check_versions(str(source), found)
+        versions = {name: metadata.get(f"tokentape.{name}".encode(), b"").decode() or None for name in layout.versions}
+        layout.check_versions(str(source), versions)
         groups = None if row_group is None else [row_group]
-        needed = [one.name for one in layout.fields if one.absent is None and one.kind != "json"] if bare else None
+        needed = (
+            [field.name for field in layout.fields if field.absent is None and field.kind != "json"] if bare else None
+        )
         try:
             for batch in file.iter_batches(batch_size=ROW_GROUP_ROWS, row_groups=groups, columns=needed):
                 yield from _trajectories_of(batch, layout, bare=bare)
@@ -255,8 +257,8 @@ def _row_groups(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]
 
 
 def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:
-    found = extra_names(trajectories)
-    unnamed = sorted({*found.columns} - {*extra.columns} | {*found.payloads} - {*extra.payloads})
+    names = extra_names(trajectories)
+    unnamed = sorted({*names.columns} - {*extra.columns} | {*names.payloads} - {*extra.payloads})
     if unnamed:
         raise InvalidRequest(
             f"{', '.join(unnamed)}: a column or payload that the file does not have; name it in `extra`, "
@@ -289,7 +291,7 @@ def _trajectories_of(batch: pa.RecordBatch, layout: Layout, *, bare: bool) -> It
             if name not in flat:
                 values[name] = column[row].as_py()
             elif column[row].is_valid:
-                offsets, given = flat[name]
-                values[name] = given[offsets[row] : offsets[row + 1]]
+                offsets, items = flat[name]
+                values[name] = items[offsets[row] : offsets[row + 1]]
                 values[name].flags.writeable = False
         yield layout.made({**values, "metadata": {} if bare else json.loads(values["metadata"])})

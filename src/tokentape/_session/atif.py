@@ -55,8 +55,8 @@ def atif_document(
         },
         "steps": [{"step_id": n, **step} for n, step in enumerate(steps, 1)],
         "final_metrics": {
-            "total_prompt_tokens": sum(one["prompt_tokens"] for one in metrics),
-            "total_completion_tokens": sum(one["completion_tokens"] for one in metrics),
+            "total_prompt_tokens": sum(entry["prompt_tokens"] for entry in metrics),
+            "total_completion_tokens": sum(entry["completion_tokens"] for entry in metrics),
             "total_steps": len(steps),
         },
         "extra": {"reward": branch.reward, "verdict": branch.verdict, "metadata": dict(metadata)},
@@ -67,41 +67,41 @@ def _add(steps: list[dict[str, Any]], message: Message) -> None:
     """Append a message of a request: a tool's result to the step that called the tool, any other as a step."""
     if message["role"] != "tool":
         # ATIF allows reasoning and tool calls only in steps of the agent.
-        said = _said(message) if message["role"] == "assistant" else {"message": _text(message)}
-        steps.append({"source": _SOURCES.get(message["role"], "user"), **said})
+        fields = _said(message) if message["role"] == "assistant" else {"message": _text(message)}
+        steps.append({"source": _SOURCES.get(message["role"], "user"), **fields})
         return
-    called = message.get("tool_call_id")
-    asked = [step for step in steps if called in [one["tool_call_id"] for one in step.get("tool_calls", ())]]
-    if not asked:
-        called, asked = None, steps
+    call_id = message.get("tool_call_id")
+    calling_steps = [step for step in steps if call_id in [call["tool_call_id"] for call in step.get("tool_calls", ())]]
+    if not calling_steps:
+        call_id, calling_steps = None, steps
         if not steps:
             steps.append({"source": "system", "message": ""})
-    results = asked[-1].setdefault("observation", {"results": []})["results"]
-    results.append({"source_call_id": called, "content": _text(message)})
+    results = calling_steps[-1].setdefault("observation", {"results": []})["results"]
+    results.append({"source_call_id": call_id, "content": _text(message)})
 
 
 def _said(message: Message) -> dict[str, Any]:
-    said: dict[str, Any] = {"message": _text(message)}
+    fields: dict[str, Any] = {"message": _text(message)}
     if reasoning := reasoning_of(message):
-        said["reasoning_content"] = reasoning
+        fields["reasoning_content"] = reasoning
     if calls := list(_calls(message)):
-        said["tool_calls"] = calls
-    return said
+        fields["tool_calls"] = calls
+    return fields
 
 
 def _calls(message: Message) -> Iterator[dict[str, Any]]:
     for n, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
-        given = function.get("arguments") or {}
-        named = {"tool_call_id": call.get("id") or f"call_{n}", "function_name": function["name"]}
+        raw = function.get("arguments") or {}
+        fields = {"tool_call_id": call.get("id") or f"call_{n}", "function_name": function["name"]}
         try:
-            arguments = json.loads(given) if isinstance(given, str) else given
+            arguments = json.loads(raw) if isinstance(raw, str) else raw
         except ValueError:
             arguments = None
         if isinstance(arguments, dict):
-            yield {**named, "arguments": arguments}
+            yield {**fields, "arguments": arguments}
         else:
-            yield {**named, "arguments": {}, "extra": {"arguments": given}}
+            yield {**fields, "arguments": {}, "extra": {"arguments": raw}}
 
 
 def _text(message: Message) -> str:

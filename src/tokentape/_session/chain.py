@@ -77,7 +77,7 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
     return _digest(turn, parent_digest, lambda scalars: canonical_json(scalars).encode("ascii"))
 
 
-def _digest(turn: Turn, parent_digest: str | None, written: Callable[[dict[str, Any]], bytes]) -> str:
+def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[dict[str, Any]], bytes]) -> str:
     if (turn.parent is None) != (parent_digest is None):
         raise InvariantViolation(
             f"turn {turn.seq} of session {turn.session_id!r} has parent {turn.parent}, but "
@@ -86,19 +86,19 @@ def _digest(turn: Turn, parent_digest: str | None, written: Callable[[dict[str, 
     scalars = dict(zip(_SCALARS, _scalars_of(turn), strict=True))
     # A database may drop the sign of a zero.
     scalars["created_at"] = float(turn.created_at) + 0.0
-    younger = (
+    newer = (
         ("weight_changes", turn.weight_changes or None),
         ("abort_cause", turn.abort_cause),
         ("sampled_from", turn.sampled_from and distribution_fields(turn.sampled_from)),
         ("logprobs_of", turn.logprobs_of and distribution_fields(turn.logprobs_of)),
-        ("resumes", [asdict(one) for one in turn.resumes] or None),
+        ("resumes", [asdict(resume) for resume in turn.resumes] or None),
         ("adapter", turn.adapter),
     )
-    for name, value in younger:
+    for name, value in newer:
         if value is not None:
             scalars[name] = value
     parent = parent_digest or session_digest(turn.session_id)
-    parts = [_TURN, framed(parent.encode("ascii"), written(scalars))]
+    parts = [_TURN, framed(parent.encode("ascii"), encode(scalars))]
     for name, head in _HEADS:
         data = array_bytes(name, getattr(turn, name))
         parts += head, length_of(data), data

@@ -38,11 +38,13 @@ def not_comparable(sampled: TokenDistribution | None, recorded: TokenDistributio
     return None
 
 
-def _fields(one: TokenDistribution) -> tuple[bool | float | None, ...]:
-    return one.penalties, one.temperature, one.truncation, one.grammar
+def _fields(distribution: TokenDistribution) -> tuple[bool | float | None, ...]:
+    return distribution.penalties, distribution.temperature, distribution.truncation, distribution.grammar
 
 
-def has_supports(one: Trajectory, start: int, end: int) -> bool:
+def has_supports(trajectory: Trajectory, start: int, end: int) -> bool:
     """Return whether the support of each trained token from `start` to before `end` is recorded."""
-    found = one.payloads.get(SUPPORTS)
-    return found is not None and all(is_known(row) for row in found.rows[start:end][one.loss_mask[start:end]])
+    supports = trajectory.payloads.get(SUPPORTS)
+    return supports is not None and all(
+        is_known(row) for row in supports.rows[start:end][trajectory.loss_mask[start:end]]
+    )

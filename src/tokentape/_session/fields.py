@@ -50,7 +50,7 @@ class FileField:
 
 
 def _read_distributions(values: Iterable[Mapping[str, Any] | None]) -> tuple[TokenDistribution | None, ...]:
-    return tuple(TokenDistribution(**one) if one else None for one in values)
+    return tuple(TokenDistribution(**fields) if fields else None for fields in values)
 
 
 def _spans_of_turns(values: Mapping[str, Any]) -> tuple[tuple[int, int, str], ...]:
@@ -69,7 +69,7 @@ def _distributions(name: str) -> FileField:
         kind,
         "turn",
         nullable=True,
-        write=lambda values: [one and distribution_fields(one) for one in values],
+        write=lambda values: [distribution and distribution_fields(distribution) for distribution in values],
         read=_read_distributions,
         absent=_not_known,
     )
@@ -126,8 +126,8 @@ FIELDS = (
         ),
         "edge",
         nullable=True,
-        write=lambda edges: [asdict(one) for one in edges],
-        read=lambda edges: tuple(LineageEdge(**one) for one in edges),
+        write=lambda edges: [asdict(edge) for edge in edges],
+        read=lambda edges: tuple(LineageEdge(**edge) for edge in edges),
         absent=lambda values: (),
     ),
 )
@@ -155,24 +155,24 @@ class Layout:
         """The versions that a file names, by name."""
         return {"schema_version": SCHEMA_VERSION, **({self.version_name: self.version} if self.version_name else {})}
 
-    def check_versions(self, source: str, found: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` unless this release reads the versions in `found`, which are keyed by name."""
+    def check_versions(self, source: str, versions: Mapping[str, Any]) -> None:
+        """Raise `InvalidRequest` unless this release reads `versions`, which are keyed by name."""
         for name, version in self.versions.items():
-            if found.get(name) is None:
+            if versions.get(name) is None:
                 what = "trajectories" if name == "schema_version" else "samples; make some of its trajectories first"
                 raise InvalidRequest(f"{source} names no {name}, so it is not a file of {what}")
-            if str(found[name]) != str(version):
+            if str(versions[name]) != str(version):
                 raise InvalidRequest(
-                    f"{source} has {name.replace('_', ' ')} {found[name]}, this release reads version {version}; read "
-                    "it with the release that wrote it, or export it again"
+                    f"{source} has {name.replace('_', ' ')} {versions[name]}, this release reads version {version}; "
+                    "read it with the release that wrote it, or export it again"
                 )
 
-    def values(self, one: Trajectory) -> dict[str, Any]:
+    def values(self, trajectory: Trajectory) -> dict[str, Any]:
         """Return a trajectory as plain values by column name; arrays stay arrays."""
         return {
-            **{field.name: field.write(getattr(one, field.name)) for field in self.fields},
-            **{COLUMN_PREFIX + name: values for name, values in sorted(one.columns.items())},
-            **{PAYLOAD_PREFIX + name: _payload(rows) for name, rows in sorted(one.payloads.items())},
+            **{field.name: field.write(getattr(trajectory, field.name)) for field in self.fields},
+            **{COLUMN_PREFIX + name: values for name, values in sorted(trajectory.columns.items())},
+            **{PAYLOAD_PREFIX + name: _payload(rows) for name, rows in sorted(trajectory.payloads.items())},
         }
 
     def made(self, values: Mapping[str, Any]) -> Trajectory:
@@ -188,32 +188,34 @@ class Layout:
             ) from None
 
     def _made(self, values: Mapping[str, Any]) -> Trajectory:
-        found = {field.name: _attribute(field, values) for field in self.fields}
-        found["verdict"] = verdict_read(found["verdict"], (*found["sampled_from"], *found["logprobs_of"]))
-        given = {name: value for name, value in values.items() if value is not None}
+        attributes = {field.name: _attribute(field, values) for field in self.fields}
+        attributes["verdict"] = verdict_read(
+            attributes["verdict"], (*attributes["sampled_from"], *attributes["logprobs_of"])
+        )
+        present = {name: value for name, value in values.items() if value is not None}
         columns = {
             name.removeprefix(COLUMN_PREFIX): _array(FileField(name, "float"), value)
-            for name, value in given.items()
+            for name, value in present.items()
             if name.startswith(COLUMN_PREFIX)
         }
         payloads = {
             name.removeprefix(PAYLOAD_PREFIX): _token_rows(value)
-            for name, value in given.items()
+            for name, value in present.items()
             if name.startswith(PAYLOAD_PREFIX)
         }
-        tokens, turns = len(found["token_ids"]), len(found["turns"])
-        per_token = {field.name: found[field.name] for field in self.fields if field.per == "token"} | columns
-        per_token |= {f"{name}.rows": one.rows for name, one in payloads.items()}
-        per_token |= {f"{name}.known": one.known for name, one in payloads.items()}
-        per_turn = {field.name: found[field.name] for field in self.fields if field.per == "turn"}
+        tokens, turns = len(attributes["token_ids"]), len(attributes["turns"])
+        per_token = {field.name: attributes[field.name] for field in self.fields if field.per == "token"} | columns
+        per_token |= {f"{name}.rows": token_rows.rows for name, token_rows in payloads.items()}
+        per_token |= {f"{name}.known": token_rows.known for name, token_rows in payloads.items()}
+        per_turn = {field.name: attributes[field.name] for field in self.fields if field.per == "turn"}
         for expected, lists in ((tokens, per_token), (turns, per_turn)):
-            for name, one in lists.items():
-                if len(one) != expected:
-                    raise ValueError(f"{name} has {len(one)} values, expected {expected}")
-        starts, ends = found["completion_starts"], found["completion_ends"]
+            for name, entries in lists.items():
+                if len(entries) != expected:
+                    raise ValueError(f"{name} has {len(entries)} values, expected {expected}")
+        starts, ends = attributes["completion_starts"], attributes["completion_ends"]
         if (starts > ends).any() or (ends > tokens).any():
             raise ValueError(f"a completion ends before its start, or after the last of {tokens} tokens")
-        return self.record(**found, columns=columns, payloads=payloads)
+        return self.record(**attributes, columns=columns, payloads=payloads)
 
 
 TRAJECTORIES = Layout(Trajectory)
@@ -226,7 +228,7 @@ def _attribute(field: FileField, values: Mapping[str, Any]) -> Any:
     if field.array:
         return _array(field, value)
     entries = value if field.per else [value]
-    if not isinstance(entries, list | tuple) or not all(_fits(field.kind, one, field.nullable) for one in entries):
+    if not isinstance(entries, list | tuple) or not all(_fits(field.kind, entry, field.nullable) for entry in entries):
         raise TypeError(f"{field.name} is {str(value)[:80]}, expected {'a list of ' * bool(field.per)}{field.kind}")
     return field.read(value)
 
@@ -238,24 +240,26 @@ def _fits(kind: str | tuple[tuple[str, str], ...], value: Any, nullable: bool) -
     if value is None:
         return nullable
     if not isinstance(kind, str):
-        return isinstance(value, Mapping) and all(_fits(one, value.get(name), nullable) for name, one in kind)
+        return isinstance(value, Mapping) and all(
+            _fits(field_kind, value.get(name), nullable) for name, field_kind in kind
+        )
     return isinstance(value, _PLAIN[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
 def _array(field: FileField, value: Any) -> npt.NDArray[Any]:
     dtype = np.dtype(DTYPES[str(field.kind)])
-    given = np.asarray(value)
-    if given.dtype == object and dtype.kind == "f":
-        given = np.asarray([np.nan if one is None else one for one in value])  # JSON has no NaN
-    if given.ndim != 1 or (given.size and given.dtype.kind not in {"f": "fiu", "b": "b"}.get(dtype.kind, "iu")):
-        raise TypeError(f"{field.name} is an array of {given.dtype} {list(given.shape)}, expected a list of {dtype}")
+    array = np.asarray(value)
+    if array.dtype == object and dtype.kind == "f":
+        array = np.asarray([np.nan if number is None else number for number in value])  # JSON has no NaN
+    if array.ndim != 1 or (array.size and array.dtype.kind not in {"f": "fiu", "b": "b"}.get(dtype.kind, "iu")):
+        raise TypeError(f"{field.name} is an array of {array.dtype} {list(array.shape)}, expected a list of {dtype}")
     least, most = field.least, field.most
     if dtype.kind in "iu":
         least, most = max(least, np.iinfo(dtype.name).min), min(most, np.iinfo(dtype.name).max)
-    outside = (given < least) | (given > most)
+    outside = (array < least) | (array > most)
     if outside.any():
-        raise ValueError(f"{field.name} has {given[outside][0]}, expected {least} to {most}")
-    return given.astype(dtype, copy=False)
+        raise ValueError(f"{field.name} has {array[outside][0]}, expected {least} to {most}")
+    return array.astype(dtype, copy=False)
 
 
 def _payload(payload: TokenRows) -> dict[str, Any]:

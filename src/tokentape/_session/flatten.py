@@ -47,18 +47,18 @@ def trajectories(
     Rewards, columns, payloads and events are in the order in which they arrived: of several for the same turn the last
     one is used. Each branch that holds a turn has the turn's columns and payloads. `edges` come from `lineage`.
     """
-    given = _TurnData(rewards, columns, payloads, events)
+    data = _TurnData(rewards, columns, payloads, events)
     by_turn = {} if edges is None else roles(session, edges)
     edge_of = {edge.turn: edge for edge in edges or ()}
     trained: set[int] = set()
     out = []
     for leaf in session.leaves(unread=unread):
         path = session.path(leaf)
-        one = _flatten(session, path, trained, given)
+        trajectory = _flatten(session, path, trained, data)
         if edges is not None:
             mine = tuple(edge_of[turn.seq] for turn in path if turn.seq in edge_of)
-            one = replace(one, role=by_turn[leaf], lineage=mine)
-        out.append(one)
+            trajectory = replace(trajectory, role=by_turn[leaf], lineage=mine)
+        out.append(trajectory)
         trained.update(turn.seq for turn in path)
     return out
 
@@ -80,7 +80,9 @@ class _TurnData:
         events: Iterable[Event],
     ) -> None:
         self.bridges = bridge_states(events)
-        self.rewards = {(None, one.leaf) if one.leaf is not None else (one.turn, None): one.value for one in rewards}
+        self.rewards = {
+            (None, reward.leaf) if reward.leaf is not None else (reward.turn, None): reward.value for reward in rewards
+        }
         """By (turn, leaf). A reward of the whole session has the key (None, None)."""
         self.columns: dict[int, dict[str, TokenValues]] = {}
         self.payloads: dict[int, dict[str, TurnPayload]] = {}
@@ -90,7 +92,7 @@ class _TurnData:
             self.payloads.setdefault(payload.turn, {})[payload.name] = payload
 
 
-def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _TurnData) -> Trajectory:
+def _flatten(session: Session, path: Sequence[Turn], trained: set[int], data: _TurnData) -> Trajectory:
     sizes = np.array([[len(turn.added_ids), len(turn.completion_ids)] for turn in path], dtype=np.int32)
     ends = np.cumsum(sizes.ravel(), dtype=np.int32).reshape(-1, 2)
     starts = np.concatenate([[0], ends[:-1, 1]])
@@ -112,13 +114,13 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         completion_starts=ends[:, 0],
         completion_ends=ends[:, 1],
         weight_versions=tuple(turn.weight_version for turn in path),
-        reward=given.rewards.get((None, leaf), given.rewards.get((None, None))),
-        verdict=verdict(path, given.bridges, unread=session.is_unread(leaf)),
+        reward=data.rewards.get((None, leaf), data.rewards.get((None, None))),
+        verdict=verdict(path, data.bridges, unread=session.is_unread(leaf)),
         metadata=session.info.metadata,
-        turn_rewards=np.array([given.rewards.get((turn.seq, None), np.nan) for turn in path], np.float64),
+        turn_rewards=np.array([data.rewards.get((turn.seq, None), np.nan) for turn in path], np.float64),
         weight_spans=_weight_spans(path, ends[:, 0].tolist()),
-        columns=_columns(path, ends[:, 1].tolist(), loss_mask, given.columns),
-        payloads=_payloads(path, starts.tolist(), len(loss_mask), given.payloads),
+        columns=_columns(path, ends[:, 1].tolist(), loss_mask, data.columns),
+        payloads=_payloads(path, starts.tolist(), len(loss_mask), data.payloads),
         media=tuple(path_media(path)),
         sampled_from=tuple(turn.sampled_from for turn in path),
         logprobs_of=tuple(turn.logprobs_of for turn in path),
@@ -136,9 +138,11 @@ def _weight_spans(path: Sequence[Turn], starts: Sequence[int]) -> tuple[tuple[in
                 spans.append((start, start + len(turn.completion_ids), turn.weight_version))
             continue
         changes = [(0, turn.weight_version), *turn.weight_changes]
-        ends = [at for at, _ in turn.weight_changes] + [len(turn.completion_ids)]
+        ends = [offset for offset, _ in turn.weight_changes] + [len(turn.completion_ids)]
         spans += [
-            (start + at, start + end, version) for (at, version), end in zip(changes, ends, strict=True) if at < end
+            (start + offset, start + end, version)
+            for (offset, version), end in zip(changes, ends, strict=True)
+            if offset < end
         ]
     return tuple(spans)
 
@@ -147,32 +151,32 @@ def _columns(
     path: Sequence[Turn],
     ends: Sequence[int],
     loss_mask: npt.NDArray[np.bool_],
-    given: Mapping[int, Mapping[str, TokenValues]],
+    values_by_turn: Mapping[int, Mapping[str, TokenValues]],
 ) -> dict[str, TokenValues]:
-    if not given:
+    if not values_by_turn:
         return {}
-    names = sorted({name for turn in path for name in given.get(turn.seq, ())})
+    names = sorted({name for turn in path for name in values_by_turn.get(turn.seq, ())})
     # A forgotten value must not train as if it were zero, and a context token must not make a masked sum NaN.
     columns = {name: np.where(loss_mask, np.float32(np.nan), np.float32(0)) for name in names}
     for turn, end in zip(path, ends, strict=True):
-        for name, values in given.get(turn.seq, {}).items():
+        for name, values in values_by_turn.get(turn.seq, {}).items():
             columns[name][end - len(values) : end] = values
     return columns
 
 
 def _payloads(
-    path: Sequence[Turn], starts: Sequence[int], tokens: int, given: Mapping[int, Mapping[str, TurnPayload]]
+    path: Sequence[Turn], starts: Sequence[int], tokens: int, payloads_by_turn: Mapping[int, Mapping[str, TurnPayload]]
 ) -> dict[str, TokenRows]:
     out: dict[str, TokenRows] = {}
     for turn, start in zip(path, starts, strict=True):
-        for name, payload in sorted(given.get(turn.seq, {}).items()):
+        for name, payload in sorted(payloads_by_turn.get(turn.seq, {}).items()):
             if name not in out:
                 empty = blank_rows((tokens, *payload.rows.shape[1:]), payload.rows.dtype)
                 out[name] = TokenRows(empty, np.zeros(tokens, bool))
-            filled, at, rows = out[name], start + payload.start, payload.rows
-            if payload.start < 0 and filled.known[at]:
+            filled, position, rows = out[name], start + payload.start, payload.rows
+            if payload.start < 0 and filled.known[position]:
                 # The parent's own row is the one that its logprobs came from.
-                at, rows = at + 1, rows[1:]
-            filled.rows[at : at + len(rows)] = rows
-            filled.known[at : at + len(rows)] = True
+                position, rows = position + 1, rows[1:]
+            filled.rows[position : position + len(rows)] = rows
+            filled.known[position : position + len(rows)] = True
     return out

@@ -28,15 +28,15 @@ def check_completion(ids: TokenIds, logprobs: Logprobs, vocab_size: int) -> None
         raise EngineContractError("the engine returned a logprob that is not a finite number <= 0")
 
 
-def check_turn(turn: Turn, parent_context: TokenIds, sent: TokenIds) -> None:
-    """Raise `InvariantViolation` unless what was sent is the parent's context + `added_ids`, bit for bit."""
+def check_turn(turn: Turn, parent_context: TokenIds, prompt: TokenIds) -> None:
+    """Raise `InvariantViolation` unless the sent `prompt` is the parent's context + `added_ids`, bit for bit."""
     before, expected = len(parent_context), len(parent_context) + len(turn.added_ids)
     where = f"session {turn.session_id} turn {turn.seq}"
-    if len(sent) != expected:
-        raise InvariantViolation(f"{where}: {len(sent)} ids were sent, context and bridge have {expected}")
-    if differ := np.flatnonzero(sent[:before] != parent_context).tolist():
+    if len(prompt) != expected:
+        raise InvariantViolation(f"{where}: {len(prompt)} ids were sent, context and bridge have {expected}")
+    if differ := np.flatnonzero(prompt[:before] != parent_context).tolist():
         raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {differ[0]}")
-    if (sent[before:] != turn.added_ids).any():
+    if (prompt[before:] != turn.added_ids).any():
         raise InvariantViolation(f"{where}: the prompt does not end with the recorded bridge")
     if len(turn.added_provenance) != len(turn.added_ids):
         raise InvariantViolation(f"{where}: {len(turn.added_ids)} ids have {len(turn.added_provenance)} provenances")

@@ -26,7 +26,7 @@ from tokentape.types import Trajectory
 def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> dict[str, Any]:
     """Return the trajectory as plain values, with lists for arrays."""
     of_turns = ("sampled_from", "logprobs_of", "finish_reasons", "adapters")
-    left_out = {name for name in of_turns if not any(one is not None for one in getattr(trajectory, name))}
+    left_out = {name for name in of_turns if not any(value is not None for value in getattr(trajectory, name))}
     if not trajectory.role:
         left_out |= {"role", "lineage"}
     values = layout.values(trajectory).items()
@@ -35,8 +35,8 @@ def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) ->
 
 def json_line(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> bytes:
     """Return the trajectory as its one canonical line, because digests are computed over lines."""
-    known = *trajectory.sampled_from, *trajectory.logprobs_of
-    value = trajectory_to_json(trajectory, layout) | {"verdict": verdict_written(trajectory.verdict, known)}
+    distributions = *trajectory.sampled_from, *trajectory.logprobs_of
+    value = trajectory_to_json(trajectory, layout) | {"verdict": verdict_written(trajectory.verdict, distributions)}
     return canonical_json(value).encode("ascii") + b"\n"
 
 
@@ -51,16 +51,16 @@ def write_jsonl(trajectories: Iterable[Trajectory], sink: str | Path | IO[bytes]
     if isinstance(sink, str | Path):
         with open(sink, "wb") as file:
             return write_jsonl(trajectories, file, layout)
-    written = 0
+    count = 0
     for trajectory in trajectories:
         sink.write(json_line(trajectory, layout))
-        written += 1
-    return written
+        count += 1
+    return count
 
 
 def read_jsonl(source: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Trajectory]:
     """Yield the trajectories of a file that `write_jsonl` wrote. Raises `InvalidRequest` naming the damaged line."""
-    return (one for _, one in read_jsonl_places(source, layout))
+    return (trajectory for _, trajectory in read_jsonl_places(source, layout))
 
 
 def read_jsonl_places(
@@ -82,11 +82,11 @@ def _plain(value: Any) -> Any:
         case np.ndarray():
             values = value.tolist()
             missing = value.dtype.kind == "f" and bool(np.isnan(value).any())
-            return [None if one != one else one for one in values] if missing else values
+            return [None if number != number else number for number in values] if missing else values
         case bytes():
             return base64.b64encode(value).decode("ascii")
         case dict():
-            return {name: _plain(one) for name, one in value.items()}
+            return {name: _plain(entry) for name, entry in value.items()}
         case tuple():
             return list(value)
     return value

@@ -25,32 +25,32 @@ def lineage(session: Session, others: Iterable[Recorded] = ()) -> list[LineageEd
     one_branch = len({turn.parent for turn in session.turns}) == len(session.turns)
     if one_branch and not parent_sessions(session):
         return []
-    branches = Branches(session, {one.info.session_id: one for one in others})
-    found = (next(filter(None, (rule(branches, one) for rule in RULES)), None) for one in branches.all.values())
-    return [edge for edge in found if edge is not None]
+    branches = Branches(session, {other.info.session_id: other for other in others})
+    edges = (next(filter(None, (rule(branches, branch) for rule in RULES)), None) for branch in branches.all.values())
+    return [edge for edge in edges if edge is not None]
 
 
 def parent_sessions(session: Session) -> set[str]:
     """Return the ids of other sessions that headers name as the parent of this one."""
-    named = {client_of(turn).get("parent") for turn in session.turns if turn.parent is None}
-    return {str(one) for one in named if one} - {session.info.session_id}
+    parents = {client_of(turn).get("parent") for turn in session.turns if turn.parent is None}
+    return {str(parent) for parent in parents if parent} - {session.info.session_id}
 
 
 def roles(session: Session, edges: Iterable[LineageEdge]) -> dict[int, str]:
     """Return one of `ROLES` per turn. Compactions, retries and edits keep the role of the branch they come from."""
     by_turn = {edge.turn: edge for edge in edges}
-    found: dict[int | None, str] = {}
+    role_of: dict[int | None, str] = {}
     for turn in session.turns:
         edge = by_turn.get(turn.seq)
         if edge is not None and edge.kind in ROLES:
-            found[turn.seq] = edge.kind
+            role_of[turn.seq] = edge.kind
         else:
-            found[turn.seq] = found.get(turn.parent if edge is None else edge.parent, "main")
-    return {turn.seq: found[turn.seq] for turn in session.turns}
+            role_of[turn.seq] = role_of.get(turn.parent if edge is None else edge.parent, "main")
+    return {turn.seq: role_of[turn.seq] for turn in session.turns}
 
 
-def check_roles(wanted: Iterable[str]) -> None:
+def check_roles(names: Iterable[str]) -> None:
     """Raise `InvalidRequest` unless each is one of `ROLES`."""
-    for one in wanted:
-        if one not in ROLES:
-            raise InvalidRequest(f"unknown role {one!r}; expected {', '.join(ROLES)}", "roles")
+    for name in names:
+        if name not in ROLES:
+            raise InvalidRequest(f"unknown role {name!r}; expected {', '.join(ROLES)}", "roles")

@@ -35,8 +35,8 @@ class Recorded(Protocol):
 
 def client_of(turn: Turn) -> Mapping[str, Any]:
     """Return the fields that the gateway read from the headers of a turn's request."""
-    found = turn.sampling.get(CLIENT)
-    return found if isinstance(found, dict) else {}
+    fields = turn.sampling.get(CLIENT)
+    return fields if isinstance(fields, dict) else {}
 
 
 def _text(message: Message) -> str:
@@ -63,8 +63,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def _arguments(turn: Turn) -> Iterator[str]:
@@ -84,7 +84,7 @@ class Branch:
     def __init__(self, turn: Turn, texts: Sequence[str], keys: Iterable[bytes], root: Branch | None) -> None:
         self.turn, self.new, self.text = turn, texts, " ".join(texts)
         self.keys = frozenset(keys)
-        by_role = [(one.get("role"), text) for one, text in zip(turn.messages, texts, strict=True)]
+        by_role = [(message.get("role"), text) for message, text in zip(turn.messages, texts, strict=True)]
         self.users = [_without_notes(text) for role, text in by_role if role == "user"]
         """What the user said, without notes of the harness before it."""
         self.tasks = frozenset(filter(None, self.users))
@@ -99,10 +99,10 @@ class Branches:
 
     def __init__(self, session: Session, others: Mapping[str, Recorded]) -> None:
         self.session, self.others, self.turns = session, others, session.turns
-        self.texts = [[_text(one) for one in turn.messages] for turn in self.turns]
+        self.texts = [[_text(message) for message in turn.messages] for turn in self.turns]
         self.replies = [_text(turn.reply) for turn in self.turns]
-        self.keys = [[*map(message_key, one.messages), message_key(one.reply)] for one in self.turns]
-        self.reply_keys = {self.keys[one.seq][-1]: one.seq for one in self.turns if one.finish_reason != "abort"}
+        self.keys = [[*map(message_key, turn.messages), message_key(turn.reply)] for turn in self.turns]
+        self.reply_keys = {self.keys[turn.seq][-1]: turn.seq for turn in self.turns if turn.finish_reason != "abort"}
         self.children: dict[int | None, list[Turn]] = {}
         self.root: list[int] = []
         self.length: dict[int | None, int] = {None: 0}
@@ -114,7 +114,7 @@ class Branches:
         self.all: dict[int, Branch] = {}
         self.first_sent: dict[bytes, int] = {}
         """By message key, the first turn that was sent the message as a new one."""
-        sent: dict[Any, Turn] = {}
+        requests: dict[Any, Turn] = {}
         for turn in self.turns:
             seq, parent = turn.seq, turn.parent
             self.root.append(seq if parent is None else self.root[parent])
@@ -126,9 +126,9 @@ class Branches:
                 self.first_sent.setdefault(key, seq)
             self.length[seq] = self.length[parent] + len(self.keys[seq])
             request = parent, turn.setup, *self.keys[seq][:-1]
-            if request in sent:
-                self.same[seq] = sent[request]
-            sent[request] = turn
+            if request in requests:
+                self.same[seq] = requests[request]
+            requests[request] = turn
             self.by_client.setdefault(client_of(turn).get("session"), []).append(turn)
         self.last = list(range(len(self.turns)))
         """For each turn, the newest turn of its subtree."""
@@ -146,10 +146,10 @@ class Branches:
 
     def earlier(self, branch: Branch) -> Iterator[Turn]:
         """Yield the turns before a branch's first one that are not on its path, newest first, within `WINDOW`."""
-        first, at = max(branch.turn.seq - WINDOW, 0), branch.turn.parent
+        first, ancestor = max(branch.turn.seq - WINDOW, 0), branch.turn.parent
         for turn in reversed(self.turns[first : branch.turn.seq]):
-            if turn.seq == at:
-                at = turn.parent
+            if turn.seq == ancestor:
+                ancestor = turn.parent
             else:
                 yield turn
 
@@ -159,7 +159,7 @@ class Branches:
 
     def single(self, branch: Branch) -> bool:
         """Return whether a branch has only one turn, aborted continuations aside."""
-        return not any(one.finish_reason != "abort" for one in self.children.get(branch.turn.seq, ()))
+        return not any(child.finish_reason != "abort" for child in self.children.get(branch.turn.seq, ()))
 
     def path_keys(self, seq: int) -> list[bytes]:
         """Return the message keys of the path to a turn, including its reply."""
@@ -189,15 +189,15 @@ class Branches:
 
         A name may be before the reply. A side call has another branch's replies as an assistant's, or in one text.
         """
-        found: dict[int, set[int]] = {}
+        later_roots: dict[int, set[int]] = {}
         for root in self._roots():
-            for one in self.earlier(root):
-                other, reply = self.branch_of(one.seq), self.replies[one.seq]
+            for turn in self.earlier(root):
+                other, reply = self.branch_of(turn.seq), self.replies[turn.seq]
                 if other.user not in root.tasks or other.system == root.system or len(reply) < 12:
                     continue
                 if any(text.endswith(reply) for text in root.tasks if text != other.user):
-                    found.setdefault(one.seq, set()).add(root.turn.seq)
-        return found
+                    later_roots.setdefault(turn.seq, set()).add(root.turn.seq)
+        return later_roots
 
     @cached_property
     def returned(self) -> Mapping[int, Turn]:
@@ -205,23 +205,23 @@ class Branches:
 
         If several turns got the same result, the last of them.
         """
-        roots = ((one.turn.seq, self.replies[self.last[one.turn.seq]]) for one in self._roots())
+        roots = ((branch.turn.seq, self.replies[self.last[branch.turn.seq]]) for branch in self._roots())
         last = {seq: text for seq, text in roots if len(text) >= 12}
         index = TextIndex({seq: start(text) for seq, text in last.items()})
-        found: dict[int, tuple[str, Turn]] = {}
+        results: dict[int, tuple[str, Turn]] = {}
         for turn in self.turns:
             for message, text in zip(turn.messages, self.texts[turn.seq], strict=True):
                 if turn.parent is None or message.get("role") != "tool" or len(text) < 12:
                     continue
                 for root in index.found_in(shingles(text)):
                     named = self.root[turn.seq] < root < turn.seq and last[root] in text
-                    if named and found.setdefault(root, (text, turn))[0] == text:
-                        found[root] = text, turn
-        return {root: turn for root, (_, turn) in found.items()}
+                    if named and results.setdefault(root, (text, turn))[0] == text:
+                        results[root] = text, turn
+        return {root: turn for root, (_, turn) in results.items()}
 
     def named_in(self, branch: Branch) -> Iterator[Branch]:
         """Yield the roots with a first user message that may be quoted in the new messages of a branch."""
-        short = (one for one in branch.new if len(one) < 12)
+        short = (text for text in branch.new if len(text) < 12)
         runs = np.unique(np.concatenate([self._of_conversation(branch.text), *map(shingles, short)]))
         yield from (self.all[seq] for seq in sorted(self._users.found_in(runs)))
 
@@ -229,10 +229,10 @@ class Branches:
     def _users(self) -> TextIndex:
         """The first user message of each root. Of roots that are equal for the rules, only the first is indexed."""
         first: dict[Any, Branch] = {}
-        for one in self._roots():
-            calls = bool(one.turn.reply.get("tool_calls"))
-            first.setdefault((one.user, one.system, len(one.users), calls, self.single(one)), one)
-        return TextIndex({one.turn.seq: start(one.user) for one in first.values() if one.user})
+        for root in self._roots():
+            calls = bool(root.turn.reply.get("tool_calls"))
+            first.setdefault((root.user, root.system, len(root.users), calls, self.single(root)), root)
+        return TextIndex({root.turn.seq: start(root.user) for root in first.values() if root.user})
 
     def _roots(self) -> Iterator[Branch]:
-        return (one for one in self.all.values() if one.turn.parent is None)
+        return (root for root in self.all.values() if root.turn.parent is None)

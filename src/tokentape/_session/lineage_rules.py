@@ -30,48 +30,53 @@ def _retry(branches: Branches, branch: Branch) -> LineageEdge | None:
     turn, other = branch.turn, branches.same.get(branch.turn.seq)
     if other is None or turn.created_at - other.created_at < _AT_ONCE:
         return None
-    why = (
-        f"was aborted ({other.abort_cause})"
-        if other.finish_reason == "abort"
-        else "was not read by its client"
-        if other.seq in branches.session.unread
-        else "could not be parsed"
-        if other.sampling.get("parse_problem")
-        else ""
-    )
     if client_of(turn).get("retry"):
         return edge("retry", branch, other.seq, "header x-stainless-retry-count, same messages", 1.0)
-    return edge("retry", branch, other.seq, f"same messages, and the reply before {why}", 0.95) if why else None
+    if other.finish_reason == "abort":
+        why = f"was aborted ({other.abort_cause})"
+    elif other.seq in branches.session.unread:
+        why = "was not read by its client"
+    elif other.sampling.get("parse_problem"):
+        why = "could not be parsed"
+    else:
+        return None
+    return edge("retry", branch, other.seq, f"same messages, and the reply before {why}", 0.95)
 
 
 def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
     client, turn = client_of(branch.turn), branch.turn
     parent, kind = client.get("parent"), client.get("kind")
-    last = next((one for one in branches.earlier(branch) if _agent(one) == _agent(turn)), None)
+    last = next((other for other in branches.earlier(branch) if _agent(other) == _agent(turn)), None)
     if parent and parent != turn.session_id and turn.parent is None:
         # A harness's own session may be another session of the record, or be recorded in this one.
         here = branches.by_client.get(parent, [])
-        here = here[: bisect_left(here, turn.seq, key=lambda one: one.seq)]
-        other = branches.others.get(parent)
-        there = (one for one in reversed(other.turns if other else ()) if one.created_at <= turn.created_at)
+        here = here[: bisect_left(here, turn.seq, key=lambda other: other.seq)]
+        session = branches.others.get(parent)
+        there = (other for other in reversed(session.turns if session else ()) if other.created_at <= turn.created_at)
         spawner, named = _spawner(branches, here[::-1] or there, branch)
         evidence = "header names the parent session" + (", whose tool call has this task" if named else "")
-        role, seq = "side_call" if kind in _SIDE_CALL else "subagent", None if spawner is None else spawner.seq
+        role = "side_call" if kind in _SIDE_CALL else "subagent"
+        seq = None if spawner is None else spawner.seq
         return edge(role, branch, seq, evidence, 1.0, None if here else str(parent))
     if kind in _SIDE_CALL:
-        read = _side_call(branches, branch)
-        before = turn.parent if last is None else last.seq if read is None else read.parent
+        before = turn.parent
+        if last is not None:
+            over = _side_call(branches, branch)
+            before = last.seq if over is None else over.parent
         return None if before is None else edge("side_call", branch, before, f"header says {kind}", 1.0)
     if turn.parent is None and (kind in _SUBAGENT or client.get("agent")):
-        known = [one for one in branches.earlier(branch) if _agent(one) == client.get("parent_agent")]
+        parent_turns = [other for other in branches.earlier(branch) if _agent(other) == client.get("parent_agent")]
         if not client.get("parent_agent") and kind not in _SUBAGENT:
             # The first agent of Codex has an id too.
-            known = [one for one in known if client.get("session", "") == client_of(one).get("session")]
-        if last is None and known:
-            spawn, named = _spawner(branches, known, branch)
-            calling = spawn if named and spawn else next((one for one in known if branches.arguments(one)), known[0])
+            parent_turns = [
+                other for other in parent_turns if client.get("session", "") == client_of(other).get("session")
+            ]
+        if last is None and parent_turns:
+            spawn, named = _spawner(branches, parent_turns, branch)
+            if not named or spawn is None:
+                spawn = next((other for other in parent_turns if branches.arguments(other)), parent_turns[0])
             evidence = "header names another agent" + (", a tool call has its task" if named else "")
-            return edge("subagent", branch, calling.seq, evidence, 1.0)
+            return edge("subagent", branch, spawn.seq, evidence, 1.0)
     if last is not None and turn.parent is None:
         (old, number), (thread, now) = _window(last), _window(turn)
         if client.get("compacted") or (old == thread and number < now):
@@ -97,16 +102,16 @@ def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple
     """
     newest = list(islice(turns, WINDOW))
     part = None
-    for one in newest:
-        arguments = branches.arguments(one)
+    for turn in newest:
+        arguments = branches.arguments(turn)
         if not branch.tasks.isdisjoint(arguments):
-            return one, True
+            return turn, True
         if part is None and any(
             (len(other) >= 24 and other in text) or (len(text) >= 24 and text in other)
             for other in arguments
             for text in branch.tasks
         ):
-            part = one
+            part = turn
     return part or (newest[0] if newest else None), part is not None
 
 
@@ -128,15 +133,16 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
         aside = None if exact or not branches.single(branch) else _over_history(branches, branch)[1]
         if aside is not None:
             return aside
+        evidence = "a tool call has its task"
+        if returned:
+            return edge("subagent", branch, spawn.seq, f"{evidence}, whose result is its last reply", 0.98)
         parent = branches.branch_of(spawn.seq)
         other = parent.system != branch.system or spawn.setup != branch.turn.setup
-        sure = 0.98 if returned else 0.9 if other else 0.6
-        evidence = "a tool call has its task" + (", whose result is its last reply" if returned else "")
-        return edge("subagent", branch, spawn.seq, evidence, sure)
+        return edge("subagent", branch, spawn.seq, evidence, 0.9 if other else 0.6)
     if returned is not None and returned.parent is not None and returned.parent < branch.turn.seq:
         return edge("subagent", branch, returned.parent, "its last reply is the result of a tool call", 0.9)
     messages, keys = branch.turn.messages, branches.keys[branch.turn.seq]
-    past = [key for key, one in zip(keys, messages, strict=False) if one.get("role") == "assistant"]
+    past = [key for key, message in zip(keys, messages, strict=False) if message.get("role") == "assistant"]
     handed = branches.reply_keys.get(past[-1]) if past else None
     if handed is not None and handed < branch.turn.seq and branches.turns[handed].setup != branch.turn.setup:
         parent = branches.branch_of(handed)
@@ -145,8 +151,8 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-def _same_request(branches: Branches, one: Turn, other: Turn) -> bool:
-    return one.setup == other.setup and branches.keys[one.seq][:-1] == branches.keys[other.seq][:-1]
+def _same_request(branches: Branches, turn: Turn, other: Turn) -> bool:
+    return turn.setup == other.setup and branches.keys[turn.seq][:-1] == branches.keys[other.seq][:-1]
 
 
 def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
@@ -156,19 +162,20 @@ def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
     """
     turn = branch.turn
     keys = branches.keys[turn.seq]
-    sent = zip(turn.messages, keys, branch.new, strict=False)
-    text = " ".join(text for one, key, text in sent if _may_be_summary(branches, branch, one, key))
-    for one in branches.earlier(branch) if text else ():
-        if one.finish_reason == "abort" or len(branches.replies[one.seq]) < 40 or not branches.quoted(one.seq, text):
+    new_messages = zip(turn.messages, keys, branch.new, strict=False)
+    text = " ".join(text for message, key, text in new_messages if _may_be_summary(branches, branch, message, key))
+    for summary in branches.earlier(branch) if text else ():
+        reply = branches.replies[summary.seq]
+        if summary.finish_reason == "abort" or len(reply) < 40 or not branches.quoted(summary.seq, text):
             continue
-        parent = _summarized(branches, one)
+        parent = _summarized(branches, summary)
         if parent is None or branches.length[turn.parent] >= branches.length[parent]:
             continue
         if len(branches.replies[parent]) >= 24 and branches.quoted(parent, branch.text):
             # The history itself is quoted too: a team, or a question about it.
             continue
         if branches.branch_of(parent).system == branch.system or branches.turns[parent].setup == turn.setup:
-            evidence = f"a message quotes the reply of turn {one.seq}, which had the branch before"
+            evidence = f"a message quotes the reply of turn {summary.seq}, which had the branch before"
             return edge("compaction", branch, parent, evidence, 0.95)
     return None
 
@@ -191,7 +198,7 @@ def _summarized(branches: Branches, summary: Turn) -> int | None:
     if summary.parent is not None:
         return summary.parent
     root = branches.all[summary.seq]
-    return next((one.seq for one in branches.earlier(root) if _has_reply(branches, root, one)), None)
+    return next((turn.seq for turn in branches.earlier(root) if _has_reply(branches, root, turn)), None)
 
 
 def _has_reply(branches: Branches, root: Branch, turn: Turn) -> bool:
@@ -207,44 +214,44 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     It is a compaction if a few new messages replace at least three old ones.
     """
     turn = branch.turn
-    sent = branches.keys[turn.seq][:-1]
-    places = [at for at, key in enumerate(sent) if branches.reply_keys.get(key, turn.seq) < turn.seq]
+    keys = branches.keys[turn.seq][:-1]
+    places = [index for index, key in enumerate(keys) if branches.reply_keys.get(key, turn.seq) < turn.seq]
     if not places and turn.parent is None:
         return _changed_reply(branches, branch)
     if not places:
         return _beside(branches, branch, branches.children[turn.parent])
-    last = branches.reply_keys[sent[places[-1]]]
+    last = branches.reply_keys[keys[places[-1]]]
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
     if changed and turn.parent is None:
         # The last reply in the history is a summary. Earlier roots may have it too.
         end = places[-1] + 1
-        same = [one for one in branches.earlier(branch) if one.parent is None and one.setup == turn.setup]
-        after = [one for one in reversed(same) if branches.keys[one.seq][:end] == sent[:end]]
+        same = [root for root in branches.earlier(branch) if root.parent is None and root.setup == turn.setup]
+        after = [root for root in reversed(same) if branches.keys[root.seq][:end] == keys[:end]]
         if beside := _beside(branches, branch, after):
             return beside
     if branches.single(branch) and (changed or other.turn.setup != turn.setup):
         return None
     path, own = branches.path_keys(last), set(branches.path_keys(turn.seq)[:-1])
-    gone = [key for key in path if key not in own]
-    known = set(path)
-    put = [key for key in sent[: places[-1]] if key not in known]
-    if len(gone) >= 3 and 0 < len(put) < len(gone) and other.system == branch.system:
-        evidence = f"{len(put)} new messages stand for {len(gone)} of the branch before"
+    removed = [key for key in path if key not in own]
+    path_keys = set(path)
+    added = [key for key in keys[: places[-1]] if key not in path_keys]
+    if len(removed) >= 3 and 0 < len(added) < len(removed) and other.system == branch.system:
+        evidence = f"{len(added)} new messages stand for {len(removed)} of the branch before"
         return edge("compaction", branch, last, evidence, 0.7)
-    share = 1 - len(gone) / len(path)
+    share = 1 - len(removed) / len(path)
     evidence = f"{share:.0%} of the messages of the branch before, the rest changed"
     return edge("edit", branch, last, evidence, round(0.6 + 0.35 * share, 2))
 
 
 def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
     """Return an edge for a root that repeats an earlier root's messages and continues them with another reply."""
-    sent = branches.keys[branch.turn.seq][:-1]
-    for one in branches.earlier(branch):
-        asked = branches.keys[one.seq][:-1]
-        same = one.parent is None and one.setup == branch.turn.setup and sent[: len(asked)] == asked
-        if same and len(sent) > len(asked) and branch.turn.messages[len(asked)].get("role") == "assistant":
-            return edge("edit", branch, one.seq, "the reply to its first messages was changed", 0.9)
+    keys = branches.keys[branch.turn.seq][:-1]
+    for other in branches.earlier(branch):
+        other_keys = branches.keys[other.seq][:-1]
+        same = other.parent is None and other.setup == branch.turn.setup and keys[: len(other_keys)] == other_keys
+        if same and len(keys) > len(other_keys) and branch.turn.messages[len(other_keys)].get("role") == "assistant":
+            return edge("edit", branch, other.seq, "the reply to its first messages was changed", 0.9)
     return None
 
 
@@ -254,11 +261,13 @@ def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> Lin
     `siblings` are the first turns of branches with this history.
     """
     turn = branch.turn
-    at = bisect_left(siblings, turn.seq, key=lambda one: one.seq)
-    beside = [one for one in siblings[max(at - WINDOW, 0) : at] if client_of(one).get("kind") not in _SIDE_CALL]
+    index = bisect_left(siblings, turn.seq, key=lambda sibling: sibling.seq)
+    beside = [
+        other for other in siblings[max(index - WINDOW, 0) : index] if client_of(other).get("kind") not in _SIDE_CALL
+    ]
     if not beside or turn.seq in branches.same:
         return None
-    if branches.single(branch) and any(branches.last[one.seq] > turn.seq for one in beside):
+    if branches.single(branch) and any(branches.last[other.seq] > turn.seq for other in beside):
         return edge("side_call", branch, turn.parent, "one reply, and the branch beside it goes on", 0.8)
     if branches.single(branch) and _is_summary(branches, turn):
         return edge("side_call", branch, turn.parent, "one reply, and the next root quotes it", 0.9)
@@ -267,7 +276,7 @@ def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> Lin
 
 def _is_summary(branches: Branches, turn: Turn) -> bool:
     """Return whether the next root quotes the reply of a turn, and is under the same system prompt or tools."""
-    roots = (one for one in branches.turns[turn.seq + 1 : turn.seq + WINDOW] if one.parent is None)
+    roots = (candidate for candidate in branches.turns[turn.seq + 1 : turn.seq + WINDOW] if candidate.parent is None)
     root = next(roots, None)
     return (
         root is not None
@@ -283,7 +292,7 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
     if turn.parent is not None or not branches.single(branch):
         return None
     over, aside = _over_history(branches, branch)
-    if over or any(one.get("role") == "assistant" for one in turn.messages):
+    if over or any(message.get("role") == "assistant" for message in turn.messages):
         return aside
     for root in branches.named_in(branch):
         if root.turn.seq in branches.heard.get(turn.seq, ()):
@@ -303,13 +312,13 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 def _over_history(branches: Branches, branch: Branch) -> tuple[bool, LineageEdge | None]:
     """Return whether a branch has the history of another one, and its edge if its reply is not sent on."""
-    for one in branches.earlier(branch):
-        other = branches.branch_of(one.seq)
-        same = other.system == branch.system and one.setup == branch.turn.setup
-        if not same and _has_reply(branches, branch, one):
-            if branch.turn.seq in branches.heard.get(one.seq, ()) or _sent_on(branches, branch, one):
+    for turn in branches.earlier(branch):
+        other = branches.branch_of(turn.seq)
+        same = other.system == branch.system and turn.setup == branch.turn.setup
+        if not same and _has_reply(branches, branch, turn):
+            if branch.turn.seq in branches.heard.get(turn.seq, ()) or _sent_on(branches, branch, turn):
                 return True, None
-            return True, edge("side_call", branch, one.seq, "one reply over the history of another branch", 0.85)
+            return True, edge("side_call", branch, turn.seq, "one reply over the history of another branch", 0.85)
     return False, None
 
 
@@ -321,9 +330,9 @@ def _sent_on(branches: Branches, branch: Branch, over: Turn) -> bool:
     reply = branches.replies[branch.turn.seq]
     return len(reply) >= 12 and any(
         reply in text
-        for one in branches.turns[branch.turn.seq + 1 : branch.turn.seq + WINDOW]
-        if one.parent is not None or _has_reply(branches, branches.all[one.seq], over)
-        for text in branches.texts[one.seq]
+        for turn in branches.turns[branch.turn.seq + 1 : branch.turn.seq + WINDOW]
+        if turn.parent is not None or _has_reply(branches, branches.all[turn.seq], over)
+        for text in branches.texts[turn.seq]
     )
 
 
@@ -331,16 +340,16 @@ def _member(branches: Branches, branch: Branch) -> LineageEdge | None:
     """Return an edge for an agent of a team: another system prompt, and an earlier branch's reply as a user message."""
     if branch.turn.parent is not None:
         return None
-    sent = zip(branch.turn.messages, branch.new, strict=True)
-    texts = {text for one, text in sent if one.get("role") in ("user", "tool") and len(text) >= 12}
-    for one in branches.earlier(branch):
-        reply = branches.replies[one.seq]
+    messages = zip(branch.turn.messages, branch.new, strict=True)
+    texts = {text for message, text in messages if message.get("role") in ("user", "tool") and len(text) >= 12}
+    for turn in branches.earlier(branch):
+        reply = branches.replies[turn.seq]
         if (
             len(reply) >= 12
-            and branches.branch_of(one.seq).system != branch.system
-            and any(reply in it for it in texts)
+            and branches.branch_of(turn.seq).system != branch.system
+            and any(reply in text for text in texts)
         ):
-            return edge("subagent", branch, one.seq, "another agent's reply is its user message", 0.7)
+            return edge("subagent", branch, turn.seq, "another agent's reply is its user message", 0.7)
     return None
 
 
@@ -349,9 +358,9 @@ def _similar(branches: Branches, branch: Branch) -> LineageEdge | None:
     turn = branch.turn
     if turn.parent is not None:
         return None
-    for one in branches.earlier(branch):
-        other = branches.branch_of(one.seq)
-        if one.setup != turn.setup or other.turn.seq == turn.seq:
+    for candidate in branches.earlier(branch):
+        other = branches.branch_of(candidate.seq)
+        if candidate.setup != turn.setup or other.turn.seq == turn.seq:
             continue
         same_user, same_system = other.user == branch.user, other.system == branch.system
         if same_user != same_system and bool(branch.user):

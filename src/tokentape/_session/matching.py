@@ -80,9 +80,9 @@ def renamed_calls(messages: Iterable[Message], names: Callable[[int, Message], S
     """
     renamed: list[Message] = []
     ids: dict[Any, Any] = {}
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.get("role") == "assistant":
-            old, new = call_ids(message), names(at, message)
+            old, new = call_ids(message), names(index, message)
             ids = dict(zip(old, new, strict=True)) if len(set(old)) == len(old) else {}
             if ids:
                 calls = [{**call, "id": ids[call.get("id")]} for call in message["tool_calls"]]

@@ -25,10 +25,10 @@ def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) 
     expected = sum(part["tokens"] for part in parts)
     if len(places) != expected:
         raise ValueError(f"{len(places)} placeholder ids, the images of its messages have {expected}")
-    spans, at = [], 0
+    spans, index = [], 0
     for part in parts:
-        spans.append(MediaSpan(start + places[at], part["tokens"], part["sha256"], part["settings"]))
-        at += part["tokens"]
+        spans.append(MediaSpan(start + places[index], part["tokens"], part["sha256"], part["settings"]))
+        index += part["tokens"]
     return spans
 
 

@@ -78,12 +78,12 @@ def rows_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> npt.NDArra
 def _ragged(shape: Sequence[int], data: bytes) -> npt.NDArray[Any]:
     (count,) = shape
     rows = np.full(count, b"", object)
-    at = 0
+    offset = 0
     for row in range(count):
-        length, at = read_number(data, at)
-        rows[row] = data[at : at + length]
-        at += length
-    if at != len(data):
-        raise ValueError(f"rows of {at} bytes in {len(data)}")
+        length, offset = read_number(data, offset)
+        rows[row] = data[offset : offset + length]
+        offset += length
+    if offset != len(data):
+        raise ValueError(f"rows of {offset} bytes in {len(data)}")
     rows.flags.writeable = False
     return rows

@@ -18,7 +18,7 @@ _RUN = 12
 _MOST = 40_000
 """Characters; the rest of a longer text is ignored."""
 
-_FACTORS = np.array([pow(0x9E3779B97F4A7C15, at + 1, 1 << 64) for at in range(_RUN)], np.uint64)
+_FACTORS = np.array([pow(0x9E3779B97F4A7C15, index + 1, 1 << 64) for index in range(_RUN)], np.uint64)
 
 
 def normalized(text: str) -> str:
@@ -51,8 +51,10 @@ def probes(text: str) -> Runs:
 
 def _common(ours: Runs, theirs: Runs) -> Runs:
     fewer, more = sorted((ours, theirs), key=len)
-    found: Runs = fewer[more[np.minimum(np.searchsorted(more, fewer), len(more) - 1)] == fewer] if len(fewer) else fewer
-    return found
+    if not len(fewer):
+        return fewer
+    common: Runs = fewer[more[np.minimum(np.searchsorted(more, fewer), len(more) - 1)] == fewer]
+    return common
 
 
 def similar(ours: Runs, theirs: Runs) -> bool:
@@ -73,5 +75,5 @@ class TextIndex:
 
     def found_in(self, runs: Runs) -> Counter[int]:
         """Count, for each text, its runs that are among `runs`, the `shingles` of another text."""
-        found = _common(self._runs, runs).tolist()
-        return Counter(number for run in found for number in self._numbers[run])
+        common = _common(self._runs, runs).tolist()
+        return Counter(number for run in common for number in self._numbers[run])

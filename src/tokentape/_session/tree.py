@@ -62,11 +62,11 @@ class LazyMessages(Sequence[Message]):
         return self._messages
 
     @overload
-    def __getitem__(self, at: int) -> Message: ...
+    def __getitem__(self, index: int) -> Message: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Message, ...]: ...
-    def __getitem__(self, at: int | slice) -> Message | tuple[Message, ...]:
-        return self._all()[at]
+    def __getitem__(self, index: slice) -> tuple[Message, ...]: ...
+    def __getitem__(self, index: int | slice) -> Message | tuple[Message, ...]:
+        return self._all()[index]
 
     def __len__(self) -> int:
         return len(self._all())
@@ -99,29 +99,29 @@ class Session:
         self._call_ids: set[Any] = set()
         """Ids of all tool calls in the replies of the turns in `_numbered_history`."""
         self._last_context: tuple[int, TokenIds] | None = None
-        self._sent: list[bytes] = []
+        self._request_keys: list[bytes] = []
         """The history keys of the requests of the turns that are not in `_history` yet, as far as they are known."""
         for turn in turns:
             self.add(turn)
 
-    def add(self, turn: Turn, sent: bytes = b"") -> None:
-        """Append a committed turn. `sent` is the history key of its request, if the caller knows it.
+    def add(self, turn: Turn, request_key: bytes = b"") -> None:
+        """Append a committed turn. `request_key` is the history key of its request, if the caller knows it.
 
         Raises ValueError unless the turn's `seq` is the next one and its parent is in the tree.
         """
         if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
         self.turns.append(turn)
-        self._sent.append(sent)
+        self._request_keys.append(request_key)
         if turn.finish_reason != "abort":
             self._children.setdefault(turn.parent, []).append(turn.seq)
 
     def _index_turns(self) -> None:
         """Index the turns added since the last call by the keys of their messages. Reading a record needs no keys."""
-        for turn, sent in zip(self.turns[len(self._history) :], self._sent, strict=True):
+        for turn, request_key in zip(self.turns[len(self._history) :], self._request_keys, strict=True):
             start = None if turn.parent is None else self._history[turn.parent]
             reply = message_key(turn.reply)
-            answered = sent or [start, *history_keys(turn.setup, turn.messages, start)][-1]
+            answered = request_key or [start, *history_keys(turn.setup, turn.messages, start)][-1]
             (key,) = chained(turn.setup, [reply], answered)
             self._history.append(key)
             spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
@@ -133,7 +133,7 @@ class Session:
                     self._same_reply[turn.seq] = self._by_reply[reply]
                 self._by_history[key] = self._by_reply[reply] = turn.seq
                 self._answered.add((turn.parent, turn.setup, answered))
-        self._sent.clear()
+        self._request_keys.clear()
 
     def continuation(self, messages: Sequence[Message], setup: str) -> ContinuationPoint:
         """Find the deepest turn under the same setup with a history that is a prefix of `messages`.
@@ -142,12 +142,12 @@ class Session:
         """
         self._index_turns()
         if isinstance(messages, LazyMessages) and messages.setup == setup:
-            found = self._after(messages.tail, history_keys(setup, messages.tail, messages.key), None)
-            if found is not None:
-                return found
+            point = self._after(messages.tail, history_keys(setup, messages.tail, messages.key), None)
+            if point is not None:
+                return point
         keys = history_keys(setup, messages)
-        found = self._after(messages, keys, lambda end: [reasoning_of(message) for message in messages[:end]])
-        return found or ContinuationPoint(None, tuple(messages), NO_IDS, keys[-1] if keys else b"")
+        point = self._after(messages, keys, lambda end: [reasoning_of(message) for message in messages[:end]])
+        return point or ContinuationPoint(None, tuple(messages), NO_IDS, keys[-1] if keys else b"")
 
     def _after(
         self, messages: Sequence[Message], keys: Sequence[bytes], reasoning: Callable[[int], list[str]] | None
@@ -164,9 +164,9 @@ class Session:
                 if newest in self._same_history:
                     if reasoning is None:
                         return None
-                    sent, same = reasoning(end), _linked(newest, self._same_history)
+                    sent_reasoning, same = reasoning(end), _linked(newest, self._same_history)
                     # max() keeps the first of equals, the newest.
-                    seq = max(same, key=lambda one: self._agreement(one, sent))
+                    seq = max(same, key=lambda candidate: self._agreement(candidate, sent_reasoning))
                 context = self.context_after(seq)
                 return ContinuationPoint(self.turns[seq], tuple(messages[end:]), context, keys[-1], self._system[seq])
         return None
@@ -185,11 +185,11 @@ class Session:
         for end in range(len(keys), 0, -1):
             same = self._by_numbered.get(keys[end - 1])
             if same:
-                sent = [reasoning_of(message) for message in messages[:end]]
-                agreed = {seq: self._agreement(seq, sent) for seq in same}
+                reasoning = [reasoning_of(message) for message in messages[:end]]
+                agreed = {seq: self._agreement(seq, reasoning) for seq in same}
                 best = [seq for seq in same if agreed[seq] == max(agreed.values())]
                 first, *others = (self._renamed(messages, seq) for seq in best)
-                return first if all(one == first for one in others) else None
+                return first if all(other == first for other in others) else None
         return None
 
     def _number_turns(self) -> None:
@@ -209,17 +209,21 @@ class Session:
                 reply = message_key(*_numbered([turn.reply]))
                 self._by_numbered_reply.setdefault(reply, []).append(turn.seq)
 
-    def _names_others(self, sent: Message, own: Message) -> bool:
-        """Return whether a call in `sent` has the id of a different call of this session than the one in `own`."""
-        pairs = zip(call_ids(sent), call_ids(own), strict=True)
-        return any(one != other and one in self._call_ids for one, other in pairs)
+    def _names_others(self, message: Message, own: Message) -> bool:
+        """Return whether a call in `message` has the id of a different call of this session than the one in `own`."""
+        pairs = zip(call_ids(message), call_ids(own), strict=True)
+        return any(call_id != own_id and call_id in self._call_ids for call_id, own_id in pairs)
 
     def _renamed(self, messages: Sequence[Message], seq: int) -> tuple[Message, ...] | None:
         """Return the messages with the call ids that the path to `seq` has; None if an id belongs to another call."""
         recorded = [message for turn in self.path(seq) for message in (*turn.messages, turn.reply)]
-        if any(self._names_others(sent, own) for sent, own in zip(messages, recorded, strict=False)):
+        if any(self._names_others(message, own) for message, own in zip(messages, recorded, strict=False)):
             return None
-        return tuple(renamed_calls(messages, lambda at, one: call_ids(recorded[at] if at < len(recorded) else one)))
+
+        def ids(index: int, message: Message) -> Sequence[Any]:
+            return call_ids(recorded[index] if index < len(recorded) else message)
+
+        return tuple(renamed_calls(messages, ids))
 
     def continuation_of_ids(self, prompt_ids: TokenIds, recorded_as: Message) -> ContinuationPoint:
         """Find the deepest turn, under any setup, with a context and completion that begin `prompt_ids`.
@@ -255,14 +259,14 @@ class Session:
         if last[0] == seq:
             return last[1]
         pieces: list[TokenIds] = []
-        at: int | None = seq
-        while at is not None:
-            turn = self.turns[at]
-            if last[0] == at:
+        ancestor: int | None = seq
+        while ancestor is not None:
+            turn = self.turns[ancestor]
+            if last[0] == ancestor:
                 pieces.append(last[1])
                 break
             pieces += [turn.completion_ids, turn.added_ids]
-            at = turn.parent
+            ancestor = turn.parent
         ids = np.concatenate(pieces[::-1])
         ids.flags.writeable = False
         self._last_context = seq, ids
@@ -309,8 +313,8 @@ class Session:
         differ.
         """
         self._number_turns()
-        found = (self.turns[seq] for seq in self._by_numbered_reply.get(message_key(*_numbered([message])), ()))
-        same = [turn for turn in found if not self._names_others(message, turn.reply)]
+        candidates = (self.turns[seq] for seq in self._by_numbered_reply.get(message_key(*_numbered([message])), ()))
+        same = [turn for turn in candidates if not self._names_others(message, turn.reply)]
         reasoning = reasoning_of(message)
         same = [turn for turn in same if reasoning and reasoning_of(turn.reply) == reasoning] or same
         alike = all(np.array_equal(turn.completion_ids, same[-1].completion_ids) for turn in same)
@@ -321,11 +325,11 @@ class Session:
 
         `reasoning` has one entry per message of the path.
         """
-        agreed, at = 0, len(reasoning)
+        agreed, index = 0, len(reasoning)
         for turn in reversed(self.path(leaf)):
-            at -= 1
-            agreed += bool(reasoning[at]) and reasoning[at] == reasoning_of(turn.reply)
-            at -= len(turn.messages)
+            index -= 1
+            agreed += bool(reasoning[index]) and reasoning[index] == reasoning_of(turn.reply)
+            index -= len(turn.messages)
         return agreed
 
     def leaves(self, *, unread: bool = False) -> list[int]:
@@ -333,9 +337,9 @@ class Session:
 
         Turns that no client read are left out too unless `unread` is True.
         """
-        out = set[int]() if unread else {seq for seq in self.unread if self.is_unread(seq)}
-        kept = [turn.seq for turn in self.turns if turn.finish_reason != "abort" and turn.seq not in out]
-        return [seq for seq in kept if out.issuperset(self._children.get(seq, ()))]
+        excluded = set[int]() if unread else {seq for seq in self.unread if self.is_unread(seq)}
+        seqs = [turn.seq for turn in self.turns if turn.finish_reason != "abort" and turn.seq not in excluded]
+        return [seq for seq in seqs if excluded.issuperset(self._children.get(seq, ()))]
 
     def is_unread(self, seq: int) -> bool:
         """Return whether a turn is marked as unread. A turn that a later one continues was read, despite its mark."""
@@ -348,16 +352,18 @@ class Session:
     def path(self, leaf: int) -> list[Turn]:
         """Return the turns from the root to `leaf`."""
         turns: list[Turn] = []
-        at: int | None = leaf
-        while at is not None:
-            turns.append(self.turns[at])
-            at = self.turns[at].parent
+        seq: int | None = leaf
+        while seq is not None:
+            turns.append(self.turns[seq])
+            seq = self.turns[seq].parent
         return turns[::-1]
 
 
 def unread_turns(events: Iterable[Event]) -> set[int]:
     """Return the turns that are marked as unread, by the last such event of each turn."""
-    marks = {one.turn: one.body.get("unread") for one in events if one.kind == UNREAD and one.turn is not None}
+    marks = {
+        event.turn: event.body.get("unread") for event in events if event.kind == UNREAD and event.turn is not None
+    }
     return {turn for turn, unread in marks.items() if unread}
 
 
@@ -368,7 +374,7 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
 
 def _linked(newest: int, before: Mapping[int, int]) -> Iterator[int]:
     """Yield a turn and the earlier turns that `before` links it to, newest first."""
-    at: int | None = newest
-    while at is not None:
-        yield at
-        at = before.get(at)
+    seq: int | None = newest
+    while seq is not None:
+        yield seq
+        seq = before.get(seq)

@@ -77,20 +77,20 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
     - `supports not known`: the logprobs are of a truncated distribution, and the ids that truncation kept are not
       recorded for each token, so no trainer can compute these logprobs.
     """
-    found = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
+    reservations = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
     # By identity, because turns from a store share these objects, and to hash them takes longer.
     kinds = {(id(turn.sampled_from), id(turn.logprobs_of)): (turn.sampled_from, turn.logprobs_of) for turn in path}
-    found |= {_of_logprobs(*kind) for kind in kinds.values()}
-    engines = {turn.engine for turn in path} | {one.engine or "" for turn in path for one in turn.resumes}
+    reservations |= {_of_logprobs(*kind) for kind in kinds.values()}
+    engines = {turn.engine for turn in path} | {resume.engine or "" for turn in path for resume in turn.resumes}
     if any(UNVERIFIED in engine.split() for engine in engines):
-        found.add(MODEL_UNVERIFIED)
+        reservations.add(MODEL_UNVERIFIED)
     if any(turn.sampling.get("aborted", {}).get("outcome") == "kept" for turn in path):
-        found.add(KEPT_PARTIAL)
+        reservations.add(KEPT_PARTIAL)
     if any(turn.logprobs_of and turn.logprobs_of.truncation and _lacks_supports(turn) for turn in path):
-        found.add(NO_SUPPORTS)
+        reservations.add(NO_SUPPORTS)
     if unread:
-        found.add(UNREAD_REPLY)
-    return ", ".join([_verdict(path), *(one for one in RESERVATIONS if one in found)])
+        reservations.add(UNREAD_REPLY)
+    return ", ".join([_verdict(path), *(reservation for reservation in RESERVATIONS if reservation in reservations)])
 
 
 def _lacks_supports(turn: Turn) -> bool:
@@ -128,23 +128,25 @@ def _verdict(path: Sequence[Turn]) -> str:
     return "captured" if any(turn.engine.endswith(f" {CAPTURED}") for turn in path) else "exact"
 
 
-def check_verdicts(wanted: Collection[str]) -> None:
-    """Raise `InvalidRequest` unless `wanted` is a filter that can match a verdict.
+def check_verdicts(entries: Collection[str]) -> None:
+    """Raise `InvalidRequest` unless `entries` are a filter that can match a verdict.
 
     Each entry is one of `VERDICTS`, `forked:CAUSE`, or, beside one of these, one of `RESERVATIONS`.
     """
-    if wanted and all(one in RESERVATIONS for one in wanted):
-        raise InvalidRequest(f"{', '.join(wanted)} goes with a verdict, such as exact", "verdict")
-    for one in wanted:
-        if one in RESERVATIONS:
+    if entries and all(entry in RESERVATIONS for entry in entries):
+        raise InvalidRequest(f"{', '.join(entries)} goes with a verdict, such as exact", "verdict")
+    for entry in entries:
+        if entry in RESERVATIONS:
             continue
-        word, colon, why = one.partition(":")
+        word, colon, why = entry.partition(":")
         if word not in VERDICTS or (colon and (word != "forked" or not why.strip())):
-            raise InvalidRequest(f"unknown verdict {one!r}; expected {', '.join(VERDICTS)} or forked:CAUSE", "verdict")
+            raise InvalidRequest(
+                f"unknown verdict {entry!r}; expected {', '.join(VERDICTS)} or forked:CAUSE", "verdict"
+            )
 
 
-def wanted_verdict(verdict: str, wanted: Collection[str]) -> bool:
-    """Return whether a verdict passes the filter `wanted`. `forked` matches every fork, `forked:sibling` one cause.
+def wanted_verdict(verdict: str, entries: Collection[str]) -> bool:
+    """Return whether a verdict passes the filter `entries`. `forked` matches every fork, `forked:sibling` one cause.
 
     All reservations of the verdict have to be in the filter too.
 
@@ -156,8 +158,8 @@ def wanted_verdict(verdict: str, wanted: Collection[str]) -> bool:
     True
     """
     verdict, *reservations = verdict.split(", ")
-    if not set(reservations) <= set(wanted):
+    if not set(reservations) <= set(entries):
         return False
     word, _, why = verdict.partition(": ")
-    parts = (one.partition(":") for one in wanted)
+    parts = (entry.partition(":") for entry in entries)
     return any(own == word and (not colon or cause.strip() == why) for own, colon, cause in parts)
