@@ -77,18 +77,18 @@ def _read_json(folder: DirFileSystem, name: str) -> Any:
 
 def _manifests(folder: DirFileSystem) -> dict[str, Any]:
     """Return the manifest of each finished run, oldest first. Raises `StoreCorrupt` for a damaged one."""
-    found = {}
+    manifests = {}
     for name in _names(folder):
         manifest = None if name == MARKER else _read_json(_below(folder, name), MANIFEST)
         match manifest:
             case None:
                 continue
             case {"schema_version": int(), "sessions": [*_], "files": dict(files), "model": None | dict()}:
-                if all(isinstance(one, dict) and "sha256" in one for one in files.values()):
-                    found[name] = manifest
+                if all(isinstance(entry, dict) and "sha256" in entry for entry in files.values()):
+                    manifests[name] = manifest
                     continue
         raise StoreCorrupt(f"{folder.path}/{name}/{MANIFEST} is damaged: it is not what `tokentape archive` writes")
-    return found
+    return manifests
 
 
 def is_archive(location: str | Path) -> bool:
@@ -150,10 +150,10 @@ def archive_sessions(
     don't read back as the snapshot: then nothing is deleted.
     """
     folder = open_folder(target)
-    found, begun = _read_json(folder, MARKER), _names(folder)
-    if found not in (None, FORMAT) or (found is None and set(begun) - {MARKER + PART}):
+    marker, begun = _read_json(folder, MARKER), _names(folder)
+    if marker not in (None, FORMAT) or (marker is None and set(begun) - {MARKER + PART}):
         raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
-    if found is None:
+    if marker is None:
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
     finished, newest = _manifests(folder), None
@@ -162,18 +162,18 @@ def archive_sessions(
             client.release(snapshot.snapshot_id)  # left over by an interrupted run
         newest = snapshot.snapshot_id if _run_name(snapshot) in finished else newest
     try:
-        taken = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
+        snapshot_id = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
     except InvalidRequest:
         return Archived()
-    snapshot = Snapshots(store).find(taken, None)
+    snapshot = Snapshots(store).find(snapshot_id, None)
     assert snapshot.digest is not None
     run = _below(folder, _run_name(snapshot))
     _write_run(store, snapshot, run, model, progress)
     name, sessions = _run_name(snapshot), len((snapshot.contents or {})["sessions"])
     if not delete:
-        client.release(taken)
+        client.release(snapshot_id)
         return Archived(name, sessions)
-    dropped, kept = client.drop(taken, snapshot.digest)
+    dropped, kept = client.drop(snapshot_id, snapshot.digest)
     return Archived(name, sessions, dropped, tuple(kept.items()))
 
 
@@ -213,14 +213,14 @@ def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None,
     """Raise `StoreCorrupt` unless the record has these sessions, verifies, and its trajectories have the digest."""
     from tokentape.store._verify import verify  # it reads archives too
 
-    hasher, found = hashlib.sha256(), []
+    hasher, copied_ids = hashlib.sha256(), []
     with SqliteStore.open(directory, read_only=True) as read:
         for stored in read.iter_sessions(per_token=True, together=True):
-            found.append(stored.info.session_id)
-            for one in stored.trajectories():
-                hasher.update(json_line(one))
-    problems = [str(one) for one in verify(directory).findings]
-    if found != session_ids or hasher.hexdigest() != digest or problems:
+            copied_ids.append(stored.info.session_id)
+            for trajectory in stored.trajectories():
+                hasher.update(json_line(trajectory))
+    problems = [str(finding) for finding in verify(directory).findings]
+    if copied_ids != session_ids or hasher.hexdigest() != digest or problems:
         raise StoreCorrupt(
             f"the sessions in {where} have digest {hasher.hexdigest()}, the snapshot has {digest}; "
             f"{'; '.join([*problems[:3], 'nothing was deleted'])}. Delete that folder and archive again"
@@ -291,13 +291,13 @@ def restored(location: str) -> Iterator[Path]:
     `StoreCorrupt` if it is damaged or was written by another release.
     """
     target = open_folder(location)
-    found = _read_json(target, MARKER)
+    marker = _read_json(target, MARKER)
     where = shown_archive(location)
-    if found is None:
+    if marker is None:
         message = f"{where} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to"
         raise InvalidRequest(message, "store")
-    if found != FORMAT:
-        raise StoreCorrupt(f"{where} is an archive of another version: {found}, this Tokentape reads {FORMAT}")
+    if marker != FORMAT:
+        raise StoreCorrupt(f"{where} is an archive of another version: {marker}, this Tokentape reads {FORMAT}")
     runs: list[tuple[DirFileSystem, Any, set[str]]] = []
     seen: set[str] = set()
     for name, manifest in reversed(_manifests(target).items()):
@@ -327,17 +327,17 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
     with _engine(directory).begin() as connection:
         schema.prepare(connection)
         expected: set[str] = set()
-        for run, manifest, wanted in runs:
-            if (written := manifest["schema_version"]) > schema.VERSION:
-                later = f"was written by a later release, with schema version {written}"
+        for run, manifest, session_ids in runs:
+            if (version := manifest["schema_version"]) > schema.VERSION:
+                later = f"was written by a later release, with schema version {version}"
                 raise StoreCorrupt(f"{run.path} {later}; this one reads {schema.VERSION}")
-            expected |= wanted
+            expected |= session_ids
             for table in schema.metadata.sorted_tables:
                 name = f"{table.name}.parquet"
                 # Runs can share setups and media.
                 shared = "session_id" not in table.c
                 for rows in _read(run, name, manifest["files"].get(name), directory):
-                    own = [row for row in rows if shared or row["session_id"] in wanted]
+                    own = [row for row in rows if shared or row["session_id"] in session_ids]
                     for row in own:
                         # Rows get new positions in this database.
                         row.pop("position", None)

@@ -81,7 +81,7 @@ class Store:
         `StoreUnavailable`, a lost connection to the database server, it is not known whether they are.
         """
         if records:
-            if self._payloads is not None and any(isinstance(one, TurnPayload) for one in records):
+            if self._payloads is not None and any(isinstance(record, TurnPayload) for record in records):
                 records = tuple(await asyncio.to_thread(self._payloads.write, records))
             work = partial(writes.insert_records, records=records)
             again = partial(writes.insert_again, records=records)
@@ -135,15 +135,15 @@ class Store:
             return reads.load_events(connection, session_id, kind)
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
-        """Return the session of the last answer, since the time `since`, to such a call without Idempotency-Key.
+        """Return the session of the last answer, since the time `since`, to this call without Idempotency-Key.
 
-        Return None if there is no such answer.
+        Return None if there is none.
         """
         answers, sessions = schema.answers.c, schema.sessions
-        found = select(answers.session_id).join(sessions, sessions.c.session_id == answers.session_id)
-        found = found.where(answers.key.is_(None), sessions.c.owner == owner, answers.created_at >= since)
-        found = found.where(answers.body_digest == bytes.fromhex(body_digest))
-        statement = found.order_by(answers.created_at.desc()).limit(1)
+        statement = select(answers.session_id).join(sessions, sessions.c.session_id == answers.session_id)
+        statement = statement.where(answers.key.is_(None), sessions.c.owner == owner, answers.created_at >= since)
+        statement = statement.where(answers.body_digest == bytes.fromhex(body_digest))
+        statement = statement.order_by(answers.created_at.desc()).limit(1)
         with self.reading_once() as connection:
             return connection.execute(statement).scalar()
 
@@ -155,7 +155,9 @@ class Store:
         )
         statement = select(func.count()).where(event.kind == BRIDGE_DUE, ~checked)
         with self.reading() as connection:
-            return sum(connection.execute(statement.where(some)).scalar_one() for some in _among(event, session_ids))
+            return sum(
+                connection.execute(statement.where(condition)).scalar_one() for condition in _among(event, session_ids)
+            )
 
     def load_media(self, session_id: str, sha256: str) -> Media:
         """Return media that a session refers to: an image, or the settings of the image processor.
@@ -192,21 +194,21 @@ class Store:
 
         With `together`, some short sessions are loaded at a time, in the state of that moment, which costs less CPU.
         """
-        for some in reads.together(self._sizes(), 2**16 if together else 0):
+        for chunk in reads.together(self._sizes(), 2**16 if together else 0):
             with self.reading() as connection:
                 # A session may have been deleted since the page was read.
-                loaded = reads.load_sessions(connection, some, per_token=per_token)[::-1]
+                loaded = reads.load_sessions(connection, chunk, per_token=per_token)[::-1]
             while loaded:
                 yield loaded.pop()
 
     def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
         """Return the names of the columns and payloads of these sessions. None stands for all sessions."""
-        found: list[set[str]] = [set(), set()]
+        name_sets: list[set[str]] = [set(), set()]
         with self.reading() as connection:
-            for names, table in zip(found, (schema.token_columns, schema.token_payloads), strict=True):
-                for some in _among(table.c, session_ids):
-                    names.update(connection.execute(select(table.c.name).distinct().where(some)).scalars())
-        return ExtraNames(*(tuple(sorted(names)) for names in found))
+            for names, table in zip(name_sets, (schema.token_columns, schema.token_payloads), strict=True):
+                for condition in _among(table.c, session_ids):
+                    names.update(connection.execute(select(table.c.name).distinct().where(condition)).scalars())
+        return ExtraNames(*(tuple(sorted(names)) for names in name_sets))
 
     def turns_with_column(self, session_id: str, name: str) -> frozenset[int]:
         """Return the numbers of a session's turns that have a column with this name."""
@@ -243,10 +245,10 @@ class Store:
         with explaining(self._explain), engine.connect() as connection:
             yield connection
 
-    def keep_until_closed(self, held: ExitStack) -> None:
-        """Close `held` when the store is closed, after the database."""
+    def keep_until_closed(self, resources: ExitStack) -> None:
+        """Close `resources` when the store is closed, after the database."""
         release = ExitStack()
-        release.push(held)
+        release.push(resources)
         release.push(self._release)
         self._release = release
 
@@ -269,7 +271,7 @@ def _among(columns: Any, session_ids: Collection[str] | None) -> Iterator[Column
     if session_ids is None:
         yield true()
     else:
-        yield from (columns.session_id.in_(some) for some in reads.batched(session_ids, 500))
+        yield from (columns.session_id.in_(chunk) for chunk in reads.batched(session_ids, 500))
 
 
 _OF_SESSION = schema.turns.c.session_id == bindparam("session_id")

@@ -99,9 +99,9 @@ def schema_faults(connection: Connection) -> Iterator[str]:
 
 def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Iterator[str]:
     named = f"of the table {table.name}"
-    found = {one["name"]: one for one in inspector.get_columns(table.name)}
-    for column in sorted(table.columns, key=lambda one: one.name):
-        there = found.get(column.name)
+    existing = {column["name"]: column for column in inspector.get_columns(table.name)}
+    for column in sorted(table.columns, key=lambda column: column.name):
+        there = existing.get(column.name)
         if there is None:
             yield f"the column {column.name} {named} is missing"
         elif (
@@ -112,20 +112,20 @@ def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Itera
             yield f"the column {column.name} {named} is not what this Tokentape makes"
     if inspector.get_pk_constraint(table.name)["constrained_columns"] != table.primary_key.columns.keys():
         yield f"the table {table.name} has another primary key"
-    unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table.name)}
+    unique = {tuple(constraint["column_names"]) for constraint in inspector.get_unique_constraints(table.name)}
     for constraint in table.constraints:
         if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
             yield f"{', '.join(constraint.columns.keys())} {named} are not unique"
     for check in inspector.get_check_constraints(table.name):
         yield f"the table {table.name} has a constraint that is not Tokentape's: {check['sqltext']}"
-    keys = {(*one["constrained_columns"], one["referred_table"]) for one in inspector.get_foreign_keys(table.name)}
+    keys = {(*key["constrained_columns"], key["referred_table"]) for key in inspector.get_foreign_keys(table.name)}
     for key in table.foreign_key_constraints:
         if (*key.column_keys, key.referred_table.name) not in keys:
             yield f"{', '.join(key.column_keys)} {named} refer to nothing"
     own = {index.name: index.columns.keys() for index in table.indexes}
-    indexes = {one["name"]: one for one in inspector.get_indexes(table.name)}
-    for name, one in indexes.items():
-        if one["unique"] and name not in own and not one.get("duplicates_constraint"):
+    indexes = {index["name"]: index for index in inspector.get_indexes(table.name)}
+    for name, index in indexes.items():
+        if index["unique"] and name not in own and not index.get("duplicates_constraint"):
             yield f"the table {table.name} has the unique index {name}, which is not Tokentape's"
     for name, columns in own.items():
         if name not in indexes or indexes[name]["column_names"] != columns:

@@ -146,8 +146,8 @@ class CommitQueue:
             self._break(failure)
             outcomes = self._refusals(batch)
         _answer(batch, outcomes)
-        written = [outcome for outcome in outcomes if isinstance(outcome, int)]
-        if written and (failure := self._after_commit(sum(written))) is not None:
+        sizes = [outcome for outcome in outcomes if isinstance(outcome, int)]
+        if sizes and (failure := self._after_commit(sum(sizes))) is not None:
             self._break(failure)
 
     def _batches(self) -> Iterator[list[_QueuedWork]]:
@@ -165,8 +165,8 @@ class CommitQueue:
         if self._broken is not None:
             return self._refusals(batch)
         try:
-            if (written := self._commit_at_once(batch)) is not None:
-                return written
+            if (outcomes := self._commit_at_once(batch)) is not None:
+                return outcomes
             with self._transaction(batch):
                 return [self._attempt(call.work) for call in batch]
         except DBAPIError as error:
@@ -207,10 +207,10 @@ class CommitQueue:
                 with self._transaction(batch):
                     outcomes = iter([self._attempt(work) for work in works])
             except DBAPIError as error:
-                found = self._classify(error)
-                if not found.lost:
+                cause = self._classify(error)
+                if not cause.lost:
                     # The callers don't get this failure: it would mean that nothing is recorded, which is not known.
-                    _log.warning("the connection was lost, and it is not known what was recorded: %s", found.message)
+                    _log.warning("the connection was lost, and it is not known what was recorded: %s", cause.message)
                     break
             else:
                 _log.warning("the connection to the database was lost and has been restored")

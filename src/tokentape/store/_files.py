@@ -80,9 +80,9 @@ class PayloadFolder:
 
     def write(self, records: Iterable[_Record]) -> list[_Record | ExternalPayload]:
         """Return the records with the payloads among them written. Raises `StoreError`."""
-        return [self._written(one) if isinstance(one, TurnPayload) else one for one in records]
+        return [self._write_payload(record) if isinstance(record, TurnPayload) else record for record in records]
 
-    def _written(self, record: TurnPayload) -> ExternalPayload:
+    def _write_payload(self, record: TurnPayload) -> ExternalPayload:
         packed, data = rows_as_bytes(narrowest(record.rows))
         digest = hashlib.sha256(data).hexdigest()
         name = f"{_prefix(record.session_id)}{record.turn}-{quote(record.name, safe='')}-{digest}"
@@ -90,7 +90,7 @@ class PayloadFolder:
             write_file(self._folder, name, BytesIO(data))
         except Exception as error:  # each package has its own
             raise StoreError(f"{self._location} takes no payload, so nothing was recorded: {error}") from error
-        own = {one.name: getattr(record, one.name) for one in fields(record)}
+        own = {field.name: getattr(record, field.name) for field in fields(record)}
         return ExternalPayload(**own, address=f"{self._location}/{name}", packed=packed, crc32=crc32(data))
 
 

@@ -70,7 +70,7 @@ class SessionHead:
             # These never change. The metadata keys come first, so that an added key is not taken for a later record.
             facts = {f"metadata {key!r}": value for key, value in sorted(record.metadata.items())}
             facts |= {"creation time": record.created_at + 0.0, "owner": record.owner}
-            self.parts["session"] = [HeadItem(None, name, _digest(SessionInfo, one)) for name, one in facts.items()]
+            self.parts["session"] = [HeadItem(None, name, _digest(SessionInfo, value)) for name, value in facts.items()]
             return
         part, turn, label = _place(record)
         if not isinstance(label, str) or not isinstance(turn, int | None):
@@ -129,20 +129,20 @@ def read_head(path: Path, public_key: Path | None = None) -> Head:
     Raises `InvalidRequest` if the file is not a head, is damaged, or lacks a valid signature.
     """
     try:
-        found = json.loads(path.read_bytes())
-        if found["format"] != FORMAT:
-            raise InvalidRequest(f"{path} is a head of another format: {found['format']}", "against")
+        document = json.loads(path.read_bytes())
+        if document["format"] != FORMAT:
+            raise InvalidRequest(f"{path} is a head of another format: {document['format']}", "against")
         sessions = {}
-        for parts in found["sessions"]:
+        for parts in document["sessions"]:
             session_id = parts.pop("session_id")
             items = {part: [HeadItem(*item) for item in items] for part, items in parts.items()}
             sessions[session_id] = SessionHead(session_id, items)
-        digest, created_at, signature = found["digest"], float(found["created_at"]), found.get("signature")
+        digest, created_at, signature = document["digest"], float(document["created_at"]), document.get("signature")
         if not 0 <= created_at < 1e11:
             raise ValueError("no time")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InvalidRequest(f"{path} is not a head; `tokentape verify --head-out` writes them", "against") from None
-    if _record_digest([one.digest.encode() for one in sessions.values()]) != digest:
+    if _record_digest([session.digest.encode() for session in sessions.values()]) != digest:
         raise InvalidRequest(f"{path} was damaged or changed: its parts do not have its digest {digest}", "against")
     if public_key is not None:
         _check_signature(public_key, path, digest, created_at, signature)
@@ -176,8 +176,11 @@ class HeadComparison:
         before, now = self._head.sessions, self._sessions
         if not ordered:
             present = set(now)
-            now = [*(one for one in before if one in present), *(one for one in now if one not in before)]
-        changes, added = _changes(*([HeadItem(None, one, "") for one in ids] for ids in (before, now)))
+            now = [
+                *(session_id for session_id in before if session_id in present),
+                *(session_id for session_id in now if session_id not in before),
+            ]
+        changes, added = _changes(*([HeadItem(None, session_id, "") for session_id in ids] for ids in (before, now)))
         self.added["sessions"] = len(added)
         self.additions += [("the session was added since the head", item.label, None) for item in added]
         self.problems += [(f"the session {verb} since the head", item.label, None) for verb, item in changes]
@@ -207,24 +210,24 @@ def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[st
     """Return the changes of a head's items, as pairs of text and item, and the items that were added after them."""
     if now[: len(before)] == before:
         return [], now[len(before) :]
-    known, places = _numbered(before), {one: place for place, one in enumerate(_numbered(now))}
-    earlier = set(known)
-    staying = _longest_rising([places[one] for one in known if one in places])
+    old, places = _numbered(before), {entry: place for place, entry in enumerate(_numbered(now))}
+    earlier = set(old)
+    staying = _longest_rising([places[entry] for entry in old if entry in places])
     # New items by the last staying item before them and their turn and label, which stay if their contents change.
     new: dict[tuple[int, tuple[int | None, str]], list[HeadItem]] = {}
     gap = -1
-    for one, place in places.items():
+    for entry, place in places.items():
         if place in staying:
             gap = place
-        elif one not in earlier:
-            new.setdefault((gap, one[0][:2]), []).append(one[0])
+        elif entry not in earlier:
+            new.setdefault((gap, entry[0][:2]), []).append(entry[0])
     changes: list[tuple[str, HeadItem]] = []
     gap = -1
-    for one in known:
-        item = one[0]
-        if places.get(one) in staying:
-            gap = places[one]
-        elif one in places:
+    for entry in old:
+        item = entry[0]
+        if places.get(entry) in staying:
+            gap = places[entry]
+        elif entry in places:
             changes.append((MOVED, item))
         elif same := new.get((gap, item[:2])):
             same.pop(0)
@@ -261,10 +264,10 @@ def _longest_rising(places: list[int]) -> set[int]:
 
 def _replaced(before: list[HeadItem], now: list[HeadItem]) -> set[HeadItem]:
     """Return the columns of a head that have newer values now: a client's new values replace the old ones."""
-    known, present = set(before), set(now)
+    old, present = set(before), set(now)
     newest: dict[tuple[int | None, str], float] = {}
     replaced = set()
-    for item in reversed([*before, *(one for one in now if one not in known)]):
+    for item in reversed([*before, *(item for item in now if item not in old)]):
         name, _, created_at = item.label.rpartition(" @")
         later = newest.get((item.turn, name))
         if later is not None and later > float(created_at):
@@ -294,15 +297,15 @@ def _place(record: HeadRecord) -> tuple[str, int | None, str]:
 def _item_digest(record: Any) -> str:
     plain: dict[str, Any] = {}
     arrays: list[bytes] = []
-    for one in fields(record):
-        value = getattr(record, one.name)
-        default = one.default if one.default_factory is MISSING else one.default_factory()
+    for attribute in fields(record):
+        value = getattr(record, attribute.name)
+        default = attribute.default if attribute.default_factory is MISSING else attribute.default_factory()
         if isinstance(value, np.ndarray):
             dtype, data = rows_as_bytes(value)
-            arrays += one.name.encode(), dtype.encode(), canonical_json(value.shape).encode(), data
+            arrays += attribute.name.encode(), dtype.encode(), canonical_json(value.shape).encode(), data
         elif value != default:
             # A database may lose the sign of a zero.
-            plain[one.name] = value + 0.0 if isinstance(value, float) else value
+            plain[attribute.name] = value + 0.0 if isinstance(value, float) else value
     return _digest(type(record), plain, *arrays)
 
 

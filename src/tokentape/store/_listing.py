@@ -79,19 +79,19 @@ class ListedPage:
     sessions: tuple[SessionSummary, ...]
 
 
-def list_page(connection: Connection, wanted: Listing) -> ListedPage:
+def list_page(connection: Connection, listing: Listing) -> ListedPage:
     """Return one page. Its cost grows with the page if sorted by creation, and with the record otherwise."""
     table = schema.sessions
-    conditions = _conditions(wanted)
+    conditions = _conditions(listing)
     total = connection.execute(select(func.count()).select_from(table).where(*conditions)).scalar_one()
-    key = _SORT_KEYS[wanted.sort]
-    order = key.desc().nulls_last() if wanted.descending else key.asc().nulls_last()
-    position = table.c.position.desc() if wanted.descending else table.c.position
-    ordered = [position] if wanted.sort == "created" else [order, position]
-    chosen = select(table.c.position).where(*conditions).order_by(*ordered).limit(wanted.limit).offset(wanted.offset)
+    key = _SORT_KEYS[listing.sort]
+    order = key.desc().nulls_last() if listing.descending else key.asc().nulls_last()
+    position = table.c.position.desc() if listing.descending else table.c.position
+    ordered = [position] if listing.sort == "created" else [order, position]
+    chosen = select(table.c.position).where(*conditions).order_by(*ordered).limit(listing.limit).offset(listing.offset)
     positions = list(connection.execute(chosen).scalars())
-    found = {one.position: one for one in _summaries(connection, table.c.position.in_(positions))}
-    return ListedPage(total, tuple(found[position] for position in positions))
+    summaries = {summary.position: summary for summary in _summaries(connection, table.c.position.in_(positions))}
+    return ListedPage(total, tuple(summaries[position] for position in positions))
 
 
 def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
@@ -124,10 +124,10 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
     ]
 
 
-def extents(connection: Connection, wanted: Listing) -> dict[str, tuple[str, Extent]]:
+def extents(connection: Connection, listing: Listing) -> dict[str, tuple[str, Extent]]:
     """Map sessions, newest first, to their owner and extent. This costs a few look-ups per session."""
-    statement = select(schema.sessions, *EXTENT_COLUMNS).where(*_conditions(wanted))
-    newest_first = statement.order_by(schema.sessions.c.position.desc()).limit(wanted.limit).offset(wanted.offset)
+    statement = select(schema.sessions, *EXTENT_COLUMNS).where(*_conditions(listing))
+    newest_first = statement.order_by(schema.sessions.c.position.desc()).limit(listing.limit).offset(listing.offset)
     return {row.session_id: (row.owner, extent_of(row)) for row in connection.execute(newest_first)}
 
 
@@ -136,40 +136,42 @@ def extent_of(row: Row[Any]) -> Extent:
     return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event)
 
 
-def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
+def _conditions(listing: Listing) -> list[ColumnElement[bool]]:
     sessions, turns = schema.sessions.c, schema.turns.c
-    found: list[ColumnElement[bool]] = []
+    conditions: list[ColumnElement[bool]] = []
     limits: tuple[tuple[Any, ColumnElement[Any], Any], ...] = (
-        (wanted.owner, sessions.owner, operator.eq),
-        (wanted.reward_min, _REWARD, operator.ge),
-        (wanted.reward_max, _REWARD, operator.le),
-        (wanted.since, sessions.created_at, operator.ge),
-        (wanted.until, sessions.created_at, operator.lt),
+        (listing.owner, sessions.owner, operator.eq),
+        (listing.reward_min, _REWARD, operator.ge),
+        (listing.reward_max, _REWARD, operator.le),
+        (listing.since, sessions.created_at, operator.ge),
+        (listing.until, sessions.created_at, operator.lt),
     )
-    found += [compare(column, limit) for limit, column, compare in limits if limit is not None]
-    if wanted.session_ids is not None:
-        found.append(sessions.session_id.in_(wanted.session_ids))
-    if wanted.search:
+    conditions += [compare(column, limit) for limit, column, compare in limits if limit is not None]
+    if listing.session_ids is not None:
+        conditions.append(sessions.session_id.in_(listing.session_ids))
+    if listing.search:
         # Metadata is kept as ASCII JSON; a quote may be one of its own.
-        spelled = json.dumps(wanted.search)[1:-1].replace('\\"', '"')
-        found.append(
+        spelled = json.dumps(listing.search)[1:-1].replace('\\"', '"')
+        conditions.append(
             or_(
-                sessions.session_id.icontains(wanted.search, autoescape=True),
+                sessions.session_id.icontains(listing.search, autoescape=True),
                 sessions.metadata.icontains(spelled, autoescape=True),
             )
         )
-    if wanted.fork:
+    if listing.fork:
         forked = exists().where(
             turns.session_id == sessions.session_id,
-            turns.fork.is_not(None) if wanted.fork in (ANY_FORK, NO_FORK) else turns.fork == wanted.fork,
+            turns.fork.is_not(None) if listing.fork in (ANY_FORK, NO_FORK) else turns.fork == listing.fork,
         )
-        found.append(~forked if wanted.fork == NO_FORK else forked)
-    if wanted.weights:
-        found.append(exists().where(turns.session_id == sessions.session_id, turns.weight_version == wanted.weights))
-    for key, value in wanted.metadata:
+        conditions.append(~forked if listing.fork == NO_FORK else forked)
+    if listing.weights:
+        conditions.append(
+            exists().where(turns.session_id == sessions.session_id, turns.weight_version == listing.weights)
+        )
+    for key, value in listing.metadata:
         spellings = metadata_spellings(key, value)
-        found.append(or_(*(sessions.metadata.icontains(one, autoescape=True) for one in spellings)))
-    return found
+        conditions.append(or_(*(sessions.metadata.icontains(spelling, autoescape=True) for spelling in spellings)))
+    return conditions
 
 
 def metadata_spellings(key: str, value: str) -> list[str]:
@@ -178,10 +180,10 @@ def metadata_spellings(key: str, value: str) -> list[str]:
     Quotes inside JSON strings are escaped, so no string looks like a key. Letters outside ASCII are escaped, so case
     matters for them, except in a value all in lower or upper case, or with only its first letter in upper case.
     """
-    values = {json.dumps(one) for one in (value, value.lower(), value.upper(), value.capitalize())} | {value}
+    values = {json.dumps(spelling) for spelling in (value, value.lower(), value.upper(), value.capitalize())} | {value}
     with suppress(ValueError, RecursionError, InvalidRequest):
         values.add(canonical_json(json.loads(value)))
-    return [f"{before}{json.dumps(key)}:{one}{after}" for one in values for before in "{," for after in ",}"]
+    return [f"{before}{json.dumps(key)}:{spelling}{after}" for spelling in values for before in "{," for after in ",}"]
 
 
 def _of_session(value: ColumnElement[Any], table: Table) -> ScalarSelect[Any]:

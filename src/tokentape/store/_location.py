@@ -54,13 +54,13 @@ def refuse_output(path: Path | None, *inputs: str | Path | None) -> None:
     if not folder.is_dir():
         raise InvalidRequest(f"{path} can't be written: there is no folder {folder}; make it, or name another file")
     named = target.name in (DATABASE_NAME, LOCK_NAME, MODEL_NAME) or target.name.startswith(f"{DATABASE_NAME}-")
-    if (named and (folder / DATABASE_NAME).exists()) or any((one / MARKER).exists() for one in target.parents):
+    if (named and (folder / DATABASE_NAME).exists()) or any((parent / MARKER).exists() for parent in target.parents):
         raise InvalidRequest(f"{path} is a file of a record, which it would replace; name another file")
-    for given in (Path(one) for one in inputs if one):
-        if not (target.exists() and given.exists()):
+    for source in (Path(name) for name in inputs if name):
+        if not (target.exists() and source.exists()):
             continue
-        inside = given.resolve() in target.parents and target.suffix not in (".lock", ".html")
-        if inside or target.samefile(given):
+        inside = source.resolve() in target.parents and target.suffix not in (".lock", ".html")
+        if inside or target.samefile(source):
             raise InvalidRequest(f"{path} is read by this command, which would replace it; name another file")
 
 

@@ -17,16 +17,16 @@ _FILES = ("tokentape.turn", "tokentape.next")
 
 def make_directory(directory: Path) -> None:
     """Create a data directory unless it exists. Raises `StoreError` if that fails, or if it can't be written to."""
-    found = ""
+    problem = ""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        found = "it is a file" if directory.is_file() else str(error.strerror)
-    if not found and not os.access(directory, os.W_OK | os.X_OK):
-        found = os.strerror(errno.EACCES)
-    if found:
+        problem = "it is a file" if directory.is_file() else str(error.strerror)
+    if not problem and not os.access(directory, os.W_OK | os.X_OK):
+        problem = os.strerror(errno.EACCES)
+    if problem:
         raise StoreError(
-            f"{directory} can't be used as a data directory: {found}; name a directory that this user may write to "
+            f"{directory} can't be used as a data directory: {problem}; name a directory that this user may write to "
             "(tokentape serve --data)"
         )
 
@@ -98,16 +98,16 @@ class FilesInUse:
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
         paths = {name: str(directory / name) for name in names}
-        self._found = [(name, path, found) for name, path in paths.items() if (found := _inode(path)) is not None]
+        self._inodes = [(name, path, inode) for name, path in paths.items() if (inode := _inode(path)) is not None]
 
     def changed(self) -> list[str]:
         """Return the names of the files that are missing or replaced."""
-        return [name for name, path, found in self._found if _inode(path) != found]
+        return [name for name, path, inode in self._inodes if _inode(path) != inode]
 
 
 def _inode(path: str) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

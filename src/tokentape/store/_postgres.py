@@ -128,8 +128,8 @@ def explain(error: DBAPIError) -> StoreFailure:
     No failure is fatal: if a flush fails, the server restarts and recovers from its disk.
     """
     state: str = getattr(error.orig, "sqlstate", None) or ""
-    if found := _FAILURES.get(state):
-        return found
+    if failure := _FAILURES.get(state):
+        return failure
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
         return _LOST
     return StoreFailure(StoreError, f"the database refused (SQLSTATE {state})")
@@ -199,11 +199,11 @@ def _engine(url: URL, isolation_level: IsolationLevel, **options: Any) -> Engine
 
 def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
     names: set[str] = set()
-    for one in claims:
-        if one is None:
+    for claim in claims:
+        if claim is None:
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({RECORD_LOCK})")
             return
-        names |= one
+        names |= claim
     locks = [f"pg_advisory_xact_lock_shared({RECORD_LOCK})"]
     locks += [f"pg_advisory_xact_lock({key})" for key in sorted(map(_key, names))]
     # One statement per lock, because within a statement the server chooses the order.

@@ -72,8 +72,8 @@ class StoredSession:
 
         `unread` includes turns that no client read. `edges`, from `lineage_of`, give trajectories their roles.
         """
-        given = self.rewards, self.columns, self.payloads, self.events
-        return trajectories(self.tree(), *given, unread=unread, edges=edges)
+        data = self.rewards, self.columns, self.payloads, self.events
+        return trajectories(self.tree(), *data, unread=unread, edges=edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +117,10 @@ def load_session(
     connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
 ) -> StoredSession:
     """See `Store.load_session`."""
-    found = load_sessions(connection, [session_id], per_token=per_token, extent=extent)
-    if not found:
+    sessions = load_sessions(connection, [session_id], per_token=per_token, extent=extent)
+    if not sessions:
         raise NotFound(f"there is no session {session_id!r}")
-    return found[0]
+    return sessions[0]
 
 
 def load_sessions(
@@ -129,7 +129,10 @@ def load_sessions(
     """Load the sessions that exist, like `Store.load_session`. A few statements read all of them."""
     read, last = _Reading(connection, session_ids), extent or _WHOLE
     infos = read.records(schema.sessions.c.position, ge if extent is None else eq, last.position)
-    turns = {one: read.checked(one, found) for one, found in read.records(_SEQ, lt, last.turns).items()}
+    turns = {
+        session_id: read.checked(session_id, records)
+        for session_id, records in read.records(_SEQ, lt, last.turns).items()
+    }
     setups = read.setups(turn for of_session in turns.values() for turn in of_session)
     parts: dict[str, dict[str, tuple[Any, ...]]] = {
         "turns": turns,
@@ -142,12 +145,12 @@ def load_sessions(
         parts["payloads"] = read.records(schema.token_payloads.c.turn, lt, last.turns)
     return [
         StoredSession(
-            info=infos[one][0],
-            setups={turn.setup: setups[turn.setup] for turn in turns.get(one, ()) if turn.setup in setups},
-            **{name: records.get(one, ()) for name, records in parts.items()},
+            info=infos[session_id][0],
+            setups={turn.setup: setups[turn.setup] for turn in turns.get(session_id, ()) if turn.setup in setups},
+            **{name: records.get(session_id, ()) for name, records in parts.items()},
         )
-        for one in session_ids
-        if one in infos
+        for session_id in session_ids
+        if session_id in infos
     ]
 
 
@@ -177,8 +180,8 @@ def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Eve
 def _statement(order: Column[int], compare: _Compare, column: Column[Any], several: bool) -> Select[Any]:
     """Return the statement that reads the records of one session or several. To make it costs more than to run it."""
     of = order.table.c.session_id
-    wanted = of.in_(bindparam("session_ids", expanding=True)) if several else of == bindparam("session_id")
-    return select(order.table).where(wanted, compare(column, bindparam("value"))).order_by(of, order)
+    condition = of.in_(bindparam("session_ids", expanding=True)) if several else of == bindparam("session_id")
+    return select(order.table).where(condition, compare(column, bindparam("value"))).order_by(of, order)
 
 
 class _Reading:
@@ -196,12 +199,12 @@ class _Reading:
         statement = _statement(order, compare, order if column is None else column, several)
         ids = {"session_ids": self._session_ids} if several else {"session_id": self._session_ids[0]}
         rows = self._connection.execute(statement, {**ids, "value": value})
-        found: dict[str, list[Any]] = {}
-        for some in rows.partitions(_ROWS_AT_ONCE):
-            for row in some:
+        by_session: dict[str, list[Any]] = {}
+        for chunk in rows.partitions(_ROWS_AT_ONCE):
+            for row in chunk:
                 record = decode(table, row)
-                found.setdefault(record.session_id, []).append(record)
-        return {session_id: tuple(records) for session_id, records in found.items()}
+                by_session.setdefault(record.session_id, []).append(record)
+        return {session_id: tuple(records) for session_id, records in by_session.items()}
 
     def checked(self, session_id: str, turns: tuple[Turn, ...], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
         """Return the turns, after a check of their hash chain, which follows `known` turns."""
@@ -224,23 +227,23 @@ class _Reading:
 def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
     """Yield `items` in lists of up to `size`."""
     iterator = iter(items)
-    while some := list(islice(iterator, size)):
-        yield some
+    while chunk := list(islice(iterator, size)):
+        yield chunk
 
 
 def together(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
     """Yield the ids of sessions in order, in lists of sessions that have at most `most` tokens. `sizes` are theirs."""
-    some: list[str] = []
+    chunk: list[str] = []
     room = most
     for session_id, tokens in sizes:
         size = tokens + 256  # so that there are at most some hundred
-        if some and size > room:
-            yield some
-            some, room = [], most
-        some.append(session_id)
+        if chunk and size > room:
+            yield chunk
+            chunk, room = [], most
+        chunk.append(session_id)
         room -= size
-    if some:
-        yield some
+    if chunk:
+        yield chunk
 
 
 def lineage_of(load: Callable[[str], StoredSession], stored: StoredSession) -> list[LineageEdge]:
@@ -298,14 +301,14 @@ def exported(
     for stored in sessions:
         counts.sessions += 1
         edges = None if load is None else lineage_of(load, stored)
-        for one in stored.trajectories(unread=unread, edges=edges):
-            if roles is not None and one.role not in roles:
-                counts.other_roles[one.role] = counts.other_roles.get(one.role, 0) + 1
+        for trajectory in stored.trajectories(unread=unread, edges=edges):
+            if roles is not None and trajectory.role not in roles:
+                counts.other_roles[trajectory.role] = counts.other_roles.get(trajectory.role, 0) + 1
                 continue
-            if verdicts is not None and not wanted_verdict(one.verdict, verdicts):
-                counts.other_verdicts[one.verdict] = counts.other_verdicts.get(one.verdict, 0) + 1
+            if verdicts is not None and not wanted_verdict(trajectory.verdict, verdicts):
+                counts.other_verdicts[trajectory.verdict] = counts.other_verdicts.get(trajectory.verdict, 0) + 1
                 continue
             counts.trajectories += 1
-            counts.tokens += len(one.token_ids)
-            counts.trained_tokens += int(np.count_nonzero(one.loss_mask))
-            yield named_only(one, extra)
+            counts.tokens += len(trajectory.token_ids)
+            counts.trained_tokens += int(np.count_nonzero(trajectory.loss_mask))
+            yield named_only(trajectory, extra)

@@ -105,8 +105,8 @@ def _record(kind: Any, row: Row[Any], **more: Any) -> Any:
     """Return a record with the fields of the row's columns, and `more` for fields without a column."""
     names, values_of, readers = _reading(kind, tuple(more))
     values = [*values_of(row)]
-    for at, read in readers:
-        values[at] = read(values[at])
+    for place, read in readers:
+        values[place] = read(values[place])
     return kind(**dict(zip(names, values, strict=True)), **more) if more else kind(*values)
 
 
@@ -280,11 +280,11 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "logprobs_of": (_distribution_text, _distribution),
     "weight_changes": (
         lambda changes: canonical_json(changes) if changes else None,
-        lambda text: tuple((at, version) for at, version in _parsed(text)) if text else (),
+        lambda text: tuple((offset, version) for offset, version in _parsed(text)) if text else (),
     ),
     "resumes": (
-        lambda resumes: canonical_json([asdict(one) for one in resumes]) if resumes else None,
-        lambda text: tuple(Resume(**one) for one in _parsed(text)) if text else (),
+        lambda resumes: canonical_json([asdict(resume) for resume in resumes]) if resumes else None,
+        lambda text: tuple(Resume(**values) for values in _parsed(text)) if text else (),
     ),
     "added_ids": _array("added_ids"),
     "added_provenance": (
@@ -305,7 +305,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _WRITE = {name: write for name, (write, _) in _CODECS.items()}
 _READ = {name: read for name, (_, read) in _CODECS.items()}
 COLUMNS = {
-    table: [(one.name, _WRITE.get(one.name, _plain)) for one in table.columns if one.name != "position"]
+    table: [(column.name, _WRITE.get(column.name, _plain)) for column in table.columns if column.name != "position"]
     for table in _DECODERS
 }
 """By table, the names of the columns that a writer fills, with their encoders."""
@@ -316,7 +316,7 @@ def _reading(
     kind: type[Any], more: tuple[str, ...]
 ) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[tuple[int, Callable[[Any], Any]]]]:
     """Return a kind's column names, a function that takes them from a row, and their decoders by place."""
-    names = tuple(one.name for one in fields(kind) if one.name not in more)
+    names = tuple(field.name for field in fields(kind) if field.name not in more)
     # Values are taken by place, because taking 20 by name takes 7 us.
     places = [_TABLES[kind].c.keys().index(name) for name in names]
-    return names, itemgetter(*places), [(at, _READ[name]) for at, name in enumerate(names) if name in _READ]
+    return names, itemgetter(*places), [(place, _READ[name]) for place, name in enumerate(names) if name in _READ]

@@ -85,19 +85,19 @@ class Snapshots:
         session_ids = await asyncio.to_thread(self._reading, select_sessions, selection, sees, now)
         if not session_ids:
             raise InvalidRequest("no session is selected, so a snapshot would be empty; select others")
-        made: list[int] = []
+        snapshot_ids: list[int] = []
 
         def freeze(connection: Connection) -> None:
-            made[:] = [_freeze(connection, session_ids, owner, selection.since, now)]
+            snapshot_ids[:] = [_freeze(connection, session_ids, owner, selection.since, now)]
 
         await self._store.transact(freeze)
-        return await self.snapshot(made[0], owner)
+        return await self.snapshot(snapshot_ids[0], owner)
 
     async def snapshot(self, snapshot_id: int, owner: str | None) -> Snapshot:
         """Return a snapshot with its digest. The first call reads the contents for that. Raises `Conflict`."""
-        found = await asyncio.to_thread(self.find, snapshot_id, owner)
-        if found.digest is not None or found.state == "released":
-            return found
+        snapshot = await asyncio.to_thread(self.find, snapshot_id, owner)
+        if snapshot.digest is not None or snapshot.state == "released":
+            return snapshot
         digest, contents = await asyncio.to_thread(self._read, snapshot_id)
         data = zlib.compress(canonical_json(contents).encode("ascii"))
         await self._update(snapshot_id, digest=digest, contents=data)
@@ -135,12 +135,12 @@ class Snapshots:
         await self.snapshot(snapshot_id, owner)
 
         def confirm(connection: Connection) -> None:
-            found = _load(connection, snapshot_id, None)
-            if found.state == "released":
+            snapshot = _load(connection, snapshot_id, None)
+            if snapshot.state == "released":
                 raise Conflict(f"snapshot {snapshot_id} was released; take another one")
-            if found.digest != digest:
+            if snapshot.digest != digest:
                 raise Conflict(
-                    f"snapshot {snapshot_id} has digest {found.digest}, and the client confirmed another: what it "
+                    f"snapshot {snapshot_id} has digest {snapshot.digest}, and the client confirmed another: what it "
                     "received is damaged or another snapshot; read it again, then confirm"
                 )
             _update(connection, snapshot_id, state="confirmed")
@@ -158,17 +158,17 @@ class Snapshots:
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
         extents = await asyncio.to_thread(self._reading, extents_of, snapshot_id)
-        kept = {session_id: "in use" for session_id in extents if session_id in in_use}
-        free = [session_id for session_id in extents if session_id not in kept]
+        reasons = {session_id: "in use" for session_id in extents if session_id in in_use}
+        free = [session_id for session_id in extents if session_id not in reasons]
         for start in range(0, max(len(free), 1), _DROPPED_AT_ONCE):
-            some = {session_id: extents[session_id] for session_id in free[start : start + _DROPPED_AT_ONCE]}
+            chunk = {session_id: extents[session_id] for session_id in free[start : start + _DROPPED_AT_ONCE]}
 
-            def drop(connection: Connection, some: Mapping[str, Extent] = some) -> None:
-                kept.update(_drop_sessions(connection, snapshot_id, some, time.time()))
+            def drop(connection: Connection, chunk: Mapping[str, Extent] = chunk) -> None:
+                reasons.update(_drop_sessions(connection, snapshot_id, chunk, time.time()))
 
             await self._store.transact(drop, again=drop)
         await self._update(snapshot_id, state="released")
-        return [session_id for session_id in extents if session_id not in kept], kept
+        return [session_id for session_id in extents if session_id not in reasons], reasons
 
     async def release(self, snapshot_id: int, owner: str | None) -> None:
         """Release a snapshot: its contents are not kept any more. Its sessions stay."""
@@ -197,15 +197,20 @@ class Snapshots:
         tokens = trained_tokens = 0
         for stored in self.sessions(snapshot_id):
             leaves = []
-            for one in stored.trajectories():
-                hasher.update(json_line(one))
-                verdicts[one.verdict] += 1
-                tokens += len(one.token_ids)
-                trained_tokens += int(one.loss_mask.sum())
-                columns.update(one.columns)
-                payloads.update(one.payloads)
-                about = {"digest": stored.turns[one.leaf].digest, "verdict": one.verdict, "tokens": len(one.token_ids)}
-                leaves.append({"turn": one.leaf, **about})
+            for trajectory in stored.trajectories():
+                hasher.update(json_line(trajectory))
+                verdicts[trajectory.verdict] += 1
+                tokens += len(trajectory.token_ids)
+                trained_tokens += int(trajectory.loss_mask.sum())
+                columns.update(trajectory.columns)
+                payloads.update(trajectory.payloads)
+                leaf = {
+                    "turn": trajectory.leaf,
+                    "digest": stored.turns[trajectory.leaf].digest,
+                    "verdict": trajectory.verdict,
+                    "tokens": len(trajectory.token_ids),
+                }
+                leaves.append(leaf)
             sessions.append({"session_id": stored.info.session_id, "turns": len(stored.turns), "leaves": leaves})
         return hasher.hexdigest(), {
             "trajectories": verdicts.total(),
@@ -220,11 +225,11 @@ class Snapshots:
 
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
     """Return the ids of the selected sessions, in order of creation. Raises `NotFound` for one of another owner."""
-    known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
-    wanted = None if selection.session_ids is None else set(selection.session_ids)
+    old_extents = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
+    session_ids = None if selection.session_ids is None else set(selection.session_ids)
     chosen, seen = [], set()
     for row in connection.execute(_NOW if owner is None else _NOW.where(schema.sessions.c.owner == owner)):
-        if wanted is not None and row.session_id not in wanted:
+        if session_ids is not None and row.session_id not in session_ids:
             continue
         seen.add(row.session_id)
         newest = row.created_at if row.newest_turn is None else row.newest_turn
@@ -232,9 +237,9 @@ def select_sessions(connection: Connection, selection: Selection, owner: str | N
             continue
         if not _matches(json.loads(row.metadata), selection.metadata):
             continue
-        if row.position not in known or extent_of(row) != known[row.position]:
+        if row.position not in old_extents or extent_of(row) != old_extents[row.position]:
             chosen.append(row.session_id)
-    for missing in sorted((wanted or set()) - seen):
+    for missing in sorted((session_ids or set()) - seen):
         raise NotFound(f"there is no session {missing!r}")
     return chosen
 
@@ -245,8 +250,8 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
     key = connection.execute(insert(schema.snapshots), values).inserted_primary_key
     assert key is not None
     snapshot_id: int = key[0]
-    for some in batched(session_ids, _BATCH):
-        state = _NOW.where(schema.sessions.c.session_id.in_(some)).subquery()
+    for chunk in batched(session_ids, _BATCH):
+        state = _NOW.where(schema.sessions.c.session_id.in_(chunk)).subquery()
         rows = select(literal(snapshot_id), *(state.c[name] for name in schema.snapshot_sessions.c.keys()[1:]))
         connection.execute(insert(schema.snapshot_sessions).from_select(schema.snapshot_sessions.c.keys(), rows))
     return snapshot_id
@@ -280,7 +285,9 @@ def extents_of(connection: Connection, snapshot_id: int) -> dict[str, Extent]:
     return {row.session_id: extent_of(row) for row in rows}
 
 
-def _drop_sessions(connection: Connection, snapshot_id: int, some: Mapping[str, Extent], now: float) -> dict[str, str]:
+def _drop_sessions(
+    connection: Connection, snapshot_id: int, extents: Mapping[str, Extent], now: float
+) -> dict[str, str]:
     """Delete the sessions that may be deleted, and return why each other one is kept.
 
     A session is deleted if it has not changed since the confirmed snapshot, and leaves a tombstone. Raises `Conflict`
@@ -288,21 +295,21 @@ def _drop_sessions(connection: Connection, snapshot_id: int, some: Mapping[str, 
     """
     if _load(connection, snapshot_id, None).state != "confirmed":
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
-    kept: dict[str, str] = {}
-    for session_id, extent in some.items():
+    reasons: dict[str, str] = {}
+    for session_id, extent in extents.items():
         row = connection.execute(_NOW.where(schema.sessions.c.position == extent.position)).one_or_none()
         if row is None:
             continue
         holder = holder_of(connection, session_id, besides=snapshot_id)
         if extent_of(row) != extent:
-            kept[session_id] = "changed since the snapshot"
+            reasons[session_id] = "changed since the snapshot"
         elif holder is not None:
-            kept[session_id] = f"held by snapshot {holder}"
+            reasons[session_id] = f"held by snapshot {holder}"
         else:
             delete_rows(connection, session_id)
             tombstone = {"session_id": session_id, "owner": row.owner, "snapshot_id": snapshot_id}
             connection.execute(insert(schema.tombstones), {**tombstone, "dropped_at": now})
-    return kept
+    return reasons
 
 
 def _update(connection: Connection, snapshot_id: int, **values: Any) -> None:
@@ -317,16 +324,16 @@ _NOW = select(schema.sessions, *EXTENT_COLUMNS, _NEWEST_TURN).order_by(schema.se
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
     """Map positions of sessions to their extents in a snapshot or, if missing there, in those it was based on."""
-    found: dict[int, Extent] = {}
-    at: int | None = snapshot_id
-    while at is not None:
-        for extent in extents_of(connection, at).values():
-            found.setdefault(extent.position, extent)
-        at = _load(connection, at, owner).since
-    return found
+    extents: dict[int, Extent] = {}
+    ancestor: int | None = snapshot_id
+    while ancestor is not None:
+        for extent in extents_of(connection, ancestor).values():
+            extents.setdefault(extent.position, extent)
+        ancestor = _load(connection, ancestor, owner).since
+    return extents
 
 
-def _matches(metadata: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+def _matches(metadata: Mapping[str, Any], pairs: Mapping[str, Any]) -> bool:
     return all(
-        key in metadata and canonical_json(metadata[key]) == canonical_json(value) for key, value in wanted.items()
+        key in metadata and canonical_json(metadata[key]) == canonical_json(value) for key, value in pairs.items()
     )

@@ -162,8 +162,8 @@ class _Writer:
             fatal=True,
         )
 
-    def _after_commit(self, written: int) -> StoreFailure | None:
-        self._log_bytes += written + _BYTES_PER_COMMIT
+    def _after_commit(self, size: int) -> StoreFailure | None:
+        self._log_bytes += size + _BYTES_PER_COMMIT
         return self._checkpoint("PASSIVE") if self._log_bytes >= CHECKPOINT_BYTES else None
 
     def _checkpoint(self, mode: Literal["PASSIVE", "TRUNCATE"]) -> StoreFailure | None:
@@ -254,8 +254,8 @@ def explain(error: sqlite3.Error) -> StoreFailure:
     # Errors raised by the Python module itself have no code.
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     name: str = getattr(error, "sqlite_errorname", type(error).__name__)
-    found = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "the database refused ({})")
-    return replace(found, message=found.message.format(name))
+    failure = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "the database refused ({})")
+    return replace(failure, message=failure.message.format(name))
 
 
 _DAMAGED = StoreFailure(StoreCorrupt, "the database is damaged ({}); `tokentape verify` says where", fatal=True)

@@ -105,11 +105,11 @@ def verify(
     comparison = None if against is None else HeadComparison(against)
     with suppress(_HeadWithheld), ExitStack() as opened:
         writer = None if head_out is None else HeadWriter(opened.enter_context(durable_file(head_out)), sign)
-        report = _verify(location, [one.add for one in (comparison, writer) if one is not None])
+        report = _verify(location, [visitor.add for visitor in (comparison, writer) if visitor is not None])
         if comparison is not None:
             comparison.finish(ordered=not is_archive(location))
             since = [*comparison.problems, *(comparison.additions if nothing_added else ())]
-            findings = (*report.findings, *(VerifyFinding(*one) for one in since))
+            findings = (*report.findings, *(VerifyFinding(*problem) for problem in since))
             report = replace(report, findings=findings, added=dict(comparison.added))
         if writer is not None:
             if report.findings:
@@ -165,21 +165,21 @@ class _Check:
                 other_version = error
                 raise
             for problem in schema_faults(connection):
-                self._found(problem)
-            sizes += [(one, _TOKENS_AT_ONCE) for one in connection.execute(_SESSION_IDS).scalars()]
+                self._add_finding(problem)
+            sizes += [(session_id, _TOKENS_AT_ONCE) for session_id in connection.execute(_SESSION_IDS).scalars()]
             with suppress(Exception):  # damaged sessions are checked one by one
-                sizes = [(one, size) for one, size in connection.execute(_SIZES)]
-            sizes += [(one, _TOKENS_AT_ONCE) for one in connection.execute(_WITHOUT_SESSION).scalars()]
+                sizes = [(session_id, size) for session_id, size in connection.execute(_SIZES)]
+            sizes += [(session_id, _TOKENS_AT_ONCE) for session_id in connection.execute(_WITHOUT_SESSION).scalars()]
             self._check_file(connection)
             self._check_snapshots(connection)
             self._check_media(connection)
         if other_version is not None:
             raise other_version  # nothing can be said about the record
-        for some in together(sizes, _TOKENS_AT_ONCE):
+        for chunk in together(sizes, _TOKENS_AT_ONCE):
             # A long read transaction would keep a running writer's log from being recycled.
-            heads = self._checked_together(some) if len(some) > 1 else []
+            heads = self._checked_together(chunk) if len(chunk) > 1 else []
             yield from (head for head in heads if head.parts)
-            for session_id in () if heads else some:
+            for session_id in () if heads else chunk:
                 head = SessionHead(session_id)
                 with self._damage_found(session_id), self._one_state() as connection:
                     self._check_session(connection, head)
@@ -188,16 +188,17 @@ class _Check:
 
     def _checked_together(self, session_ids: Sequence[str]) -> list[SessionHead]:
         """Check sessions with few statements. If anything is found return nothing: each is to be checked alone."""
-        before, heads = (self.sessions, self.turns, self.tokens), [SessionHead(one) for one in session_ids]
-        known = len(self.findings)
+        before = self.sessions, self.turns, self.tokens
+        heads = [SessionHead(session_id) for session_id in session_ids]
+        count = len(self.findings)
         with suppress(Exception), self._one_state() as connection:
             rows = _rows_of_sessions(connection, session_ids)
             for head in heads:
                 self._check_session(connection, head, rows)
-            if len(self.findings) == known:
+            if len(self.findings) == count:
                 return heads
         self.sessions, self.turns, self.tokens = before
-        del self.findings[known:]
+        del self.findings[count:]
         return []
 
     def _check_file(self, connection: Connection) -> None:
@@ -205,9 +206,9 @@ class _Check:
             return  # a server keeps its files itself
         for line in connection.exec_driver_sql("PRAGMA integrity_check").scalars():
             if line != "ok":
-                self._found(f"SQLite: {line}")
+                self._add_finding(f"SQLite: {line}")
         for table, *_ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
-            self._found(f"a row of {table} refers to one that isn't there")
+            self._add_finding(f"a row of {table} refers to one that isn't there")
 
     def _check_snapshots(self, connection: Connection) -> None:
         for row in connection.execute(select(schema.snapshots)):
@@ -215,9 +216,9 @@ class _Check:
                 snapshot = decode_snapshot(row)
                 if snapshot.state == "held":
                     for session_id in connection.execute(_CUT_OFF, {"snapshot_id": row.snapshot_id}).scalars():
-                        self._found(f"snapshot {row.snapshot_id} holds more of it than there is", session_id)
+                        self._add_finding(f"snapshot {row.snapshot_id} holds more of it than there is", session_id)
         for session_id in connection.execute(_RISEN).scalars():
-            self._found("it was dropped, and is there", session_id)
+            self._add_finding("it was dropped, and is there", session_id)
 
     def _check_media(self, connection: Connection) -> None:
         for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
@@ -225,18 +226,20 @@ class _Check:
                 whole = select(schema.media).where(schema.media.c.sha256 == sha256)
                 decode(schema.media, connection.execute(whole).one())
 
-    def _check_session(self, connection: Connection, head: SessionHead, found: _RowsOfSessions | None = None) -> None:
-        """Check a session. Its rows are in `found`, or are read from the database."""
+    def _check_session(
+        self, connection: Connection, head: SessionHead, session_rows: _RowsOfSessions | None = None
+    ) -> None:
+        """Check a session. Its rows are in `session_rows`, or are read from the database."""
         session_id = head.session_id
 
         def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
-            if found is not None and not key:
-                return found[table].get(session_id, ())
+            if session_rows is not None and not key:
+                return session_rows[table].get(session_id, ())
             return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
 
         row = next(iter(rows(schema.sessions)), None)
         listed = [*rows(schema.turns, schema.turns.c.seq)]
-        seqs = [one.seq for one in listed]
+        seqs = [turn_row.seq for turn_row in listed]
         if row is None and not seqs:
             return  # deleted since the listing was read
         self.sessions += 1
@@ -246,26 +249,28 @@ class _Check:
             head.add(decode(schema.sessions, row))
         for table in (schema.rewards, schema.events, schema.answers):
             with self._damage_found(session_id):
-                for one in rows(table):
+                for row in rows(table):
                     with self._damage_found(session_id):
-                        head.add(decode(table, one))
+                        head.add(decode(table, row))
         columns, payloads = schema.token_columns, schema.token_payloads
         for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
             for key in [*rows(table, *names)]:
                 with self._damage_found(session_id):
-                    [one] = rows(table, **{name.name: getattr(key, name.name) for name in names})
-                    record = decode(table, one)
+                    [row] = rows(table, **{name.name: getattr(key, name.name) for name in names})
+                    record = decode(table, row)
                     head.add(record)
                     self._check_per_token(connection, record)
         digests: dict[int | None, str] = {}
         media: dict[int, set[str]] = {}
         with self._damage_found(session_id):
-            for one in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
-                media.setdefault(one.turn, set()).add(one.sha256)
-        turn_rows = zip(seqs, listed, strict=True) if found is not None else _turn_rows(connection, session_id, seqs)
+            for row in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
+                media.setdefault(row.turn, set()).add(row.sha256)
+        turn_rows = (
+            zip(seqs, listed, strict=True) if session_rows is not None else _turn_rows(connection, session_id, seqs)
+        )
         for before, (seq, row_of_turn) in zip([-1, *seqs], turn_rows, strict=False):
             if seq != before + 1:
-                self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
+                self._add_finding(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
             try:
                 row = row_of_turn or _rows_of_turns(connection, session_id, seq, seq)[0]
                 turn: Turn = decode(schema.turns, row)
@@ -273,12 +278,12 @@ class _Check:
                 self.turns += 1
                 self.tokens += turn.added_ids.size + turn.completion_ids.size
                 for problem in _turn_problems(turn, digests):
-                    self._found(problem, session_id, seq)
+                    self._add_finding(problem, session_id, seq)
                 digests[seq] = turn.digest
                 self._check_setup(connection, turn.setup)
                 expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
                 if media.get(seq, set()) != expected:
-                    self._found("what it refers to of media is not what its messages say", session_id, seq)
+                    self._add_finding("what it refers to of media is not what its messages say", session_id, seq)
             except Exception as error:  # entering the context for each turn would cost more than decoding it
                 with self._damage_found(session_id, seq):
                     raise error
@@ -293,7 +298,7 @@ class _Check:
         turn: Turn = decode(schema.turns, row)
         sizes = turn.added_ids.size, turn.completion_ids.size
         for problem in per_token_faults(record, *sizes, is_root=turn.parent is None):
-            self._found(problem, record.session_id, record.turn)
+            self._add_finding(problem, record.session_id, record.turn)
 
     def _check_setup(self, connection: Connection, digest: str) -> None:
         if digest in self._good_setups:
@@ -309,7 +314,7 @@ class _Check:
         with self._explained(), self.engine.connect() as connection, connection.begin():
             yield connection
 
-    def _found(self, problem: str, session_id: str | None = None, turn: int | None = None) -> None:
+    def _add_finding(self, problem: str, session_id: str | None = None, turn: int | None = None) -> None:
         self.findings.append(VerifyFinding(problem, session_id, turn))
 
     @contextmanager
@@ -319,10 +324,10 @@ class _Check:
             with self._explained():
                 yield
         except StoreError as error:
-            self._found(str(error), session_id, turn)
+            self._add_finding(str(error), session_id, turn)
         except Exception as error:
             # A damaged row can hold values of any type, and an index can point anywhere.
-            self._found(f"it can't be read ({type(error).__name__})", session_id, turn)
+            self._add_finding(f"it can't be read ({type(error).__name__})", session_id, turn)
 
 
 @cache
@@ -334,19 +339,19 @@ def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) ->
 
 def _rows_of_sessions(connection: Connection, session_ids: Sequence[str]) -> _RowsOfSessions:
     """Read the rows of some sessions by table and session. Of columns and payloads only the keys are read."""
-    found: _RowsOfSessions = {}
+    by_table: _RowsOfSessions = {}
     for table, keys in _KEYS.items():
-        rows = found[table] = {}
+        rows = by_table[table] = {}
         for row in connection.execute(_of_sessions(table, keys or (table,)), {"session_ids": session_ids}).all():
             rows.setdefault(row[-1], []).append(row)
-    return found
+    return by_table
 
 
 @cache
 def _of_sessions(table: Table, columns: tuple[Any, ...]) -> Select[Any]:
     of = table.c.session_id
-    some = of.in_(bindparam("session_ids", expanding=True))
-    return select(*columns, of.label("of_session")).where(some).order_by(of, *table.primary_key)
+    condition = of.in_(bindparam("session_ids", expanding=True))
+    return select(*columns, of.label("of_session")).where(condition).order_by(of, *table.primary_key)
 
 
 def _rows_of_turns(connection: Connection, session_id: str, first: int, last: int) -> Sequence[Row[Any]]:
@@ -356,10 +361,11 @@ def _rows_of_turns(connection: Connection, session_id: str, first: int, last: in
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
     """Yield the number and row of each turn. The row is None if reading several failed: read it alone then."""
     for start in range(0, len(seqs), _ROWS_AT_ONCE):
-        chunk, found = seqs[start : start + _ROWS_AT_ONCE], dict[int, Row[Any]]()
+        chunk = seqs[start : start + _ROWS_AT_ONCE]
+        rows: dict[int, Row[Any]] = {}
         with suppress(Exception):  # a damaged row can raise anything
-            found = {row.seq: row for row in _rows_of_turns(connection, session_id, chunk[0], chunk[-1])}
-        yield from ((seq, found.pop(seq, None)) for seq in chunk)
+            rows = {row.seq: row for row in _rows_of_turns(connection, session_id, chunk[0], chunk[-1])}
+        yield from ((seq, rows.pop(seq, None)) for seq in chunk)
 
 
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:

@@ -98,8 +98,8 @@ def delete_session(connection: Connection, session_id: str, *, force: bool = Fal
 
 def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int | None:
     """Return the id of an unconfirmed snapshot, other than `besides`, that contains a session; None without one."""
-    found: int | None = connection.execute(_HOLDER, {"session_id": session_id, "besides": besides}).scalar()
-    return found
+    snapshot_id: int | None = connection.execute(_HOLDER, {"session_id": session_id, "besides": besides}).scalar()
+    return snapshot_id
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
@@ -111,8 +111,8 @@ def delete_rows(connection: Connection, session_id: str) -> bool:
     hashes = media.scalars().all()
     deleted = connection.execute(delete_from(schema.sessions).where(schema.sessions.c.session_id == session_id))
     used = exists().where(references.sha256 == schema.media.c.sha256)
-    for some in batched(hashes, 500):
-        connection.execute(delete_from(schema.media).where(schema.media.c.sha256.in_(some), ~used))
+    for chunk in batched(hashes, 500):
+        connection.execute(delete_from(schema.media).where(schema.media.c.sha256.in_(chunk), ~used))
     return deleted.rowcount > 0
 
 
@@ -130,8 +130,8 @@ def _insert_unless_known(connection: Connection, table: Table, values: Values) -
     """Insert a row unless its first column, a digest of its contents, is in the table."""
     key = next(iter(table.primary_key))
     # INSERT ... SELECT because ON CONFLICT DO NOTHING is spelled per dialect in SQLAlchemy.
-    known = exists().where(key == values[key.name])
-    row = select(*(literal(value) for value in values.values())).where(~known)
+    duplicate = exists().where(key == values[key.name])
+    row = select(*(literal(value) for value in values.values())).where(~duplicate)
     connection.execute(insert(table).from_select(list(values), row))
 
 
@@ -139,11 +139,12 @@ def _refer_to_media(connection: Connection, turn: Turn) -> None:
     hashes = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
     if not hashes:
         return
-    kept = connection.execute(select(schema.media.c.sha256).where(schema.media.c.sha256.in_(hashes))).scalars().all()
-    if len(kept) < len(hashes):
+    statement = select(schema.media.c.sha256).where(schema.media.c.sha256.in_(hashes))
+    recorded = connection.execute(statement).scalars().all()
+    if len(recorded) < len(hashes):
         raise InvariantViolation(f"turn {turn.seq} of session {turn.session_id!r} has images that are not recorded")
     of_turn = {"session_id": turn.session_id, "turn": turn.seq}
-    connection.execute(insert(schema.turn_media), [{**of_turn, "sha256": one} for one in sorted(hashes)])
+    connection.execute(insert(schema.turn_media), [{**of_turn, "sha256": sha256} for sha256 in sorted(hashes)])
 
 
 class CompiledStatement:
@@ -162,13 +163,13 @@ class CompiledStatement:
     def run(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Run the statement with named parameters, ignoring others. Return the first row, if there is any."""
         dialect = connection.dialect
-        found = self._compiled.get(dialect.name)
-        if found is None:
+        entry = self._compiled.get(dialect.name)
+        if entry is None:
             compiled = self._statement.compile(dialect=dialect)
             assert isinstance(compiled, SQLCompiler)
             names = compiled.positiontup
-            found = self._compiled[dialect.name] = str(compiled), None if names is None else tuple(names)
-        text, order = found
+            entry = self._compiled[dialect.name] = str(compiled), None if names is None else tuple(names)
+        text, order = entry
         if order is None:
             result = connection.exec_driver_sql(text, dict(values))
             row = result.first() if result.returns_rows else None
@@ -242,10 +243,11 @@ def _check_same_kind(connection: Connection, values: Values) -> None:
     other = connection.execute(_OTHER_PAYLOAD, of_name).first()
     if other is None:
         return
-    found, expected = (values["dtype"], json.loads(values["shape"])[1:]), (other.dtype, json.loads(other.shape)[1:])
-    if found != expected:
+    kind = values["dtype"], json.loads(values["shape"])[1:]
+    expected = other.dtype, json.loads(other.shape)[1:]
+    if kind != expected:
         raise InvariantViolation(
-            f"payload {values['name']!r} has rows of {found[0]} {found[1]}, "
+            f"payload {values['name']!r} has rows of {kind[0]} {kind[1]}, "
             f"earlier turns of session {values['session_id']!r} have {expected[0]} {expected[1]}; use a new session"
         )
 
