@@ -40,7 +40,7 @@ class Adapters:
 
     @torch.inference_mode(mode=False)
     def load(self, name: str, folder: Path, version: str, used: Collection[str] = ()) -> None:
-        """Load a version of the adapter `name`, and drop older ones whose keys are not in `used`.
+        """Load a version of the adapter `name`, and drop older ones, except those with a key in `used`.
 
         Raises `EngineError` if peft is missing, if the folder has no LoRA adapter of this model, or if its rows have
         other logprobs in a batch than alone.
@@ -60,11 +60,14 @@ class Adapters:
                 about = f"bias {config.bias!r} or init_lora_weights {config.init_lora_weights!r}"
                 raise EngineError(f"{about} changes the model's weights")
             if self.with_all is None:
-                shared = {id(one): one for one in (*self._model.parameters(), *self._model.buffers())}
+                shared = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
                 self.with_all = PeftModel(copy.deepcopy(self._model, shared), config, adapter_name=key)
-            found = self.with_all.load_adapter(str(folder), key, torch_device=str(self._model.device))
+            report = self.with_all.load_adapter(str(folder), key, torch_device=str(self._model.device))
             self.with_all.eval()
-            strange = [*found.unexpected_keys, *(one for one in found.missing_keys if f".{key}." in one)]
+            strange = [
+                *report.unexpected_keys,
+                *(missing for missing in report.missing_keys if f".{key}." in missing),
+            ]
             if strange:
                 raise EngineError(f"{len(strange)} tensors don't fit the model, {strange[0]} among them")
             refuse_unbatchable(self._model, dtype=self._dtype, adapters=(self.with_all, [key, BASE]))
@@ -77,11 +80,13 @@ class Adapters:
         before = self.current.get(name)
         self.current[name] = Adapter(key, version)
         if before is not None:
-            self._drop(set(self.with_all.peft_config) - {one.key for one in self.current.values()} - set(used))
+            self._drop(set(self.with_all.peft_config) - {adapter.key for adapter in self.current.values()} - set(used))
 
     def of(self, rows: list[Adapter | None]) -> tuple[Any, list[str]] | None:
         """Return `DecodeBatch.adapters` for rows with these adapters."""
-        return None if self.with_all is None else (self.with_all, [BASE if one is None else one.key for one in rows])
+        if self.with_all is None:
+            return None
+        return self.with_all, [BASE if adapter is None else adapter.key for adapter in rows]
 
     def _drop(self, keys: set[str]) -> None:
         if self.with_all is None:

@@ -237,7 +237,7 @@ class Interruptible(Protocol):
 
 @runtime_checkable
 class KeepsSessions(Protocol):
-    """An engine whose server keeps the prefix of a session until it learns that the session is over."""
+    """An engine that keeps the prefix of a session on its server until it learns that the session is over."""
 
     def close_session(self, session_id: str) -> None:
         """Tell the server in the background. A later call of the session opens it again."""
@@ -260,10 +260,10 @@ class MediaEngine(Engine, Protocol):
         ...
 
 
-def common_prefix(one: Sequence[int] | _Ids, other: Sequence[int] | _Ids) -> int:
+def common_prefix(first: Sequence[int] | _Ids, second: Sequence[int] | _Ids) -> int:
     """Return the length of the longest common prefix."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    size = min(len(first), len(second))
+    differ = np.flatnonzero(np.asarray(first[:size]) != np.asarray(second[:size]))
     return int(differ[0]) if differ.size else size
 
 

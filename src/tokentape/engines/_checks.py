@@ -56,7 +56,7 @@ def refuse_params(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} is out of range; expected {expected}", name)
 
 
-_DEFAULTS = [(one.name, one.default) for one in fields(SamplingParams) if one.default is not MISSING]
+_DEFAULTS = [(field.name, field.default) for field in fields(SamplingParams) if field.default is not MISSING]
 """Sampling parameters that need not be set."""
 
 

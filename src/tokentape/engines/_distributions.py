@@ -52,17 +52,17 @@ def logprobs_of(engine: str, params: SamplingParams, *, supports: bool = False) 
     >>> logprobs_of("vllm 0.32.0 raw_logprobs", SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
     """
-    known = sampled_from(params)
-    temperature = known.temperature or 1.0
+    distribution = sampled_from(params)
+    temperature = distribution.temperature or 1.0
     declared = engine.split()
-    grammar = known.grammar and BEFORE_GRAMMAR not in declared
+    grammar = distribution.grammar and BEFORE_GRAMMAR not in declared
     match "processed_logprobs" if supports and OVER_SUPPORTS in declared else mode_of(engine):
         case "raw_logprobs":
             return TokenDistribution(False, 1.0, False, grammar)
         case "penalised_logprobs":
-            return TokenDistribution(known.penalties, 1.0, False, grammar)
+            return TokenDistribution(distribution.penalties, 1.0, False, grammar)
         case "scaled_logprobs":
-            return TokenDistribution(known.penalties, temperature, False, grammar)
+            return TokenDistribution(distribution.penalties, temperature, False, grammar)
         case "processed_logprobs":
-            return TokenDistribution(known.penalties, temperature, known.truncation, known.grammar)
+            return TokenDistribution(distribution.penalties, temperature, distribution.truncation, distribution.grammar)
     return None

@@ -29,25 +29,25 @@ def expert_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     names: dict[type[nn.Module], str | None] = {}
     for module in model.modules():
         if type(module) not in names:
-            taken = inspect.signature(type(module).forward).parameters
-            names[type(module)] = next((name for name in _CHOSEN if name in taken), None)
+            parameters = inspect.signature(type(module).forward).parameters
+            names[type(module)] = next((name for name in _CHOSEN if name in parameters), None)
     return [(module, name) for module in model.modules() if (name := names[type(module)])]
 
 
 @contextmanager
 def chosen_experts(layers: list[tuple[nn.Module, str]]) -> Iterator[list[Tensor]]:
     """Collect the experts that this thread's forward passes in the block choose, [rows * columns, top k] per layer."""
-    found: list[Tensor] = []
+    chosen: list[Tensor] = []
     reading, own = True, get_ident()
 
     def collect(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A copy of the model that is made meanwhile for new weights keeps its hooks, and other threads compute scores.
         if reading and get_ident() == own:
-            found.append(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments[name])
+            chosen.append(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments[name])
 
-    hooks = [one.register_forward_pre_hook(partial(collect, name), with_kwargs=True) for one, name in layers]
+    hooks = [module.register_forward_pre_hook(partial(collect, name), with_kwargs=True) for module, name in layers]
     try:
-        yield found
+        yield chosen
     finally:
         reading = False
         for hook in hooks:
@@ -63,8 +63,8 @@ class ExpertRows:
 
     def append(self, first: int, rows: Tensor) -> None:
         """Append rows, [tokens, layers, top k], the first of them for the token at offset `first` of the context."""
-        kept = rows[max(self.start - first, 0) :]
-        self._rows.append(kept.to("cpu", torch.int16).numpy())
+        rows = rows[max(self.start - first, 0) :]
+        self._rows.append(rows.to("cpu", torch.int16).numpy())
 
     def payloads(self) -> tuple[Payload, ...]:
         """Return what `SampleDelta.payloads` has in the last delta."""

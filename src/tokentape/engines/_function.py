@@ -117,21 +117,21 @@ class FunctionEngine:
         # The engine that the function calls may have stop ids of its own, which the function need not report.
         completion = ReceivedTokens(replace(params, supports=0), self.info.vocab_size, own_stops=True)
         if isinstance(sampled, SampleDelta):
-            given, reason = sampled, finish_reason_of(sampled.finish_reason)
+            delta, reason = sampled, finish_reason_of(sampled.finish_reason)
         else:
             ids, logprobs = ([*map(int, sampled[0])], [*map(float, sampled[1])])
-            given, reason = SampleDelta(tuple(ids), tuple(logprobs)), _end_of(ids, params)
-        tops = given.top_logprobs
-        checked = completion.delta(given.token_ids, given.logprobs, tops)
-        stop = given.stop if given.stop is not None else completion.last_id
+            delta, reason = SampleDelta(tuple(ids), tuple(logprobs)), _end_of(ids, params)
+        tops = delta.top_logprobs
+        checked = completion.delta(delta.token_ids, delta.logprobs, tops)
+        stop = delta.stop if delta.stop is not None else completion.last_id
         return replace(
-            given,
+            delta,
             token_ids=checked.token_ids,
             logprobs=checked.logprobs,
             top_logprobs=checked.top_logprobs,
-            supports=completion.check_supports(given.token_ids, given.supports) if params.supports else (),
-            weight_spans=completion.spans(given.weight_spans) if given.weight_spans else (),
-            payloads=given.payloads if params.payloads_from is not None else (),
+            supports=completion.check_supports(delta.token_ids, delta.supports) if params.supports else (),
+            weight_spans=completion.spans(delta.weight_spans) if delta.weight_spans else (),
+            payloads=delta.payloads if params.payloads_from is not None else (),
             finish_reason=reason,
             stop=completion.stop(reason, stop),
         )

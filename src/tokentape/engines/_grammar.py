@@ -33,19 +33,19 @@ class Constraint:
 
     def __init__(self, matcher: Any, stop_ids: Sequence[int], size: int) -> None:
         self._matcher = matcher
-        self._stop_ids = [one for one in stop_ids if one < size]
+        self._stop_ids = [stop_id for stop_id in stop_ids if stop_id < size]
         self._size = size
 
     def allowed(self, rows: int) -> npt.NDArray[np.bool_]:
         """Return which ids may come next, bool [rows]. A stop id may if the completion is complete before it."""
-        found = np.zeros(rows, np.bool_)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        known = np.unpackbits(bits, count=self._size, bitorder="little")
-        known[self._stop_ids] = self._matcher.is_accepting()
-        found[: self._size] = known[:rows]
+        allowed = np.zeros(rows, np.bool_)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = np.unpackbits(packed, count=self._size, bitorder="little")
+        bits[self._stop_ids] = self._matcher.is_accepting()
+        allowed[: self._size] = bits[:rows]
         if self._matcher.is_error():
-            found[:] = False
-        return found
+            allowed[:] = False
+        return allowed
 
     @property
     def problem(self) -> str:
@@ -77,8 +77,8 @@ class Grammars:
         name = "json_schema" if params.json_schema is not None else "structural_tag"
         if not params.stop_token_ids:
             raise InvalidRequest(f"{name} needs stop_token_ids, which end the completion", name)
-        given = json.loads(params.json_schema or params.structural_tag or "")
-        form = given["format"] if params.json_schema is None else {"type": "json_schema", "json_schema": given}
+        spec = json.loads(params.json_schema or params.structural_tag or "")
+        form = spec["format"] if params.json_schema is None else {"type": "json_schema", "json_schema": spec}
         with self._lock:
             if self._prepared is None:
                 self._prepared = _prepare(self._tokenizer)
@@ -116,48 +116,48 @@ def lark(form: Mapping[str, Any]) -> str:
     """
     terminals: list[str] = []
 
-    def ids(found: Sequence[int], *, but: bool = False) -> str:
-        return f"<[{'^' * but}{','.join(map(str, found))}]>" if found else "<[*]>"
+    def ids(token_ids: Sequence[int], *, but: bool = False) -> str:
+        return f"<[{'^' * but}{','.join(map(str, token_ids))}]>" if token_ids else "<[*]>"
 
     def sequence(elements: Sequence[Mapping[str, Any]]) -> str:
-        written: list[str] = []
-        for at, one in enumerate(elements):
-            if one["type"] == "const_string" and at and elements[at - 1]["type"] == "any_text":
+        rules: list[str] = []
+        for index, element in enumerate(elements):
+            if element["type"] == "const_string" and index and elements[index - 1]["type"] == "any_text":
                 # Text and what ends it are one terminal: the lexer does not look ahead.
-                terminals[-1] += f" {_quoted(one['value'])}"
+                terminals[-1] += f" {_quoted(element['value'])}"
             else:
-                written.append(rule(one))
-        return " ".join(written)
+                rules.append(rule(element))
+        return " ".join(rules)
 
-    def rule(one: Mapping[str, Any]) -> str:
-        match one["type"]:
+    def rule(element: Mapping[str, Any]) -> str:
+        match element["type"]:
             case "sequence":
-                return f"({sequence(one['elements'])})"
+                return f"({sequence(element['elements'])})"
             case "or":
-                return f"({' | '.join(map(rule, one['elements']))})"
+                return f"({' | '.join(map(rule, element['elements']))})"
             case "star":
-                return f"({rule(one['content'])})*"
+                return f"({rule(element['content'])})*"
             case "optional":
-                return f"({rule(one['content'])})?"
+                return f"({rule(element['content'])})?"
             case "token":
-                return ids([one["token"]])
+                return ids([element["token"]])
             case "const_string":
-                return _quoted(one["value"])
+                return _quoted(element["value"])
             case "regex":
-                return f"/{one['pattern']}/"
+                return f"/{element['pattern']}/"
             case "json_schema":
-                return f"%json {json.dumps(dict(one['json_schema']) | {'x-guidance': _JSON})}"
+                return f"%json {json.dumps(dict(element['json_schema']) | {'x-guidance': _JSON})}"
             case "any_tokens":
-                return f"{ids(one['exclude_tokens'], but=True)}*"
+                return f"{ids(element['exclude_tokens'], but=True)}*"
             case "any_text":
-                excluded = " | ".join(map(_quoted, one["excludes"]))
+                excluded = " | ".join(map(_quoted, element["excludes"]))
                 terminals.append(f"TEXT_{len(terminals)}: (/(?s:.*)/ & ~(/(?s:.*)/ ({excluded}) /(?s:.*)/))")
                 return f"TEXT_{len(terminals) - 1}"
             case "token_dispatch":
-                begins = [token for token, _ in one["rules"]]
-                calls = [f"{ids([token])} {rule(content)}" for token, content in one["rules"]]
-                return f"({' | '.join([ids([*one['exclude_tokens'], *begins], but=True), *calls])})*"
-        raise InvalidRequest(f"the embedded engine does not know the format {one['type']!r}", "structural_tag")
+                begins = [token for token, _ in element["rules"]]
+                calls = [f"{ids([token])} {rule(content)}" for token, content in element["rules"]]
+                return f"({' | '.join([ids([*element['exclude_tokens'], *begins], but=True), *calls])})*"
+        raise InvalidRequest(f"the embedded engine does not know the format {element['type']!r}", "structural_tag")
 
     start = rule(form)
     # Else only one spelling of text that the grammar leaves no choice about would be allowed.

@@ -89,7 +89,7 @@ class GuardedEngine:
         self._look = look
         self._refuse = refuse
         self._weights_now = weights_now
-        self._found = ModelCheck("unverified", "nothing is known yet")
+        self._last_check = ModelCheck("unverified", "nothing is known yet")
         self._infos: dict[bool, EngineInfo] = {}
         """The engine's info by whether its model is verified."""
         self._set_mode(engine.info.logprobs_mode)
@@ -110,7 +110,7 @@ class GuardedEngine:
         try:
             await guarded._look_again(guarded._seen)
             if guarded._refused:
-                raise InvalidRequest(_refusal(guarded._found), "model")
+                raise InvalidRequest(_refusal(guarded._last_check), "model")
         except BaseException:
             await engine.close()
             raise
@@ -119,7 +119,7 @@ class GuardedEngine:
     @property
     def info(self) -> EngineInfo:
         """The facts about the server at its last check, with `UNVERIFIED` if its model is not verified."""
-        return self._infos[self._found.status == "ok"]
+        return self._infos[self._last_check.status == "ok"]
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, **media: Any
@@ -192,7 +192,7 @@ class GuardedEngine:
 
     @property
     def _refused(self) -> bool:
-        return self._refuse and self._found.status == "refused"
+        return self._refuse and self._last_check.status == "refused"
 
     async def _raise_unless_served(self) -> None:
         if self._refused:
@@ -201,7 +201,7 @@ class GuardedEngine:
 
     def _raise_if_refused(self) -> None:
         if self._refused:
-            raise EngineUnavailable(_refusal(self._found))
+            raise EngineUnavailable(_refusal(self._last_check))
 
     async def _serves_others(self, seconds: float) -> bool:
         """Return whether the server lists other models than at its last check. Ask at most once in `seconds`."""
@@ -226,21 +226,21 @@ class GuardedEngine:
         try:
             async with asyncio.timeout(LOOK_SECONDS if self._opened else FIRST_LOOK_SECONDS):
                 self._served = await served_as(self._kind, self.http)
-                found = await self._look(self.http, self._engine.info)
+                check = await self._look(self.http, self._engine.info)
                 if self._opened:
                     mode = await self._engine.find_logprobs_mode()
             self._seen = replace(now, generation=self.http.generation)
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
-            found = ModelCheck("unverified", f"the server could not be asked ({type(error).__name__})")
+            check = ModelCheck("unverified", f"the server could not be asked ({type(error).__name__})")
         first, self._opened = not self._opened, True
         self._set_mode(mode)
         # `open` raises the refusal of the first check.
-        if found != self._found and not (first and self._refuse and found.status == "refused"):
-            why = f": {found.reason}" if found.reason else ""
-            level = logging.INFO if found.status == "ok" else logging.WARNING
-            _log.log(level, "the model of the %s server is %s%s", self._kind, _WORDS[found.status], why)
-        self._found = found
+        if check != self._last_check and not (first and self._refuse and check.status == "refused"):
+            why = f": {check.reason}" if check.reason else ""
+            level = logging.INFO if check.status == "ok" else logging.WARNING
+            _log.log(level, "the model of the %s server is %s%s", self._kind, _WORDS[check.status], why)
+        self._last_check = check
 
     def _set_mode(self, mode: str) -> None:
         """Set the logprobs mode of `info`."""
@@ -248,18 +248,18 @@ class GuardedEngine:
         if mode != before:
             _log.warning("the log-probabilities of the %s server were %s and are %s now", self._kind, before, mode)
         info = replace(self._engine.info, logprobs_mode=mode)
-        self._infos = {known: marked(info, unverified=not known) for known in (True, False)}
+        self._infos = {verified: marked(info, unverified=not verified) for verified in (True, False)}
 
 
 _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not the folder's"}
 
 
-def _refusal(found: ModelCheck) -> str:
-    what = "has other token ids than the folder" if found.other_ids else "seems to serve another model"
-    return f"the server {what}: {found.reason}"
+def _refusal(check: ModelCheck) -> str:
+    what = "has other token ids than the folder" if check.other_ids else "seems to serve another model"
+    return f"the server {what}: {check.reason}"
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:
     """Return `info` with or without the capability `UNVERIFIED`."""
-    rest = tuple(one for one in info.capabilities if one != UNVERIFIED)
+    rest = tuple(capability for capability in info.capabilities if capability != UNVERIFIED)
     return replace(info, capabilities=(*rest, UNVERIFIED) if unverified else rest)

@@ -121,8 +121,8 @@ class HttpClient:
             while chunk := await reply.read(limit):
                 if events := reader.feed(chunk):
                     yield events
-                    between.at = now() + between.seconds
-                    limit = between if between.at < total.at else total
+                    between.deadline = now() + between.seconds
+                    limit = between if between.deadline < total.deadline else total
         finally:
             reply.close()
         if reader.pending:
@@ -156,7 +156,7 @@ class HttpClient:
         # aiohttp warns about more than 1 MiB of bytes, but not about files.
         data = body if body is None or len(body) <= 1 << 20 else io.BytesIO(body)
         try:
-            async with asyncio.timeout_at(limit.at):
+            async with asyncio.timeout_at(limit.deadline):
                 response = await self._client_session().request(
                     method, self._base + path, data=data, headers=content, allow_redirects=False
                 )
@@ -240,7 +240,7 @@ class _Connector(aiohttp.TCPConnector):
 class _Limit:
     """A deadline in the event loop's time, and the timeout that it comes from. Each token postpones it."""
 
-    at: float
+    deadline: float
     stage: Stage
     seconds: float
 
@@ -272,13 +272,13 @@ class _HttpReply:
     async def read(self, limit: _Limit) -> bytes:
         """Wait for the next bytes of the body and return them. Return no bytes at the end."""
         # `timeout_at` only ends waits, and there are none while an engine sends all the time.
-        if asyncio.get_running_loop().time() >= limit.at:
+        if asyncio.get_running_loop().time() >= limit.deadline:
             raise limit.error(self._path)
         content = self._response.content
         try:
             chunk = content.read_nowait()
             if not chunk and not content.at_eof():
-                async with asyncio.timeout_at(limit.at):
+                async with asyncio.timeout_at(limit.deadline):
                     chunk = await content.readany()
             if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
                 raise aiohttp.ClientPayloadError

@@ -82,10 +82,10 @@ async def served_cards(http: HttpClient, *, stage: Stage = "first_token") -> lis
 async def process_start(http: HttpClient) -> str | None:
     """Return when the server's process started, as its metrics say; None if they don't."""
     try:
-        found = re.search(rb"^process_start_time_seconds (\S+)", await http.get("/metrics"), re.MULTILINE)
+        match = re.search(rb"^process_start_time_seconds (\S+)", await http.get("/metrics"), re.MULTILINE)
     except (EngineError, InvalidRequest):
         return None
-    return found and found[1].decode()
+    return match and match[1].decode()
 
 
 async def refuse_gateway(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> None:
@@ -135,10 +135,10 @@ async def served_as(kind: str, http: HttpClient, *, stage: Stage = "first_token"
 
 async def offered_routes(http: HttpClient) -> list[str]:
     """Return those of vLLM's routes with ids that the server has: those that refuse an empty body."""
-    found = []
+    routes = []
     for path in _ROUTES:
         try:
             await attempt(http.post(path, b"{}", {}))
         except InvalidRequest:
-            found.append(path)
-    return found
+            routes.append(path)
+    return routes

@@ -205,9 +205,9 @@ def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> 
         heads, _, size = template[layer][which].shape
         out = template[layer][which].new_zeros((len(prefixes), heads, reused, size))
         for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
-            taken = max(length - fresh, 0)
-            if taken:
-                out[row, :, reused - taken :] = prefix.layers[layer][which][:, :taken]
+            count = max(length - fresh, 0)
+            if count:
+                out[row, :, reused - count :] = prefix.layers[layer][which][:, :count]
         return out
 
     return [(stack(layer, 0), stack(layer, 1)) for layer in range(len(template))]

@@ -98,11 +98,11 @@ class LlamaCppEngine(RemoteEngine):
         context: list[int] = np.asarray(prompt_ids).tolist()
         budget = min(params.max_tokens, self.info.max_context - len(context))
         async with self._slots.taken(context) as slot:
-            held: list[SampleDelta] = []
+            deltas: list[SampleDelta] = []
             while True:
-                left = budget - completion.tokens
+                remaining = budget - completion.tokens
                 # The server applies a schema and stop strings only within one reply.
-                piece = left if params.stop_strings or params.json_schema else min(left, PIECE)
+                piece = remaining if params.stop_strings or params.json_schema else min(remaining, PIECE)
                 delta = await self._piece(context, params, completion, piece, slot.number)
                 context += delta.token_ids
                 slot.context = context
@@ -111,10 +111,10 @@ class LlamaCppEngine(RemoteEngine):
                 if stream and delta.finish_reason is None:
                     yield delta
                 else:
-                    held.append(delta)
+                    deltas.append(delta)
                 if delta.finish_reason is not None:
                     break
-        yield joined(held)
+        yield joined(deltas)
 
     async def _piece(
         self, context: list[int], params: SamplingParams, completion: ReceivedTokens, tokens: int, slot: int
@@ -132,8 +132,8 @@ class LlamaCppEngine(RemoteEngine):
         for position, row in enumerate(rows):
             if row is None:
                 rows[position] = await self._score([*context, *ids[:position]], ids[position], params.top_logprobs)
-        known = [row for row in rows if row is not None]
-        delta = completion.delta(ids, [row.logprob for row in known], [row.alternatives for row in known])
+        scored = [row for row in rows if row is not None]
+        delta = completion.delta(ids, [row.logprob for row in scored], [row.alternatives for row in scored])
         if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self.info.max_context:
             raise EngineContractError(f"the engine stopped after {len(ids)} of {tokens} tokens, with room for more")
         return replace(delta, finish_reason=reason, stop=completion.stop(reason, matched))

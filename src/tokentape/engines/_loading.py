@@ -63,13 +63,13 @@ def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, par
     for name, tensor in tensors:
         place = places.get(name)
         if place is None or place.shape != tensor.shape:
-            found = "no such tensor" if place is None else f"{tuple(place.shape)}"
-            raise EngineError(f"tensor {name!r} of shape {tuple(tensor.shape)} does not fit: the model has {found}")
+            existing = "no such tensor" if place is None else f"{tuple(place.shape)}"
+            raise EngineError(f"tensor {name!r} of shape {tuple(tensor.shape)} does not fit: the model has {existing}")
         place.copy_(tensor)
         missing.discard(name)
     if missing and not partial:
-        some = ", ".join(sorted(missing)[:3])
-        raise EngineError(f"{len(missing)} parameters have no new weights, {some} among them; give all of them")
+        names = ", ".join(sorted(missing)[:3])
+        raise EngineError(f"{len(missing)} parameters have no new weights, {names} among them; give all of them")
     return changed
 
 
@@ -97,9 +97,9 @@ def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
     Embeddings are often padded to a round number of rows, and untrained rows can be sampled. Servers fail or crash on
     such ids (vllm-project/vllm#13175, sgl-project/sglang#31908).
     """
-    known = np.zeros(model.get_input_embeddings().weight.shape[0], dtype=np.bool_)
-    known[[i for i in tokenizer.get_vocab(with_added_tokens=True).values() if i < len(known)]] = True
-    return known
+    mask = np.zeros(model.get_input_embeddings().weight.shape[0], dtype=np.bool_)
+    mask[[i for i in tokenizer.get_vocab(with_added_tokens=True).values() if i < len(mask)]] = True
+    return mask
 
 
 def context_limit(model: Any) -> int:
@@ -131,7 +131,7 @@ def refuse_unbatchable(model: Any, *, dtype: str, adapters: tuple[Any, list[str]
         singles, batch = [DecodeBatch(model) for _ in contexts], DecodeBatch(model)
         if adapters is not None:
             singles[0].adapters, batch.adapters = (adapters[0], adapters[1][:1]), adapters
-        alone = torch.cat([one.prefill([ids], [NO_PREFIX]) for one, ids in zip(singles, contexts, strict=True)])
+        alone = torch.cat([single.prefill([ids], [NO_PREFIX]) for single, ids in zip(singles, contexts, strict=True)])
         batch.prefill([context[:-1] for context in contexts], [NO_PREFIX] * len(contexts))
         together = batch.decode([int(context[-1]) for context in contexts])
     except Exception as error:

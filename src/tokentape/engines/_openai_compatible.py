@@ -162,7 +162,7 @@ def _api_of(owned_by: str) -> CompletionsApi:
         # vLLM's Rust frontend appends its own name.
         if owned_by.startswith(api.owned_by):
             return api
-    known = ", ".join(api.owned_by for api in APIS)
+    owners = ", ".join(api.owned_by for api in APIS)
     raise InvalidRequest(
-        f"the engine's models are owned by {safe_name(owned_by) or 'an unknown server'}; known are {known}", "engine"
+        f"the engine's models are owned by {safe_name(owned_by) or 'an unknown server'}; known are {owners}", "engine"
     )

@@ -80,9 +80,9 @@ class EnginePool:
         replicas = [_Replica(name, opener) for name, opener in openers.items()]
         if not replicas:
             raise InvalidRequest("an engine needs at least one replica", "engine_url")
-        found = await asyncio.gather(*(replica.open() for replica in replicas), return_exceptions=True)
+        results = await asyncio.gather(*(replica.open() for replica in replicas), return_exceptions=True)
         opened: list[Engine] = []
-        for replica, engine in zip(replicas, found, strict=True):
+        for replica, engine in zip(replicas, results, strict=True):
             if isinstance(engine, BaseException):
                 replica.down_since = time.monotonic()
                 _log.warning("engine replica %s is not available (%s)", replica.name, type(engine).__name__)
@@ -90,7 +90,7 @@ class EnginePool:
                 replica.serving = _Serving(engine)
                 opened.append(engine)
         try:
-            failures = [failure for failure in found if isinstance(failure, BaseException)]
+            failures = [failure for failure in results if isinstance(failure, BaseException)]
             wrong = [failure for failure in failures if isinstance(failure, InvalidRequest)]
             if wrong or not opened:
                 raise (wrong or failures)[0]
@@ -234,10 +234,10 @@ async def _close_if_unused(serving: _Serving) -> None:
 
 def _refuse_different(name: str, info: EngineInfo, expected: EngineInfo) -> None:
     for field in ("name", "model", "vocab_size", "logprobs_mode"):
-        found, wanted = getattr(info, field), getattr(expected, field)
-        if found != wanted:
+        value, expected_value = getattr(info, field), getattr(expected, field)
+        if value != expected_value:
             raise InvalidRequest(
-                f"engine replica {name} has {field} {found!r}, the others have {wanted!r}; "
+                f"engine replica {name} has {field} {value!r}, the others have {expected_value!r}; "
                 "replicas must serve the same model the same way",
                 "engine_url",
             )

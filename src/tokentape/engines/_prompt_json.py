@@ -38,16 +38,16 @@ def prompt_json(ids: TokenIds, vocab_size: int, *, compact: bool = False) -> byt
     # The first cell is for the opening bracket.
     cells = np.empty(len(ids) + 1, np.uint64)
     _table(vocab_size).take(ids, out=cells[1:], mode="clip")
-    written = cells.view(np.uint8)
-    written[_CELL - 1], written[-1] = b"[]"
-    return written[_CELL - 1 :].tobytes()
+    data = cells.view(np.uint8)
+    data[_CELL - 1], data[-1] = b"[]"
+    return data[_CELL - 1 :].tobytes()
 
 
 @lru_cache(maxsize=4)
 def _table(vocab_size: int) -> npt.NDArray[np.uint64]:
     """Return a table with a 64-bit word for each id: its digits, padding and a comma."""
     cells = np.full((vocab_size, _CELL), ord(" "), np.uint8)
-    written = np.arange(vocab_size).astype(f"S{_CELL - 1}").view(np.uint8).reshape(vocab_size, _CELL - 1)
-    cells[:, :-1] = np.where(written == 0, ord(" "), written)
+    digits = np.arange(vocab_size).astype(f"S{_CELL - 1}").view(np.uint8).reshape(vocab_size, _CELL - 1)
+    cells[:, :-1] = np.where(digits == 0, ord(" "), digits)
     cells[:, -1] = ord(",")
     return cells.view(np.uint64).reshape(-1)

@@ -235,10 +235,10 @@ def any_id(info: EngineInfo) -> EngineInfo:
 
 def one_placeholder_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> TokenIds:
     """Return the prompt with one placeholder for each image: servers repeat it themselves."""
-    kept = np.ones(len(prompt_ids), np.bool_)
-    for one in media:
-        kept[one.start + 1 : one.start + one.length] = False
-    return prompt_ids[kept]
+    keep = np.ones(len(prompt_ids), np.bool_)
+    for image in media:
+        keep[image.start + 1 : image.start + image.length] = False
+    return prompt_ids[keep]
 
 
 def data_url(image: PromptMedia) -> str:

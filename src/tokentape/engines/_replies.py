@@ -45,8 +45,8 @@ def _decoder(shape: type[_Shape]) -> msgspec.json.Decoder[_Shape]:
 def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
     """Decode the JSON `body` as `shape`. Raises `EngineContractError`, which names the wrong field, not its value."""
     try:
-        found: _Shape = _decoder(shape).decode(body)
-        return found
+        reply: _Shape = _decoder(shape).decode(body)
+        return reply
     except UNREADABLE as error:
         # The text of a UnicodeDecodeError quotes the reply.
         reason = str(error) if isinstance(error, msgspec.MsgspecError) else "no JSON in UTF-8, or nested too deeply"
@@ -146,12 +146,12 @@ class ReceivedTokens:
         ids: Sequence[int],
         logprobs: Sequence[float | None],
         top: Sequence[Sequence[tuple[int, float | None]]] = (),
-        kept: Sequence[Sequence[int]] = (),
+        masks: Sequence[Sequence[int]] = (),
     ) -> SampleDelta:
         """Check the next tokens and return them as a delta.
 
         Each id has a log-probability and, if requested, its (id, log-probability) alternatives in `top` and the ids
-        that truncation kept in `kept`.
+        that truncation kept in `masks`.
         """
         usable = self._usable(logprobs)
         if len(logprobs) != len(ids):
@@ -170,15 +170,15 @@ class ReceivedTokens:
             tuple(ids),
             usable,
             top_logprobs=tuple([alternatives(row, most, self._lowest) for row in top]) if most else (),
-            supports=self._supports(ids, kept) if self._params.supports else (),
+            supports=self._supports(ids, masks) if self._params.supports else (),
         )
 
-    def _supports(self, ids: Sequence[int], kept: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
-        if len(kept) != len(ids):
-            raise EngineContractError(f"the engine returned {len(kept)} sampling masks for {len(ids)} ids")
-        for token_id, mask in zip(ids, kept, strict=True):
+    def _supports(self, ids: Sequence[int], masks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
+        if len(masks) != len(ids):
+            raise EngineContractError(f"the engine returned {len(masks)} sampling masks for {len(ids)} ids")
+        for token_id, mask in zip(ids, masks, strict=True):
             self._check_support(token_id, mask)
-        return tuple([pack(mask, self._params.supports) for mask in kept])
+        return tuple([pack(mask, self._params.supports) for mask in masks])
 
     def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
         """Return `supports`, packed and either empty or one per id, after checking that each contains its id."""
@@ -186,19 +186,19 @@ class ReceivedTokens:
             raise EngineContractError(f"the engine returned {len(supports)} supports for {len(ids)} ids")
         for token_id, support in zip(ids, supports, strict=False):
             try:
-                kept = kept_ids(support)
+                mask = kept_ids(support)
             except ValueError as error:
                 raise EngineContractError(f"the engine returned a support that can't be read: {error}") from None
-            if kept is not None:
-                self._check_support(token_id, kept.tolist())
+            if mask is not None:
+                self._check_support(token_id, mask.tolist())
         return tuple(supports)
 
-    def _check_support(self, token_id: int, kept: Sequence[int]) -> None:
-        if token_id not in kept:
+    def _check_support(self, token_id: int, mask: Sequence[int]) -> None:
+        if token_id not in mask:
             raise EngineContractError(
-                f"the engine sampled id {token_id}, which is not among the {len(kept)} ids of its sampling mask"
+                f"the engine sampled id {token_id}, which is not among the {len(mask)} ids of its sampling mask"
             )
-        self.check_ids(kept)
+        self.check_ids(mask)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `EngineContractError` unless all ids are in the vocabulary."""
@@ -240,25 +240,25 @@ class ReceivedTokens:
             )
         return spans
 
-    def check_counts(self, prompt_tokens: int, sent: int, completion_tokens: int) -> None:
+    def check_counts(self, prompt_tokens: int, sent_tokens: int, completion_tokens: int) -> None:
         """Raise unless the server's counts agree with the number of ids sent and the number received."""
-        if (prompt_tokens, completion_tokens) != (sent, self.tokens):
+        if (prompt_tokens, completion_tokens) != (sent_tokens, self.tokens):
             raise EngineContractError(
                 f"the engine counts {prompt_tokens} prompt and {completion_tokens} completion tokens; "
-                f"{sent} were sent and {self.tokens} came back"
+                f"{sent_tokens} were sent and {self.tokens} came back"
             )
 
     def _usable(self, logprobs: Sequence[float | None]) -> tuple[float, ...]:
-        found = tuple([logprob for logprob in logprobs if logprob is not None])
+        values = tuple([logprob for logprob in logprobs if logprob is not None])
         # The sum is finite only if every one of them is.
-        finite = math.isfinite(sum(found)) or all(map(math.isfinite, found))
-        if len(found) != len(logprobs) or not finite or min(found, default=0.0) <= self._lowest:
+        finite = math.isfinite(sum(values)) or all(map(math.isfinite, values))
+        if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self._lowest:
             raise EngineContractError(
                 "the engine reported no usable log-probability for a token that it sampled; expected a finite number"
             )
-        if max(found, default=0.0) > ROUNDING:
+        if max(values, default=0.0) > ROUNDING:
             raise logits_error()
-        return found
+        return values
 
 
 class EngineReply(ABC):
@@ -341,13 +341,13 @@ class EngineReply(ABC):
 
     def _check_prompt(self, echoed: msgspec.Raw) -> None:
         """Compare the prompt's ids in the reply, if it has any, with those sent."""
-        written = bytes(echoed)
-        if written in (b"", b"null"):
+        ids = bytes(echoed)
+        if ids in (b"", b"null"):
             return
         if self._prompt is None:
-            self._prompt, self.prompt_tokens = written, written.count(b",") + 1
+            self._prompt, self.prompt_tokens = ids, ids.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
-        if written != self._prompt and not _same_json(written, self._prompt):
+        if ids != self._prompt and not _same_json(ids, self._prompt):
             raise EngineContractError(
                 "the engine sampled from another prompt than the one sent: prompt_token_ids differ"
             )
@@ -360,9 +360,9 @@ class EngineReply(ABC):
             )
 
 
-def _same_json(written: bytes, other: bytes) -> bool:
+def _same_json(ids: bytes, other: bytes) -> bool:
     try:
-        same: bool = msgspec.json.decode(written) == msgspec.json.decode(other)
+        same: bool = msgspec.json.decode(ids) == msgspec.json.decode(other)
     except UNREADABLE:
         return False
     return same

@@ -110,8 +110,8 @@ class TokenSampler:
         if constraints:
             logits = logits.clone()
         for row, constraint in constraints:
-            held = torch.from_numpy(constraint.allowed(logits.shape[-1])).to(logits.device)
-            logits[row].masked_fill_(~held, -math.inf)
+            mask = torch.from_numpy(constraint.allowed(logits.shape[-1])).to(logits.device)
+            logits[row].masked_fill_(~mask, -math.inf)
         allowed = logits.masked_fill(self._forbidden, -math.inf)
         for row, request in enumerate(requests):
             if not penalises(request.params):

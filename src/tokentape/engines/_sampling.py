@@ -67,11 +67,11 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: 
 def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Zero all but the `top_k` most likely ids, then all but the smallest set with `top_p` of their probability."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    kept = torch.arange(ordered.shape[-1], device=ordered.device) < top_k
-    ordered = ordered.where(kept, 0.0)
+    keep = torch.arange(ordered.shape[-1], device=ordered.device) < top_k
+    ordered = ordered.where(keep, 0.0)
     before = ordered.cumsum(-1) - ordered
-    kept &= before < top_p * ordered.sum(-1, keepdim=True)
-    return probabilities.where(torch.zeros_like(kept).scatter(-1, order, kept), 0.0)
+    keep &= before < top_p * ordered.sum(-1, keepdim=True)
+    return probabilities.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0)
 
 
 def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -82,8 +82,8 @@ def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
     """
     cumulative = probabilities.cumsum(-1)
     # A factor below 1 keeps the float64 product below the total, so the search never passes the last likely id.
-    at = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, at, right=True).squeeze(-1)
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
     # Only a row of NaN gets past the end. Its caller sees the NaN logprob; other rows must not be affected.
     return drawn.clamp(max=probabilities.shape[-1] - 1)
 

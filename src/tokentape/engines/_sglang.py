@@ -117,11 +117,11 @@ class SglangEngine(RemoteEngine):
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
         # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
         verify = self._verify_prompt or bool(media)
-        sent = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
+        sent_prompt = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
         # SGLang refuses calls for more tokens than the context has room for. Other servers end them with `length`.
         room = self.info.max_context - len(prompt_ids)
         limited = replace(params, max_tokens=min(params.max_tokens, room))
-        body = self._request_body(sent, limited, stream, rid, media, verify_prompt=verify)
+        body = self._request_body(sent_prompt, limited, stream, rid, media, verify_prompt=verify)
         reply = SglangReply(prompt, len(prompt_ids), params, self.info.vocab_size, verify_prompt=verify)
         return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 

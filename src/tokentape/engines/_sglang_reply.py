@@ -195,5 +195,5 @@ def _over_mask(top: Alternatives, mask: list[int], sampled: _Entry, over_mask: f
     over_vocabulary, token_id, _ = sampled
     if over_vocabulary is None:
         raise EngineContractError("the engine reported alternatives for a token without its log-probability")
-    kept = [(other, logprob + over_mask - over_vocabulary) for other, logprob in top if other in mask]
-    return tuple(kept) or ((token_id, over_mask),)
+    converted = [(other, logprob + over_mask - over_vocabulary) for other, logprob in top if other in mask]
+    return tuple(converted) or ((token_id, over_mask),)

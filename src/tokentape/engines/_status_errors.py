@@ -39,24 +39,24 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
         detail = _ErrorDetail()
     kind, param = safe_name(detail.type), safe_name(detail.param)
     names = ", ".join(name for name in (kind, param and f"parameter {param}") if name)
-    found = f"the engine answered {status}{f' ({names})' if names else ''} at {path}"
+    answer = f"the engine answered {status}{f' ({names})' if names else ''} at {path}"
     if status in (400, 422):
-        return InvalidRequest(f"{found}: it refuses the request; see its log for the reason", param or None)
+        return InvalidRequest(f"{answer}: it refuses the request; see its log for the reason", param or None)
     if status == 413:
-        return TooLarge(f"{found}: the request is larger than the engine accepts")
+        return TooLarge(f"{answer}: the request is larger than the engine accepts")
     if status in (401, 403):
-        return hopeless(f"{found}: check the api key")
+        return hopeless(f"{answer}: check the api key")
     if status in (429, 502, 503):
-        return EngineUnavailable(f"{found}: it takes no requests now; try again")
+        return EngineUnavailable(f"{answer}: it takes no requests now; try again")
     if status in (408, 504):
-        return EngineTimeout(f"{found}: it timed out; try again")
+        return EngineTimeout(f"{answer}: it timed out; try again")
     if 300 <= status < 400:
-        return hopeless(f"{found}: redirects are not followed; give the address that it points to")
+        return hopeless(f"{answer}: redirects are not followed; give the address that it points to")
     if status == 404:
-        return hopeless(f"{found}: it has no such path or model; check its address (http://host:port) and the model")
+        return hopeless(f"{answer}: it has no such path or model; check its address (http://host:port) and the model")
     if 400 <= status < 500:
-        return hopeless(f"{found}: check that the engine serves this path and this model")
-    return EngineError(f"{found}; see its log")
+        return hopeless(f"{answer}: check that the engine serves this path and this model")
+    return EngineError(f"{answer}; see its log")
 
 
 def retry_after(value: str) -> float | None:

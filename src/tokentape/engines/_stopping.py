@@ -34,5 +34,5 @@ class StopStrings:
         """Add the next sampled id, and return the stop string that it completes; of several, the earliest one."""
         self._window.append(token_id)
         text = self._tokenizer.decode(list(self._window), skip_special_tokens=False)
-        found = [string for string in self._strings if string in text]
-        return min(found, key=text.find, default=None)
+        matches = [string for string in self._strings if string in text]
+        return min(matches, key=text.find, default=None)

@@ -144,7 +144,7 @@ class TransformersEngine:
         model = load(folder)
         if merged is not None:
             model = _adapters.merged(model, merged, dtype=dtype)
-        known = loading.known_ids(tokenizer, model)
+        known_ids = loading.known_ids(tokenizer, model)
         media_ids = loading.media_ids(model)
         images = find_image_processor(folder) if media_ids else None
         context = max_context or loading.context_limit(model)
@@ -154,7 +154,7 @@ class TransformersEngine:
                 prompt_ids, ids, logprobs = request.prompt_ids.tolist(), tuple(request.ids), tuple(request.logprobs)
                 on_finish(FinishedSample(request.request_id, tuple(prompt_ids), ids, logprobs, finish_reason))
 
-        samplable = known.copy()
+        samplable = known_ids.copy()
         samplable[sorted(media_ids)] = False
         sampler = TokenSampler(
             samplable=torch.from_numpy(samplable).to(model.device),
@@ -172,7 +172,7 @@ class TransformersEngine:
             name="transformers",
             version=transformers.__version__,
             model=folder.resolve().name,
-            vocab_size=int(known.nonzero()[0][-1]) + 1,
+            vocab_size=int(known_ids.nonzero()[0][-1]) + 1,
             max_context=context,
             logprobs_mode=logprobs_mode,
             sampling=DISTRIBUTION
@@ -217,8 +217,8 @@ class TransformersEngine:
             )
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
-        held = params.json_schema is not None or params.structural_tag is not None
-        constraint = await asyncio.to_thread(self._grammars.constraint, params) if held else None
+        constrained = params.json_schema is not None or params.structural_tag is not None
+        constraint = await asyncio.to_thread(self._grammars.constraint, params) if constrained else None
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
 

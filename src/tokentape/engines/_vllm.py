@@ -166,8 +166,8 @@ class VllmEngine(RemoteEngine):
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
         # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
-        sent = prompt_json(one_placeholder_each(prompt_ids, media), self.info.vocab_size) if media else prompt
-        body = self._request_body(sent, params, rows_from, stream=stream, request_id=unique, media=media)
+        sent_prompt = prompt_json(one_placeholder_each(prompt_ids, media), self.info.vocab_size) if media else prompt
+        body = self._request_body(sent_prompt, params, rows_from, stream=stream, request_id=unique, media=media)
         path = _PATHS[self._server.route]
         reply = VllmReply(
             path,
@@ -210,7 +210,7 @@ class VllmEngine(RemoteEngine):
             "return_token_ids": self._verify_prompt or bool(media),
         }
         if media:
-            body["content_parts"] = [{"type": "image_url", "url": data_url(one)} for one in media]
+            body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in media]
         if self._server.route == "generate":
             sampling["routed_experts_prompt_start"] = rows_from
             sampling["logprobs"] = alternatives_to_ask(params)

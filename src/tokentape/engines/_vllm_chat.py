@@ -72,12 +72,12 @@ class VllmChatServer(VllmEngine):
         self, reply: VllmReply, body: bytes, headers: dict[str, str]
     ) -> AsyncGenerator[SampleDelta, None]:
         """Yield an empty delta when the prompt is known, then the deltas of the completion."""
-        known = False
+        prompt_known = False
         async with aclosing(self.http.arrivals(_CHAT, body, headers)) as arrivals:
             async for data in (event async for arrival in arrivals for event in arrival):
                 delta = reply.feed(data)
-                if reply.prompt_tokens and not known:
-                    known = True
+                if reply.prompt_tokens and not prompt_known:
+                    prompt_known = True
                     yield SampleDelta((), ())
                 if delta:
                     yield replace(delta, engine=f"{self.info} {CAPTURED}")

@@ -96,7 +96,7 @@ class Worker:
         """Load a version of an adapter between two steps; see `Adapters.load`. Calls keep the one they began with."""
 
         def load() -> None:
-            used = [one.adapter.key for one in (*self._running, *self._waiting) if one.adapter is not None]
+            used = [request.adapter.key for request in (*self._running, *self._waiting) if request.adapter is not None]
             self._adapters.load(name, folder, version, used)
 
         return self._between_steps(load)
