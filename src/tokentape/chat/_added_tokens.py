@@ -47,16 +47,16 @@ def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
     """
     vocab = spec["model"]["vocab"]
     ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
-    found: dict[str, AddedToken] = {}
+    tokens: dict[str, AddedToken] = {}
     next_id = len(vocab)
     for token in spec.get("added_tokens", []):
         content = token["content"]
-        if not content or content in found:
+        if not content or content in tokens:
             continue
         token_id = ids.get(content, next_id)
         next_id = max(next_id, token_id + 1)
         strips = any(token.get(flag, False) for flag in ("lstrip", "rstrip", "single_word"))
-        found[content] = AddedToken(
+        tokens[content] = AddedToken(
             token_id,
             token["id"],
             content,
@@ -65,7 +65,7 @@ def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
             token.get("single_word", False),
             strips,
         )
-    return tuple(found.values())
+    return tuple(tokens.values())
 
 
 def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool:
@@ -101,8 +101,8 @@ def config_values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
     """Return a regular expression that matches any of these tokens, the longest first as in `tokenizers`."""
     longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
-    found = (
+    patterns = (
         rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
         for token in longest_first
     )
-    return re.compile("|".join(found) or "(?!)")
+    return re.compile("|".join(patterns) or "(?!)")

@@ -1,6 +1,6 @@
-"""What a template writes around an assistant turn, found out by asking it.
+"""What a template writes around an assistant turn, read off its own renderings.
 
-Assistant messages whose content, reasoning, tool name, argument keys and values are sentinels are rendered, and the
+Assistant messages with sentinels for content, reasoning, tool name, argument keys and values are rendered, and the
 text around each sentinel is read off. Nothing here knows any model: a delimiter is whatever the template wrote.
 All texts are marked text (see `tokenizer`).
 """
@@ -138,13 +138,13 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     prompt = ask([QUESTION], True)
     base = _read_base(ask, prompt, _opening_mark(render([*earlier, QUESTION], True)))
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
-    said = {"role": "assistant", "content": CONTENT}
-    answer, followed = ask([QUESTION, said], False), continued(ask, said)
+    turn = {"role": "assistant", "content": CONTENT}
+    answer, followed = ask([QUESTION, turn], False), continued(ask, turn)
     if CONTENT not in answer or CONTENT not in followed:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
     content_suffix = ""
     with contextlib.suppress(TemplateRefused):
-        content_suffix = _after(ask([QUESTION, said, QUESTION], True), CONTENT)
+        content_suffix = _after(ask([QUESTION, turn, QUESTION], True), CONTENT)
     header = _read_header(followed, base, generation_prompt)
     content_open, content_close = _around(answer, prompt, CONTENT)
     if content_suffix:
@@ -199,7 +199,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             with contextlib.suppress(TemplateRefused):
                 after = _after(continued(ask, thought), REASONING)
                 empty_content = frame if after.startswith(reasoning.close + frame) else ""
-        opened, closed = (generation_prompt.rfind(one.strip()) for one in (reasoning.open, reasoning.close))
+        opened, closed = (generation_prompt.rfind(delimiter.strip()) for delimiter in (reasoning.open, reasoning.close))
         reasoning = replace(reasoning, opened_by_prompt=reasoning.opened_by_prompt and opened >= closed)
     return AssistantFormat(
         generation_prompt=generation_prompt,
@@ -209,7 +209,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         content_end=content_end,
         turn_end=turn_end[len(content_end) :],
         empty_content=empty_content,
-        content_close=turn_close(ask, said, CONTENT, generation_prompt),
+        content_close=turn_close(ask, turn, CONTENT, generation_prompt),
         reasoning=reasoning,
         channels=_read_channels(header, content_open, reasoning, calls),
         shape=shape,
@@ -232,8 +232,8 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
         # The prompt may say something else here, such as a number. It begins at its first control token.
         # Some write none after an assistant's turn: its first word is not there.
         word = re.search(r"[^\W\d]+|\Z", MARK.split(generation_prompt)[-1])
-        written = bool(marks) and word is not None and word[0] in prompted
-        begins = [found.start() for found in MARK.finditer(prompted) if written and found[0] == marks[0]]
+        writes_prompt = bool(marks) and word is not None and word[0] in prompted
+        begins = [mark.start() for mark in MARK.finditer(prompted) if writes_prompt and mark[0] == marks[0]]
         again = begins[-marks.count(marks[0]) :] if marks else []
         return TurnClose(last, prompted[: again[0]] if again else prompted)
     return TurnClose(last, last)
@@ -274,8 +274,8 @@ def _opening_mark(text: str) -> str:
 def _read_base(render: Render, prompt: str, opening: str) -> str:
     """Return the question as rendered without a generation prompt.
 
-    A template that always writes one is found out by what it writes after a question that another one follows. What
-    both begin with ends before `opening`, the control token that opens messages.
+    If the rendering always ends with one, a rendering of two questions in a row shows where the first question ends:
+    what both renderings begin with, up to `opening`, the control token that opens messages.
     """
     base = prompt
     with contextlib.suppress(TemplateRefused):
@@ -295,9 +295,10 @@ def _read_base(render: Render, prompt: str, opening: str) -> str:
             return shared.removesuffix(opening) if end is not None else shared
         if opening and opening in prompt:
             # It takes no two questions in a row. Where the answer's header follows the mark, that ends the question.
-            at, answer = prompt.rindex(opening), render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
+            index = prompt.rindex(opening)
+            answer = render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
             header = answer[len(prompt) :].partition(CONTENT)[0] if answer.startswith(prompt) else ""
-            return prompt if header.strip() and not prompt[at + len(opening) :].strip() else prompt[:at]
+            return prompt if header.strip() and not prompt[index + len(opening) :].strip() else prompt[:index]
     return base
 
 
@@ -305,9 +306,9 @@ def _before_calls(render: Render, shape: CallShape, content_end: str) -> str:
     """Return the part of `content_end`, read at the end of a conversation, that also separates content and a call."""
     with contextlib.suppress(TemplateRefused):
         text = render([QUESTION, shape.message(CONTENT, [shape.probe(NAME, {KEY: VALUE})])], False)
-        at = text.find(CONTENT)
-        if 0 <= at < text.find(NAME):
-            after = text[at + len(CONTENT) :]
+        index = text.find(CONTENT)
+        if 0 <= index < text.find(NAME):
+            after = text[index + len(CONTENT) :]
             return after[: common_prefix(after, content_end)]
     return content_end
 
@@ -321,13 +322,13 @@ def _without_content(section_open: str, content_open: str, content_end: str) -> 
 
 def _around(text: str, prompt: str, sentinel: str) -> tuple[str, str]:
     """Return the text between `prompt` and the sentinel, and the text after it."""
-    at = text.index(sentinel)
-    return text[min(common_prefix(text, prompt), at) : at], _after(text, sentinel)
+    index = text.index(sentinel)
+    return text[min(common_prefix(text, prompt), index) : index], _after(text, sentinel)
 
 
 def _after(text: str, sentinel: str) -> str:
-    _, found, after = text.rpartition(sentinel)
-    if not found:
+    _, separator, after = text.rpartition(sentinel)
+    if not separator:
         # With a generation prompt, for one (Nemotron Nano 2).
         raise TemplateRefused("the chat template leaves out an assistant turn that it writes in another conversation")
     return after
@@ -356,8 +357,8 @@ def _read_channels(
         return None
     call_open = calls.open.strip() if calls is not None and calls.style == "named" else ""
     marks = MARK.findall(reasoning.open + reasoning.close)
-    written = [header, reasoning.open, content_open, call_open, calls.name_close if calls is not None else ""]
-    words = MARK.sub(" ", " ".join(written)).split()
+    texts = [header, reasoning.open, content_open, call_open, calls.name_close if calls is not None else ""]
+    words = MARK.sub(" ", " ".join(texts)).split()
     return Channels(
         frames[0][3], close[0], frames[0][2], call_open, tuple(dict.fromkeys(marks)), tuple(dict.fromkeys(words))
     )

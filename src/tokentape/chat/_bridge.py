@@ -55,18 +55,18 @@ def trim_to_turn_end(
     """
     shared = suffix[: common_prefix(suffix, close.last)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
-    ends = [at for at, control in marks if control.id in eos_ids][:1] or [
-        at for at, control in marks if control.special and control.mark not in form.within_turns
+    ends = [position for position, control in marks if control.id in eos_ids][:1] or [
+        position for position, control in marks if control.special and control.mark not in form.within_turns
     ]
     if ends:
         last = suffix[ends[-1] : ends[-1] + 2]
-        at = min(at for at in ends if suffix.startswith(last, at))
-        return _cut(suffix, at, ends_turn=True)
+        position = min(position for position in ends if suffix.startswith(last, position))
+        return _cut(suffix, position, ends_turn=True)
     spelled = form.content_close.last.strip()
     if spelled and spelled in shared:
         # This vocabulary has no token for the end of a turn, so it is text.
-        at = shared.rindex(spelled)
-        return _cut(suffix, at, ends_turn=True)
+        position = shared.rindex(spelled)
+        return _cut(suffix, position, ends_turn=True)
     header = MARK.search(suffix, len(shared))
     prompted = MARK.search(close.prompted, min(len(shared), common_prefix(suffix, close.prompted)))
     if header is not None and prompted is not None and header.start() == len(shared) and header[0] == prompted[0]:
@@ -77,7 +77,7 @@ def trim_to_turn_end(
         # The template writes something else before it where the conversation ends.
         return _cut(suffix, header.start(), ends_turn=True)
     within = header is not None and header[0] in form.within_turns
-    sampled = next((at for at, control in reversed(marks) if control.id == last_id), 0) if within else 0
+    sampled = next((position for position, control in reversed(marks) if control.id == last_id), 0) if within else 0
     if sampled:
         return _cut(suffix, sampled, ends_turn=True)
     if within or header is None or suffix[len(shared) : header.start()].strip():
@@ -87,8 +87,8 @@ def trim_to_turn_end(
             return _cut(suffix, suffix.index(end, len(shared)), ends_turn=False)
         # Neither the turn nor the next message is framed by control tokens: all of the suffix is text. What closes a
         # call is the model's to write.
-        at = _end_of_sampled(shared, calls_end()) if within else len(shared.rstrip())
-        return _cut(suffix, at, ends_turn=False)
+        position = _end_of_sampled(shared, calls_end()) if within else len(shared.rstrip())
+        return _cut(suffix, position, ends_turn=False)
     return _cut(suffix, header.start(), ends_turn=False)
 
 
@@ -111,8 +111,8 @@ def _end_within(form: AssistantFormat, tokenizer: Tokenizer, eos_ids: frozenset[
     return ends[0][0] if ends[0] and ends[0][:1] == ends[1][:1] else None
 
 
-def _cut(suffix: str, at: int, *, ends_turn: bool) -> TurnSuffix:
-    return TurnSuffix(suffix[at:], ends_turn, suffix[:at])
+def _cut(suffix: str, position: int, *, ends_turn: bool) -> TurnSuffix:
+    return TurnSuffix(suffix[position:], ends_turn, suffix[:position])
 
 
 def overlap(completion_ids: Sequence[int], suffix_ids: Sequence[int], repeated: int = 0) -> int:

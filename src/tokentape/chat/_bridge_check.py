@@ -60,8 +60,8 @@ def check_bridge(
     history, reply = [*map(_with_argument_objects, history)], _with_argument_objects(reply)
     try:
         real = _RealRendering(renderer, setup, history, reply, new_messages)
-        found = real.compare(completion_ids, added)
-        why = real.separates_content_and_calls(added) if found.outcome == "differs" else ""
+        check = real.compare(completion_ids, added)
+        why = real.separates_content_and_calls(added) if check.outcome == "differs" else ""
         if why:
             # The sampled content is in the context already: the bridge is then the one that follows the calls alone.
             calling = {key: value for key, value in reply.items() if key not in ("content", "reasoning_content")}
@@ -70,14 +70,14 @@ def check_bridge(
                 return BridgeCheck("same", why)
     except TokentapeError as error:
         return BridgeCheck("unknown", f"the template does not render the conversation ({type(error).__name__})")
-    if found.outcome != "differs":
-        return found
+    if check.outcome != "differs":
+        return check
     try:
         bridge = renderer.bridge(completion_ids, reply, new_messages, setup, history)
         contextual = real.compare(completion_ids, bridge).outcome == "same"
     except TokentapeError:
         contextual = False
-    return BridgeCheck("differs", "", found.expected, found.found, contextual)
+    return BridgeCheck("differs", "", check.expected, check.found, contextual)
 
 
 class _RealRendering:
@@ -110,47 +110,47 @@ class _RealRendering:
         stopped = not closed and completion_ids[-1] in self._renderer.stop_ids(self._setup)
         if stopped and self._text.endswith(ended + bridge):
             return BridgeCheck("same")
-        whole = self._before(self._text, bridge)
-        left = self._before(self._suffix, bridge)
-        if whole is not None and left is None:
+        before = self._before(self._text, bridge)
+        ending = self._before(self._suffix, bridge)
+        if before is not None and ending is None:
             # The template writes another suffix after a sentinel: only the turn's last control token is compared.
-            marks = list(MARK.finditer(whole))
-            left = whole[marks[-1].start() :] if marks and self._stops_at(marks[-1][0]) else ""
-        if whole is not None and left is not None and self._ends_turn(left, ended, bridge):
+            marks = list(MARK.finditer(before))
+            ending = before[marks[-1].start() :] if marks and self._stops_at(marks[-1][0]) else ""
+        if before is not None and ending is not None and self._ends_turn(ending, ended, bridge):
             return BridgeCheck("same")
         text = self._suffix or self._text
         shared = common_suffix(text, bridge)
         spell = self._renderer.tokenizer.spell_marks
-        expected, found = (spell(one[: len(one) - shared])[-_SHOWN:] for one in (text, bridge))
+        expected, found = (spell(string[: len(string) - shared])[-_SHOWN:] for string in (text, bridge))
         return BridgeCheck("differs", expected=expected, found=found)
 
     def separates_content_and_calls(self, added: PromptTokens) -> str:
         """Describe how the template treats a turn with content and calls if it does not keep both there, else empty."""
         content = self._reply.get("content")
-        said = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
-        if said and not self._suffix:
+        content_text = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
+        if content_text and not self._suffix:
             return "the template leaves out the calls of a turn that has content, and their end"
-        if said and said in self._suffix and said not in self._read(added.ids):
+        if content_text and content_text in self._suffix and content_text not in self._read(added.ids):
             return "the template repeats the turn's content after its calls, the bridge not"
         return ""
 
-    def _ends_turn(self, left: str, ended: str, bridge: str) -> bool:
+    def _ends_turn(self, ending: str, ended: str, bridge: str) -> bool:
         """Return whether the sampled turn ended as the template ends it.
 
-        `left` is the template's text between the reply's last text and the bridge. It begins with text that the model
+        `ending` is the template's text between the reply's last text and the bridge. It begins with text that the model
         writes, such as the closing brackets of a call, in the template's spacing. `ended` is the text of the sampled
         ids and of the ids that closed the turn.
         """
-        marks, sampled = MARK.findall(left), MARK.findall(ended)
+        marks, sampled = MARK.findall(ending), MARK.findall(ended)
         stopped = bool(sampled) and self._stops_at(sampled[-1])
         if not marks:
             again = stopped and bridge.lstrip().startswith(sampled[-1])
-            spaced = not left or _last_space(left) == _last_space(ended)
-            return not again and spaced and _squeezed(ended).endswith(_squeezed(left))
-        if ended.endswith(left):
+            spaced = not ending or _last_space(ending) == _last_space(ended)
+            return not again and spaced and _squeezed(ended).endswith(_squeezed(ending))
+        if ended.endswith(ending):
             return True
         if stopped:
-            if MARK.split(left)[-1] != MARK.split(ended)[-1]:
+            if MARK.split(ending)[-1] != MARK.split(ended)[-1]:
                 return False
             # The sampled stop token is kept in place of the template's. It does not replace the next message's header,
             # which alone follows a turn if the template has no token for the end of a turn.
@@ -163,10 +163,10 @@ class _RealRendering:
             return False
         # The model wrote its call in another way, or not to its end. Compare with the close that the template writes.
         close = self._after_reply([], generate=False)
-        # `left` may be normalized, see `_before`.
-        shared = left[: max(common_prefix(left, one) for one in (close, self._normal(close)))]
+        # `ending` may be normalized, see `_before`.
+        shared = ending[: max(common_prefix(ending, text) for text in (close, self._normal(close)))]
         ended_before = any(map(self._stops_at, MARK.findall(shared)))
-        return shared == left or (left[len(shared) :] == marks[-1] and not ended_before)
+        return shared == ending or (ending[len(shared) :] == marks[-1] and not ended_before)
 
     def _stops_at(self, mark: str) -> bool:
         return self._renderer.tokenizer.control_of_mark(mark).id in self._renderer.stop_ids(self._setup)

@@ -51,11 +51,11 @@ class CallBody:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The body is no call, whatever text follows. The error was found at position `at`."""
+    """The body is no call, whatever text follows. The error is at `position`."""
 
-    at: int
+    position: int
     no_json: bool = False
-    """Whether an object with balanced brackets ends at `at` that is not valid JSON."""
+    """Whether an object with balanced brackets ends at `position` that is not valid JSON."""
 
 
 class BodyReader(Protocol):
@@ -114,8 +114,8 @@ class _JsonBody:
         start = self._object.start
         if text[start] != "{":
             return Broken(start)
-        at = skip_space(text, start + 1)
-        if at < len(text) and text[at] != '"':
+        position = skip_space(text, start + 1)
+        if position < len(text) and text[position] != '"':
             return Broken(start + 1)
         end = self._object.find(text)
         if end is None:
@@ -139,11 +139,11 @@ class _JsonBody:
         if not isinstance(call_id, str):
             call_id = None
         keys = (self._syntax.arguments_key, *_ARGUMENT_KEYS)
-        written = next((fields[key] for key in keys if key in fields), None)
-        if written is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
+        raw_arguments = next((fields[key] for key in keys if key in fields), None)
+        if raw_arguments is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
             # The arguments are under an unknown key: return the whole object rather than a call without arguments.
             return CallBody(end, name, text[start:end], valid=False, id=call_id)
-        arguments, valid = object_arguments(written or "")
+        arguments, valid = object_arguments(raw_arguments or "")
         return CallBody(end, name, arguments, valid, call_id)
 
 
@@ -161,18 +161,18 @@ class _NamedBody:
         if self._head is None or self._object is None:
             head, after_head = _named(self._syntax)
             limit = self._start + _LONGEST_HEAD
-            found = after_head.search(text, self._start, limit)
-            if found is None and not over:
+            match = after_head.search(text, self._start, limit)
+            if match is None and not over:
                 return None if len(text) < limit else Broken(self._start)
-            at = found.start() if found else len(text)
-            name = head.fullmatch(text, self._start, min(at, limit))
+            position = match.start() if match else len(text)
+            name = head.fullmatch(text, self._start, min(position, limit))
             if name is None:
                 return Broken(self._start)
-            if found is None or found[0] not in ("{", '"'):
-                body = self._body(at, name, "")
-                return body if body.name in self._tools else Broken(at)
+            if match is None or match[0] not in ("{", '"'):
+                body = self._body(position, name, "")
+                return body if body.name in self._tools else Broken(position)
             self._head = name
-            self._object = ObjectEnd(at, breaks(self._syntax))
+            self._object = ObjectEnd(position, breaks(self._syntax))
         end = self._object.find(text)
         if end is None:
             return None if self._object.broken_at is None else Broken(self._object.broken_at)
@@ -184,8 +184,8 @@ class _NamedBody:
         if not self._syntax.name_is_id:
             return CallBody(end, name, arguments, valid, head["front"] or head["id"])
         # The name is the longest known tool name within the id, such as `add` in `functions.add:0`.
-        found = [tool for tool in self._tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", name)]
-        return CallBody(end, max(found, key=len, default=name), arguments, valid, name)
+        names = [tool for tool in self._tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", name)]
+        return CallBody(end, max(names, key=len, default=name), arguments, valid, name)
 
 
 class _LiteralBody:
@@ -231,7 +231,7 @@ class _TaggedBody:
         self._named = False
         """Whether the name is complete, because an argument has begun."""
         self._arguments: list[tuple[str, str]] = []
-        self._at = start
+        self._position = start
         """Where the next argument or the end of the call is expected."""
         self._key: re.Match[str] | None = None
         """The match of the key before the value that is being read."""
@@ -245,21 +245,21 @@ class _TaggedBody:
                 head = tags.head.match(text, self._start)
                 if head is None:
                     return Broken(self._start)
-                self._name, self._at = head["name"], head.end()
+                self._name, self._position = head["name"], head.end()
             if self._key is None:
-                at = skip_space(text, self._at)
-                opening = tags.key_open.match(text, at)
+                position = skip_space(text, self._position)
+                opening = tags.key_open.match(text, position)
                 if opening is None:
-                    if tags.end.match(text, at) or (over and at == len(text)):
+                    if tags.end.match(text, position) or (over and position == len(text)):
                         return self._body()
-                    unsure = may_grow(text, at, tags.expected) or self._name_may_end(text, at)
-                    return None if unsure and not over else Broken(at)
-                if not over and may_grow(text, at, [self._syntax.close]):
+                    unsure = may_grow(text, position, tags.expected) or self._name_may_end(text, position)
+                    return None if unsure and not over else Broken(position)
+                if not over and may_grow(text, position, [self._syntax.close]):
                     return None
                 self._named = True
                 key = tags.key.match(text, opening.end())
                 if key is None:
-                    return Broken(at) if over or len(text) > opening.end() + _LONGEST_HEAD else None
+                    return Broken(position) if over or len(text) > opening.end() + _LONGEST_HEAD else None
                 if key["text"] is None and not over and may_grow(text, key.end("key"), [self._syntax.key_close]):
                     return None
                 self._key = key
@@ -268,9 +268,9 @@ class _TaggedBody:
                 return None
             self._key = None
 
-    def _name_may_end(self, text: str, at: int) -> bool:
-        """Return whether the name may end before `at`: in `f:3><para` the name is `f` if an argument follows."""
-        inner = (n for n in range(self._start + 1, at) if not text[n].isspace())
+    def _name_may_end(self, text: str, position: int) -> bool:
+        """Return whether the name may end before `position`: in `f:3><para` the name is `f` if an argument follows."""
+        inner = (n for n in range(self._start + 1, position) if not text[n].isspace())
         return not self._named and any(may_grow(text, n, self._tags.after_name) for n in inner)
 
     def _read_value(self, text: str, key: re.Match[str], *, over: bool) -> bool:
@@ -280,16 +280,17 @@ class _TaggedBody:
         """
         tags = self._tags
         closing = tags.value_close(key["key"])
-        while found := closing.search(text, self._seek):
-            at = skip_space(text, found.end())
-            if tags.key_open.match(text, at) or tags.end.match(text, at) or (over and at == len(text)):
-                raw = text[key.end() : found.start()]
+        while match := closing.search(text, self._seek):
+            position = skip_space(text, match.end())
+            followed = tags.key_open.match(text, position) or tags.end.match(text, position)
+            if followed or (over and position == len(text)):
+                raw = text[key.end() : match.start()]
                 self._arguments.append((key["key"], self._value(key, raw)))
-                self._at = found.end()
+                self._position = match.end()
                 return True
-            if not over and may_grow(text, at, tags.expected):
+            if not over and may_grow(text, position, tags.expected):
                 return False
-            self._seek = found.start() + 1
+            self._seek = match.start() + 1
         self._seek = max(self._seek, len(text) - _LONGEST_HEAD)
         return False
 
@@ -313,12 +314,12 @@ class _TaggedBody:
 
     def _body(self) -> CallBody | Broken:
         if not self._arguments and self._name not in self._tools:
-            return Broken(self._at)
+            return Broken(self._position)
         # Models write a parameter with an empty key and value for a call without arguments.
         pairs = [
             f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._arguments if key or value != '""'
         ]
-        return CallBody(self._at, self._name, f"{{{', '.join(pairs)}}}", valid=True)
+        return CallBody(self._position, self._name, f"{{{', '.join(pairs)}}}", valid=True)
 
 
 @dataclass(frozen=True, slots=True)

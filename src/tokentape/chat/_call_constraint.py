@@ -31,7 +31,7 @@ class CallRule:
     required: tuple[str, ...] = ()
     """The reply must be calls of these tools, with valid arguments. Empty: it may be text, with or without calls."""
     strict: frozenset[str] = frozenset()
-    """The tools whose arguments must be valid if `required` is empty."""
+    """The tools that must be called with valid arguments if `required` is empty."""
     parallel: bool = True
     """Whether there may be several calls, if `required` is not empty."""
 
@@ -46,14 +46,14 @@ def structural_tag(
     parts = _parts(form.calls) if form.calls is not None and form.channels is None else None
     if form.calls is None or parts is None:
         return None
-    made = _Maker(form, form.calls, parts, tokenizer, sorted(stop_ids))
+    maker = _Maker(form, form.calls, parts, tokenizer, sorted(stop_ids))
     by_name = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     if rule.required:
         calls = {name: by_name[name] for name in rule.required}
-        found = [*made.reasoning(), *made.calls(calls, parallel=rule.parallel)]
-        return _tag({"type": "sequence", "elements": found})
+        elements = [*maker.reasoning(), *maker.calls(calls, parallel=rule.parallel)]
+        return _tag({"type": "sequence", "elements": elements})
     calls = {name: schema if name in rule.strict else None for name, schema in by_name.items()}
-    between = made.text_and_calls(calls)
+    between = maker.text_and_calls(calls)
     return None if between is None else _tag(between)
 
 
@@ -68,8 +68,8 @@ def _parts(syntax: CallSyntax) -> tuple[str, str] | None:
     else:
         return None
     # A word that varies, such as the number of a call, can't be said.
-    written = f"{syntax.section_open}{syntax.open}{before}{after}{syntax.close}{syntax.separator}"
-    return None if ANY in written or syntax.separator.strip().isdecimal() else (before, after)
+    delimiters = f"{syntax.section_open}{syntax.open}{before}{after}{syntax.close}{syntax.separator}"
+    return None if ANY in delimiters or syntax.separator.strip().isdecimal() else (before, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +104,21 @@ class _Maker:
         """Return the section of one or more calls, without the white space before it and without `begun`."""
         syntax = self.syntax
         opening = f"{syntax.section_open}{syntax.open}".lstrip().removeprefix(begun)
-        found = [*self._literal(opening), *self._call(schemas)]
+        elements = [*self._literal(opening), *self._call(schemas)]
         if parallel and syntax.between:
             another = [*self._literal(f"{syntax.separator}{syntax.open}"), *self._call(schemas)]
-            found.append({"type": "star", "content": {"type": "sequence", "elements": another}})
-        return [*found, *self._literal(syntax.section_close.rstrip())]
+            elements.append({"type": "star", "content": {"type": "sequence", "elements": another}})
+        return [*elements, *self._literal(syntax.section_close.rstrip())]
 
     def text_and_calls(self, schemas: Mapping[str, Any]) -> _Format | None:
         """Return text in which every call follows its schema; None if no control token begins calls."""
         syntax = self.syntax
-        whole, one = f"{syntax.section_open}{syntax.open}".strip(), syntax.open.strip()
-        begin = MARK.match(whole)
+        section_opening, call_opening = f"{syntax.section_open}{syntax.open}".strip(), syntax.open.strip()
+        begin = MARK.match(section_opening)
         if begin is None:
             return None
         # Without the section's delimiter the parser would read a call too.
-        others = {mark[0] for mark in [MARK.match(one)] if mark is not None} - {begin[0]}
+        others = {mark[0] for mark in [MARK.match(call_opening)] if mark is not None} - {begin[0]}
         rest = self.calls(schemas, parallel=True, begun=begin[0])
         rule = [self._id(begin[0]), {"type": "sequence", "elements": rest}]
         excluded = sorted({*map(self._id, others), *self.stop_ids})
@@ -126,24 +126,24 @@ class _Maker:
 
     def _call(self, schemas: Mapping[str, Any]) -> list[_Format]:
         before, after = self.parts
-        each = []
+        choices = []
         for name, schema in schemas.items():
             spelled = json.dumps(name, ensure_ascii=False)[1:-1] if self.syntax.style == "json" else name
             arguments = {"type": "json_schema", "json_schema": schema or {"type": "object"}}
-            each.append({"type": "sequence", "elements": [*self._literal(before.replace(NAME, spelled)), arguments]})
-        return [{"type": "or", "elements": each}, *self._literal(f"{after}{self.syntax.close}")]
+            choices.append({"type": "sequence", "elements": [*self._literal(before.replace(NAME, spelled)), arguments]})
+        return [{"type": "or", "elements": choices}, *self._literal(f"{after}{self.syntax.close}")]
 
     def _literal(self, marked: str) -> list[_Format]:
         """Return marked text: control tokens by id, an id as a pattern, all else as it is."""
-        found: list[_Format] = []
+        elements: list[_Format] = []
         for piece in re.split(f"({MARK.pattern}|{ID})", marked):
             if piece == ID:
-                found.append({"type": "regex", "pattern": _ID_PATTERN})
+                elements.append({"type": "regex", "pattern": _ID_PATTERN})
             elif MARK.fullmatch(piece):
-                found.append({"type": "token", "token": self._id(piece)})
+                elements.append({"type": "token", "token": self._id(piece)})
             elif piece:
-                found.append({"type": "const_string", "value": piece})
-        return found
+                elements.append({"type": "const_string", "value": piece})
+        return elements
 
     def _id(self, mark: str) -> int:
         return self.tokenizer.control_of_mark(mark).id

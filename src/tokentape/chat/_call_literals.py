@@ -52,9 +52,9 @@ class _Notation:
     """Matches the end of the text if it may be the beginning of `after_string`."""
     before_value: tuple[str, ...]
 
-    def begins_value(self, text: str, at: int) -> bool:
-        """Return whether a value may begin at `at`. A quote elsewhere, such as an apostrophe, opens no string."""
-        return text[max(0, at - 100) : at].rstrip().endswith(self.before_value)
+    def begins_value(self, text: str, position: int) -> bool:
+        """Return whether a value may begin at `position`. A quote elsewhere, such as an apostrophe, opens no string."""
+        return text[max(0, position - 100) : position].rstrip().endswith(self.before_value)
 
 
 @lru_cache(64)
@@ -91,7 +91,7 @@ class LiteralEnd:
         """The position of a control token that is not the quote."""
         self._quote = quote
         self._notation = _notation(syntax)
-        self._at = start
+        self._position = start
         self._depth = 0
         self._string_at: int | None = None
         """Where the open string begins."""
@@ -102,24 +102,24 @@ class LiteralEnd:
         """Continue in `text`, the whole text so far, and set `end` or `broken_at`. With `over` the text is complete."""
         while self.end is None and self.broken_at is None:
             if self._string_at is not None:
-                end, self._at = _string_end(text, self._string_at, self._notation, self._at, over=over)
+                end, self._position = _string_end(text, self._string_at, self._notation, self._position, over=over)
                 if end is None:
                     return
-                self._at, self._string_at = end, None
-            found = self._outside.search(text, self._at)
-            if found is None:
-                self._at = max(self._at, len(text) - len(self._quote))
+                self._position, self._string_at = end, None
+            match = self._outside.search(text, self._position)
+            if match is None:
+                self._position = max(self._position, len(text) - len(self._quote))
                 return
-            self._at = found.end()
-            if found["break"] is not None:
-                self.broken_at = found.start()
-            elif found[0] in _OPENERS:
+            self._position = match.end()
+            if match["break"] is not None:
+                self.broken_at = match.start()
+            elif match[0] in _OPENERS:
                 self._depth += 1
-            elif found[0] in _CLOSERS:
+            elif match[0] in _CLOSERS:
                 self._depth -= 1
-                self.end = found.end() if self._depth == 0 else None
-            elif found[0] == self._quote or self._notation.begins_value(text, found.start()):
-                self._string_at = found.start()
+                self.end = match.end() if self._depth == 0 else None
+            elif match[0] == self._quote or self._notation.begins_value(text, match.start()):
+                self._string_at = match.start()
 
 
 def read_head(syntax: CallSyntax, text: str, start: int) -> tuple[str, int] | None:
@@ -142,89 +142,89 @@ def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
 
 
 def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str]:
-    at = 0
+    position = 0
     notation = _notation(syntax)
-    while (at := _skip(text, at, notation.between)) < len(text):
-        found = _KEY.match(text, at)
-        if found is None or not text.startswith(notation.key_close, found.end()):
+    while (position := _skip(text, position, notation.between)) < len(text):
+        match = _KEY.match(text, position)
+        if match is None or not text.startswith(notation.key_close, match.end()):
             raise LiteralError("an argument without a name")
-        at = skip_space(text, found.end() + len(notation.key_close))
-        schema = property_schema(tool, found["key"])
-        opening = text[at : at + 1]
-        if _quote_at(text, at, syntax.quote):
-            raw, at = _string(text, at, notation)
+        position = skip_space(text, match.end() + len(notation.key_close))
+        schema = property_schema(tool, match["key"])
+        opening = text[position : position + 1]
+        if _quote_at(text, position, syntax.quote):
+            raw, position = _string(text, position, notation)
             value = value_json(raw, schema, is_text=True if syntax.json_key_close else None)
         elif opening and opening in _OPENERS and (syntax.quote or not takes_only_text(schema)):
-            value, at = _value(text, at, notation, 0)
+            value, position = _value(text, position, notation, 0)
         else:
-            end = notation.next_argument.search(text, at)
+            end = notation.next_argument.search(text, position)
             after = end.start() if end else len(text)
-            raw = text[at:after].strip() if syntax.quote else text[at:after]
-            value, at = value_json(raw, schema, is_text=False), after
-        yield f"{json.dumps(found['key'], ensure_ascii=False)}: {value}"
+            raw = text[position:after].strip() if syntax.quote else text[position:after]
+            value, position = value_json(raw, schema, is_text=False), after
+        yield f"{json.dumps(match['key'], ensure_ascii=False)}: {value}"
 
 
-def _value(text: str, at: int, notation: _Notation, depth: int) -> tuple[str, int]:
-    """Return the JSON text of the value at `at` within a list or an object, and the position after it."""
+def _value(text: str, position: int, notation: _Notation, depth: int) -> tuple[str, int]:
+    """Return the JSON text of the value at `position` within a list or an object, and the position after it."""
     if depth > _DEEPEST:
         raise LiteralError("nested too deep")
-    at = skip_space(text, at)
-    if _quote_at(text, at, notation.quote):
-        raw, at = _string(text, at, notation)
-        return json.dumps(raw, ensure_ascii=False), at
-    opening = text[at : at + 1]
+    position = skip_space(text, position)
+    if _quote_at(text, position, notation.quote):
+        raw, position = _string(text, position, notation)
+        return json.dumps(raw, ensure_ascii=False), position
+    opening = text[position : position + 1]
     if not opening or opening not in _OPENERS:
-        found = _BARE.match(text, at)
-        raw = found[0].strip() if found else ""
-        if not found or not raw:
+        match = _BARE.match(text, position)
+        raw = match[0].strip() if match else ""
+        if not match or not raw:
             raise LiteralError("a value is missing")
-        known = _WORDS.get(raw) or (raw if _NUMBER.fullmatch(raw) else None)
-        return known or json.dumps(raw, ensure_ascii=False), found.end()
+        literal = _WORDS.get(raw) or (raw if _NUMBER.fullmatch(raw) else None)
+        return literal or json.dumps(raw, ensure_ascii=False), match.end()
     closing = _CLOSERS[_OPENERS.index(opening)]
     items = []
-    at = _skip(text, at + 1, _COMMA)
-    while at < len(text) and text[at] != closing:
+    position = _skip(text, position + 1, _COMMA)
+    while position < len(text) and text[position] != closing:
         if opening == "{":
-            key, at = _key(text, at, notation)
-            item, at = _value(text, at, notation, depth + 1)
+            key, position = _key(text, position, notation)
+            item, position = _value(text, position, notation, depth + 1)
             items.append(f"{json.dumps(key, ensure_ascii=False)}: {item}")
         else:
-            item, at = _value(text, at, notation, depth + 1)
+            item, position = _value(text, position, notation, depth + 1)
             items.append(item)
-        at = _skip(text, at, _COMMA)
-    if at == len(text):
+        position = _skip(text, position, _COMMA)
+    if position == len(text):
         raise LiteralError("a bracket is not closed")
-    return ("{%s}" if opening == "{" else "[%s]") % ", ".join(items), at + 1
+    return ("{%s}" if opening == "{" else "[%s]") % ", ".join(items), position + 1
 
 
-def _key(text: str, at: int, notation: _Notation) -> tuple[str, int]:
-    if _quote_at(text, at, notation.quote):
-        key, at = _string(text, at, notation)
+def _key(text: str, position: int, notation: _Notation) -> tuple[str, int]:
+    if _quote_at(text, position, notation.quote):
+        key, position = _string(text, position, notation)
     else:
-        found = _KEY.match(text, at)
-        if found is None:
+        match = _KEY.match(text, position)
+        if match is None:
             raise LiteralError("a key is missing")
-        key, at = found["key"], found.end()
-    at = skip_space(text, at)
-    if text[at : at + 1] not in (":", "="):
+        key, position = match["key"], match.end()
+    position = skip_space(text, position)
+    if text[position : position + 1] not in (":", "="):
         raise LiteralError("a key without a value")
-    return key, at + 1
+    return key, position + 1
 
 
-def _quote_at(text: str, at: int, quote: str) -> str:
-    """Return the quote that stands at `at`; empty if there is none."""
-    if quote and text.startswith(quote, at):
+def _quote_at(text: str, position: int, quote: str) -> str:
+    """Return the quote that stands at `position`; empty if there is none."""
+    if quote and text.startswith(quote, position):
         return quote
-    return text[at] if text[at : at + 1] in ("'", '"') else ""
+    return text[position] if text[position : position + 1] in ("'", '"') else ""
 
 
-def _string(text: str, at: int, notation: _Notation) -> tuple[str, int]:
-    """Return the string that begins at `at`, and the position after it."""
-    own = _quote_at(text, at, notation.quote)
-    end, _ = _string_end(text, at, notation, at, over=True)
+def _string(text: str, position: int, notation: _Notation) -> tuple[str, int]:
+    """Return the string that begins at `position`, and the position after it."""
+    own = _quote_at(text, position, notation.quote)
+    end, _ = _string_end(text, position, notation, position, over=True)
     if end is None:
         raise LiteralError("a string is not closed")
-    raw = text[at + len(own) : end - len(own)]
+    raw = text[position + len(own) : end - len(own)]
     return (_unescaped(raw) if own in ("'", '"') else raw), end
 
 
@@ -236,35 +236,35 @@ def _string_end(text: str, start: int, notation: _Notation, seek: int, *, over: 
     string, because not every template escapes quotes.
     """
     own = _quote_at(text, start, notation.quote)
-    at = max(seek, start + len(own))
-    while (found := text.find(own, at)) >= 0:
-        end = found + len(own)
+    position = max(seek, start + len(own))
+    while (closing := text.find(own, position)) >= 0:
+        end = closing + len(own)
         if own not in ("'", '"'):
             return end, end
-        escapes = len(text[start:found]) - len(text[start:found].rstrip("\\"))
+        escapes = len(text[start:closing]) - len(text[start:closing].rstrip("\\"))
         if escapes % 2 == 0:
             if not over and notation.may_follow.match(text, end):
-                return None, found
+                return None, closing
             if notation.after_string.match(text, end):
                 return end, end
-        at = end
-    return None, max(at, len(text) - len(own) + 1)
+        position = end
+    return None, max(position, len(text) - len(own) + 1)
 
 
 def _unescaped(raw: str) -> str:
-    def one(found: re.Match[str]) -> str:
-        if found[4] is not None:
-            return _ESCAPED.get(found[4], found[0])
-        code = int(found[1] or found[2] or found[3], 16)
-        return chr(code) if code <= 0x10FFFF else found[0]
+    def unescape(match: re.Match[str]) -> str:
+        if match[4] is not None:
+            return _ESCAPED.get(match[4], match[0])
+        code = int(match[1] or match[2] or match[3], 16)
+        return chr(code) if code <= 0x10FFFF else match[0]
 
-    return _ESCAPE.sub(one, raw)
+    return _ESCAPE.sub(unescape, raw)
 
 
-def _skip(text: str, at: int, between: re.Pattern[str]) -> int:
-    """Return the position after the separators at `at`."""
-    found = between.match(text, at)
-    return found.end() if found else at
+def _skip(text: str, position: int, between: re.Pattern[str]) -> int:
+    """Return the position after the separators at `position`."""
+    match = between.match(text, position)
+    return match.end() if match else position
 
 
 def needs_known_tool(syntax: CallSyntax) -> bool:

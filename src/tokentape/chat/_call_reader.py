@@ -43,39 +43,41 @@ class CallReader:
     def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool]) -> None:
         self._syntax = syntax
         self._tools = tools
-        whole, one = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
-        self.bare = not whole and syntax.style == "json"
+        section_pieces, call_pieces = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
+        self.bare = not section_pieces and syntax.style == "json"
         """Whether calls have no delimiters: a JSON object that names a tool is a call."""
         self.begins_lines = self.bare and not syntax.within_lines
         """Whether such an object is a call only at the beginning of a line."""
-        begins = tuple(dict.fromkeys([*whole[:1], *one[:1]]))
+        begins = tuple(dict.fromkeys([*section_pieces[:1], *call_pieces[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
         self.triggers = marked or begins
         """Pieces that a call may begin with. If some are control tokens, only those: text can quote the others."""
         again = any_of(begins)
         # The number has a limit because the expressions are matched again with every token that may extend them.
-        some = "{0,8}"
+        limit = "{0,8}"
         self._opening = re.compile(
-            rf"(?:{SPACE}({MARK.pattern})){some}" if self.bare else rf"(?:{SPACE}({again})){some}{optional(whole)}"
+            rf"(?:{SPACE}({MARK.pattern})){limit}"
+            if self.bare
+            else rf"(?:{SPACE}({again})){limit}{optional(section_pieces)}"
         )
-        self._next = re.compile(re.escape(one[0]) if one else r"\{")
-        self._headed = syntax.style == "literal" and not one
+        self._next = re.compile(re.escape(call_pieces[0]) if call_pieces else r"\{")
+        self._headed = syntax.style == "literal" and not call_pieces
         """Whether a call begins with its name."""
         self._knows_names = syntax.style == "literal" and needs_known_tool(syntax)
         self._closing = re.compile(optional([syntax.close]))
         close = pieces(syntax.close)
         self._last = tuple(piece for piece in close[-1:] if close.count(piece) == 1)
         """The last piece of the closing delimiter, if it occurs once there: the delimiter ends after it."""
-        self._spare = re.compile("" if syntax.style in ("tagged", "literal") else rf"(?:\s*\}}){some}")
+        self._spare = re.compile("" if syntax.style in ("tagged", "literal") else rf"(?:\s*\}}){limit}")
         self._counts = syntax.separator.strip().isdecimal()
         """Whether a number that counts the calls stands before each of them."""
         ends = [syntax.close, "" if self._counts else syntax.separator, syntax.section_close]
         between = [pattern(text) for text in ends if pieces(text)]
         between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in begins]
-        between += [rf"\d{{1,9}}(?={SPACE}{pattern(syntax.open)})"] if self._counts and one else []
-        another = rf"(?!{pattern(syntax.open)})" if one else ""
+        between += [rf"\d{{1,9}}(?={SPACE}{pattern(syntax.open)})"] if self._counts and call_pieces else []
+        another = rf"(?!{pattern(syntax.open)})" if call_pieces else ""
         self._between = re.compile(
-            r"(?:\s*[;,](?=\s*\{))?" if self.bare else rf"(?:\s*{another}(?:{'|'.join(between) or '(?!)'})){some}"
+            r"(?:\s*[;,](?=\s*\{))?" if self.bare else rf"(?:\s*{another}(?:{'|'.join(between) or '(?!)'})){limit}"
         )
         self._begins = begins
         broken_ends = [*pieces(syntax.close), *pieces(syntax.section_close), *begins]
@@ -94,22 +96,22 @@ class CallReader:
         reader._body = None
         return reader
 
-    def read(self, text: str, at: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
-        """Return the call that begins at `at`; None if more text may complete or end it.
+    def read(self, text: str, position: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
+        """Return the call that begins at `position`; None if more text may complete or end it.
 
         With `final` the text is complete, with `ended` because the model has ended its turn. With `within_reasoning`
         only a well-formed call is returned as one.
         """
         over = final and ended
         if self._body is None:
-            opening = self._opening.match(text, at)
-            start = skip_space(text, opening.end() if opening else at)
+            opening = self._opening.match(text, position)
+            start = skip_space(text, opening.end() if opening else position)
             opens = [self._syntax.section_open + self._syntax.open, self._syntax.open]
             # One delimiter may be the beginning of another.
-            begins = (opening.start(1) if opening and opening[1] else at, start)
+            begins = (opening.start(1) if opening and opening[1] else position, start)
             if not final and any(may_grow(text, begin, opens) for begin in begins):
                 return None
-            self._start = self._seek = start if start > at or self.bare else at + 1
+            self._start = self._seek = start if start > position or self.bare else position + 1
             self._body = body_reader(self._syntax, self._tools, text, start)
         body = self._body.read(text, over=over) if self._body is not None else None
         if body is None and not final:
@@ -122,28 +124,28 @@ class CallReader:
             self._body = None
         return call
 
-    def skip_between(self, text: str, at: int, *, final: bool) -> tuple[int, bool] | None:
-        """Return the position after the text that may separate two calls at `at`, and whether a call begins there.
+    def skip_between(self, text: str, position: int, *, final: bool) -> tuple[int, bool] | None:
+        """Return the position after the text that may separate calls at `position`, and whether a call begins there.
 
         Return None if more text may change the answer.
         """
-        found = self._between.match(text, at)
-        start, at = at, skip_space(text, found.end() if found else at)
+        match = self._between.match(text, position)
+        start, position = position, skip_space(text, match.end() if match else position)
         syntax = self._syntax
         expected = [syntax.separator, syntax.section_close, syntax.close, syntax.open, ";{", ",{"]
-        if not final and may_grow(text, at, expected[:4] if not self.bare else expected[4:]):
+        if not final and may_grow(text, position, expected[:4] if not self.bare else expected[4:]):
             return None
-        number = re.compile(r"\d{1,9}").match(text, at) if self._counts else None
+        number = re.compile(r"\d{1,9}").match(text, position) if self._counts else None
         if not final and number and may_grow(text, number.end(), [syntax.open]):
             return None
         # A piece of a closing delimiter may also begin an opening one: `[#` of `[#</calls>` and `[#<call>`.
-        if not final and any(may_grow(text, n, [syntax.open]) for n in range(start, at) if not text[n].isspace()):
+        if not final and any(may_grow(text, n, [syntax.open]) for n in range(start, position) if not text[n].isspace()):
             return None
         if self._headed:
-            if not final and may_be_head(text, at):
+            if not final and may_be_head(text, position):
                 return None
-            return at, read_head(syntax, text, at) is not None
-        return at, self._next.match(text, at) is not None
+            return position, read_head(syntax, text, position) is not None
+        return position, self._next.match(text, position) is not None
 
     def _closed(self, text: str, body: CallBody, *, final: bool) -> ReadCall | None:
         """Return the call of a complete body; it ends after the pieces of its closing delimiter that were written.
@@ -152,13 +154,14 @@ class CallReader:
         """
         # Models write too many braces, or only some pieces of the closing delimiter.
         spare = self._spare.match(text, body.end)
-        at = spare.end() if spare else body.end
-        found = self._closing.match(text, at)
-        end = found.end() if found else at
+        position = spare.end() if spare else body.end
+        match = self._closing.match(text, position)
+        end = match.end() if match else position
         close = self._syntax.close
-        if not final and close.strip() and not text.endswith(self._last, at, end) and may_grow(text, end, [close]):
+        complete = final or not close.strip() or text.endswith(self._last, position, end)
+        if not complete and may_grow(text, end, [close]):
             return None
-        if end == at:
+        if end == position:
             end = body.end
         status: CallStatus = "ok"
         if not body.valid:
@@ -179,7 +182,7 @@ class CallReader:
         """
         end = self._start
         if self.bare:
-            end = broken.at if broken else len(text)
+            end = broken.position if broken else len(text)
         none = ReadCall(end, None)
         if within_reasoning:
             return none
@@ -194,22 +197,22 @@ class CallReader:
             if name is None or not arguments.startswith("{"):
                 return none
             return ReadCall(end, name, self._whole(text[self._start : end], name, arguments), "bad_arguments")
-        found = self._broken_end.search(text, max(broken.at if broken else 0, self._seek))
+        match = self._broken_end.search(text, max(broken.position if broken else 0, self._seek))
         delimiters = [self._syntax.close, self._syntax.section_close, *self._begins]
         # At the end of the text, `<call` may become `<caller`.
-        open_ended = found is None or found.end() == len(text) or may_grow(text, found.start(), delimiters)
+        open_ended = match is None or match.end() == len(text) or may_grow(text, match.start(), delimiters)
         if not final and open_ended:
             self._seek = max(self._seek, len(text) - _LONGEST_DELIMITER)
             return None
-        end = found.start() if found else len(text)
+        end = match.start() if match else len(text)
         raw = text[self._start : end]
         name, arguments = self._guess(raw)
         if name is None or (self._knows_names and name not in self._tools):
             return none
-        if found and found[0] not in self._begins:
-            end = found.end()
+        if match and match[0] not in self._begins:
+            end = match.end()
         arguments = self._whole(raw, name, arguments)
-        return ReadCall(end, name, arguments, "bad_arguments" if found or over else "unclosed")
+        return ReadCall(end, name, arguments, "bad_arguments" if match or over else "unclosed")
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
         """Return the name and the raw arguments of a malformed call, as far as they are found."""
@@ -221,11 +224,11 @@ class CallReader:
             return name[1] if name else None, arguments[1] if arguments else ""
         ends = [*pieces(syntax.name_close), *pieces(syntax.key_open)]
         end = re.escape(ends[0]) if ends else r"(?!\S)"
-        found = re.match(rf"\s*([\w.:/-]{{1,256}})\s*{end}(.*)", raw, re.DOTALL)
+        match = re.match(rf"\s*([\w.:/-]{{1,256}})\s*{end}(.*)", raw, re.DOTALL)
         # If only white space follows names in this syntax, any word could be a name: only known names are taken.
-        if found is None or not (ends or found[1] in self._tools):
+        if match is None or not (ends or match[1] in self._tools):
             return None, ""
-        return found[1], found[2].strip()
+        return match[1], match[2].strip()
 
     def _whole(self, raw: str, name: str, arguments: str) -> str:
         """Return the arguments of a malformed call, or all of `raw` if it is JSON with other words before them."""

@@ -52,11 +52,11 @@ class CallShape:
 
     def message(self, content: str | None, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
         """Return an assistant message in this shape. Each of `calls` is (id, name, arguments)."""
-        made = [
+        tool_calls = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, name, arguments in calls
         ]
-        return self.reshape({"role": "assistant", "content": content, "tool_calls": made})
+        return self.reshape({"role": "assistant", "content": content, "tool_calls": tool_calls})
 
     def probe(self, name: str, arguments: Any, call_id: str = PROBE_ID) -> tuple[str, str, Any]:
         """Return a call for `message`. Its name is also its id if the template writes the id as the name."""
@@ -159,12 +159,12 @@ def find_shape(render: Render) -> CallShape | None:
             return False
         return NAME in text and KEY in text and VALUE in text
 
-    found = next(filter(writes, _SHAPES), None)
-    if found is None:
+    shape = next(filter(writes, _SHAPES), None)
+    if shape is None:
         return None
-    missing = replace(found, content="missing")
+    missing = replace(shape, content="missing")
     result = {"role": "tool", "name": NAME, "tool_call_id": PROBE_ID, "content": CONTENT}
-    return replace(found, keeps_missing=writes(missing) and writes(missing, result) == writes(found, result))
+    return replace(shape, keeps_missing=writes(missing) and writes(missing, result) == writes(shape, result))
 
 
 def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | None:
@@ -202,8 +202,8 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         after = text[text.rindex(CONTENT) + len(CONTENT) :] if CONTENT in text else ""
         space = len(after) - len(after.lstrip())
         syntax = replace(syntax, space_before=space, within_lines=after.startswith("{"))
-    call_open, found, name_open = syntax.open.partition(ID)
-    return replace(syntax, open=call_open, name_open=name_open) if found and syntax.style == "named" else syntax
+    call_open, separator, name_open = syntax.open.partition(ID)
+    return replace(syntax, open=call_open, name_open=name_open) if separator and syntax.style == "named" else syntax
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -295,10 +295,10 @@ def _with_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
 
 def _with_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
     """Set `text_open` and `text_close` if the template writes such delimiters around text that looks like tags."""
-    start, at = region.find(KEY), region.find(_LIKE_TAGS)
-    if start < 0 or at < start:
+    start, value_start = region.find(KEY), region.find(_LIKE_TAGS)
+    if start < 0 or value_start < start:
         return syntax
-    before, after = region[start + len(KEY) : at], region[at + len(_LIKE_TAGS) :]
+    before, after = region[start + len(KEY) : value_start], region[value_start + len(_LIKE_TAGS) :]
     end = after.find(syntax.value_close)
     if end < 0 or not before.startswith(syntax.key_close):
         return syntax
@@ -323,13 +323,13 @@ def _as_literal(syntax: CallSyntax) -> CallSyntax | None:
 _BRACKETS = {"(": ")", "{": "}", "[": "]"}
 
 
-def _either(one: str, other: str) -> str:
-    """Return a delimiter that matches both, with `ANY` for the word that differs; `one` if they differ in more."""
-    start, end = common_prefix(one, other), common_suffix(one, other)
-    words = [text[start : len(text) - end] for text in (one, other)]
+def _either(first: str, second: str) -> str:
+    """Return a delimiter that matches both, with `ANY` for the word that differs; `first` if they differ in more."""
+    start, end = common_prefix(first, second), common_suffix(first, second)
+    words = [text[start : len(text) - end] for text in (first, second)]
     if not all(re.fullmatch(r"\w+", word) for word in words):
-        return one
-    return one[:start] + ANY + one[len(one) - end :]
+        return first
+    return first[:start] + ANY + first[len(first) - end :]
 
 
 def _with_ordinal(syntax: CallSyntax, region: str) -> CallSyntax:
@@ -361,44 +361,44 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
     )
 
 
-def _shared_tag(one: str, other: str) -> str:
+def _shared_tag(first: str, second: str) -> str:
     """Return the end of an earlier tag that both delimiters begin with, such as `>` of `><b>` and `></a>`."""
-    shared, end, _ = one[: common_prefix(one, other)].partition(">")
+    shared, end, _ = first[: common_prefix(first, second)].partition(">")
     return shared + end if end and "<" not in shared else ""
 
 
 def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:
-    at = region.index(name)
+    start = region.index(name)
     if syntax.style in ("tagged", "literal"):
         after = region.index(value) + len(value) + len(syntax.value_close)
-        return at, after + (syntax.style == "literal")
+        return start, after + (syntax.style == "literal")
     arguments = _json_around(region, region.index(key), {key: value})
     if arguments is None:
         return None
-    return (at, arguments[1]) if syntax.style == "named" else _enclosing_object(region, *arguments)
+    return (start, arguments[1]) if syntax.style == "named" else _enclosing_object(region, *arguments)
 
 
 def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | None:
     """Return the bounds of the JSON object around position `inside`; None if it does not equal `expected`."""
-    at = region.rfind("{", 0, inside)
-    if at < 0:
+    start = region.rfind("{", 0, inside)
+    if start < 0:
         return None
     try:
-        value, end = json.JSONDecoder().raw_decode(region, at)
+        value, end = json.JSONDecoder().raw_decode(region, start)
     except ValueError:
         return None
-    return (at, end) if value == expected else None
+    return (start, end) if value == expected else None
 
 
 def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | None:
     """Return the bounds of the smallest JSON object that contains region[start:end] and more; None if there is none."""
-    at = region.rfind("{", 0, start)
-    while at >= 0:
+    opening = region.rfind("{", 0, start)
+    while opening >= 0:
         try:
-            value, stop = json.JSONDecoder().raw_decode(region, at)
+            value, stop = json.JSONDecoder().raw_decode(region, opening)
         except ValueError:
-            stop, value = at, None
+            stop, value = opening, None
         if isinstance(value, dict) and stop >= end:
-            return at, stop
-        at = region.rfind("{", 0, at)
+            return opening, stop
+        opening = region.rfind("{", 0, opening)
     return None

@@ -33,7 +33,7 @@ _PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SHORT = 64
-"""Most characters of a text whose escaped form is cached: roles, keys and names come again in each message."""
+"""Most characters of a text for its escaped form to be cached: roles, keys and names recur in each message."""
 
 _BRACKETS = "<>[]{}()|｜/"
 
@@ -93,8 +93,8 @@ class Escaper:
             if n > len(text):
                 break
             if text[-n:] in self._heads:
-                at = len(text) - n
-                text = text[:at] + self._placeholder_of[text[at]] + text[at + 1 :]
+                index = len(text) - n
+                text = text[:index] + self._placeholder_of[text[index]] + text[index + 1 :]
             if text[:n] in self._tails:
                 text = text[: n - 1] + self._placeholder_of[text[n - 1]] + text[n:]
         return text
@@ -124,7 +124,7 @@ class Escaper:
     def escape_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return template kwargs escaped. A text that is a word in brackets stays: templates compare and write it."""
         escaped = self.escape_all(kwargs)
-        return {key: one.replace(_NOTHING, "") if isinstance(one, str) else one for key, one in escaped.items()}
+        return {key: value.replace(_NOTHING, "") if isinstance(value, str) else value for key, value in escaped.items()}
 
     def _escape_controls(self, text: str) -> str:
         return self._cached(text, ends=False) if len(text) <= _SHORT else self._escape(text, ends=False)
@@ -224,23 +224,23 @@ _EDGE = re.compile(f"[{chr(_EDGES.start)}-{chr(_EDGES.stop - 1)}]")
 def _edged_texts(edged: str) -> list[tuple[Provenance, int, int]]:
     """Return the provenance and the range of each text between edge markers, by provenance and position."""
     edges = [(match.start(), match[0]) for match in _EDGE.finditer(edged)]
-    found = []
+    ranges = []
     for code in _CODES:
         opening, closing, only = _edge_characters(code)
         start: int | None = None
         alone: list[int] = []
-        for at, edge in edges:
+        for position, edge in edges:
             if edge == opening:
-                start = at
+                start = position
             elif edge == only:
-                alone.append(at)
+                alone.append(position)
             elif edge == closing and start is not None:
                 while alone and alone[-1] > start:
                     alone.pop()
-                found.append((code, start, at + 1))
+                ranges.append((code, start, position + 1))
                 start = None
-        found += ((code, at, at + 1) for at in alone)
-    return found
+        ranges += ((code, position, position + 1) for position in alone)
+    return ranges
 
 
 def _edge(text: str, code: Provenance) -> str:

@@ -98,7 +98,7 @@ class Certificate:
 
     def continuation(self, name: str) -> Continuation | None:
         """Return what was found for the continuation of this name; see `grammar.continuation_name`."""
-        return next((found for found in self.continuations if found.name == name), None)
+        return next((continuation for continuation in self.continuations if continuation.name == name), None)
 
     def shortfalls(self, required: Sequence[str]) -> Iterator[str]:
         """Yield a line for each of `required`, names from `REQUIRABLE`, that is not certified.
@@ -118,9 +118,9 @@ class Certificate:
                 elif failed:
                     yield f"{name}: {failed[0].name}: {failed[0].detail}"
             else:
-                found = self.continuation(name)
-                if found is None or found.strategy == "refused":
-                    yield f"{name}: {'not tried' if found is None else found.reason}"
+                continuation = self.continuation(name)
+                if continuation is None or continuation.strategy == "refused":
+                    yield f"{name}: {'not tried' if continuation is None else continuation.reason}"
                 elif name.startswith("tool") and (failed := self._failed("calls")):
                     what = "calls are not parsed, so agents get them as content"
                     if failed[0].name != "call":
@@ -145,10 +145,15 @@ class Certificate:
         }
         words = {True: "holds", False: "FAILS", None: "not tried"}
         continued = [
-            (f"continued by {one.name}", one.strategy, f"append-only: {one.append_only}", one.reason)
-            for one in self.continuations
+            (
+                f"continued by {continuation.name}",
+                continuation.strategy,
+                f"append-only: {continuation.append_only}",
+                continuation.reason,
+            )
+            for continuation in self.continuations
         ]
-        parsed = [(f"parsing {one.name}", words[one.holds], one.detail) for one in self.parsing]
+        parsed = [(f"parsing {check.name}", words[check.holds], check.detail) for check in self.parsing]
         return html_table(f"Certificate {self.fingerprint[:12]}", [*facts.items(), *continued, *parsed])
 
     def to_json(self) -> str:

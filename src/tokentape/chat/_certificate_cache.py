@@ -31,13 +31,13 @@ def load_or_certify(
     key = _key(renderer, template_kwargs)
     path = folder / f"{key}.json"
     with suppress(OSError, ValueError):
-        found = Certificate.from_json(path.read_text(encoding="utf-8"))
-        if found.fingerprint == renderer.fingerprint and found.template_kwargs == template_kwargs:
-            return found
+        certificate = Certificate.from_json(path.read_text(encoding="utf-8"))
+        if certificate.fingerprint == renderer.fingerprint and certificate.template_kwargs == template_kwargs:
+            return certificate
     _log.info("trying out conversations with the chat template, once per model")
-    made = certify(renderer, template_kwargs)
-    keep(path, made.to_json())
-    return made
+    certificate = certify(renderer, template_kwargs)
+    keep(path, certificate.to_json())
+    return certificate
 
 
 def _key(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> str:
@@ -52,7 +52,7 @@ def certifier_digest() -> str:
     Whoever changes it need not remember a version number.
     """
     digest = hashlib.sha256()
-    for source in sorted(files("tokentape.chat").iterdir(), key=lambda one: one.name):
+    for source in sorted(files("tokentape.chat").iterdir(), key=lambda source: source.name):
         if source.name.endswith(".py"):
             digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()

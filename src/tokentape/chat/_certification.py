@@ -85,22 +85,22 @@ def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Se
 
 
 def _continuations(renderer: Renderer, with_tools: Setup, without_tools: Setup) -> Iterator[Continuation]:
-    asked = Continuations(renderer, with_tools), Continuations(renderer, without_tools)
+    finders = Continuations(renderer, with_tools), Continuations(renderer, without_tools)
     for name in grammar.NAMES:
         bare = grammar.NO_TOOLS in name
         if isinstance(renderer, ExternalRenderer):
             yield renderer.continuation(without_tools if bare else with_tools, name)
         else:
-            yield asked[bare].find(name)
+            yield finders[bare].find(name)
 
 
 _PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": "calls"}
 
 
 def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refused: str) -> Iterator[ParseCheck]:
-    """Render each kind of turn, parse what the template wrote, compare with what of the turn it wrote.
+    """Render each kind of turn, parse what the template wrote, and compare with the parts of the turn in it.
 
-    `tools_refused`: why no calls can be asked for, if the template takes no tools.
+    `tools_refused` says why there can be no calls, if the template takes no tools.
     """
     form, differs_without = renderer.format(setup), False
     with contextlib.suppress(TemplateRefused):  # Some templates take no conversation without tools.
@@ -109,12 +109,12 @@ def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refus
         if tools_refused and message.get("tool_calls"):
             yield ParseCheck(name, holds=None, detail=tools_refused)
             continue
-        asked = grammar.accepted((grammar.QUESTION,), form)
-        check = _parse_check(renderer, setup, name, message, asked)
+        question = grammar.accepted((grammar.QUESTION,), form)
+        check = _parse_check(renderer, setup, name, message, question)
         # A template may number turns, and a model without a generation prompt writes the number.
         others = [(setup, message, grammar.LATER), (setup, message, grammar.accepted(grammar.AFTER_RESULT, form))]
         if name == "parallel calls":
-            others.append((setup, grammar.THREE_CALLS, asked))
+            others.append((setup, grammar.THREE_CALLS, question))
         if differs_without and not message.get("tool_calls"):
             others.append((without_tools, message, grammar.LATER))
         for under, turn, history in others:
@@ -129,12 +129,12 @@ def _parse_check(
 ) -> ParseCheck:
     """Compare a turn as the template writes it after `history` with what is parsed from it."""
     try:
-        written = written_turn(renderer, setup, message, history)
+        turn = written_turn(renderer, setup, message, history)
     except TemplateRefused as error:
         return ParseCheck(name, holds=None, detail=str(error))
-    if written is None:
+    if turn is None:
         return ParseCheck(name, holds=None, detail="the template writes no such turn after its own prompt")
-    shown, completion = written
+    shown, completion = turn
     left_out = [what for key, what in _PARTS.items() if message.get(key) and not shown.get(key)]
     if left_out:
         return ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
@@ -153,10 +153,10 @@ def _writes_content_as_reasoning(
         return False
     try:
         thought = {**message, "content": "", "reasoning_content": message["content"]}
-        written = written_turn(renderer, setup, thought, history)
+        turn = written_turn(renderer, setup, thought, history)
     except TemplateRefused:
         return False
-    return written is not None and written[1] == completion
+    return turn is not None and turn[1] == completion
 
 
 def written_turn(
@@ -239,9 +239,9 @@ def _difference(message: Message, reply: Reply) -> str | None:
     found_calls = [(call.name, call.arguments) for call in reply.tool_calls if call.status == "ok"]
     if len(wanted_calls) != len(found_calls):
         return f"{len(wanted_calls)} calls were written, {len(found_calls)} found"
-    for (name, arguments), (found_name, found) in zip(wanted_calls, found_calls, strict=True):
-        if name != found_name or arguments != json.loads(found):
-            return f"a call of {name} with {json.dumps(arguments)} came back as {found_name} with {found}"
+    for (name, arguments), (found_name, found_arguments) in zip(wanted_calls, found_calls, strict=True):
+        if name != found_name or arguments != json.loads(found_arguments):
+            return f"a call of {name} with {json.dumps(arguments)} came back as {found_name} with {found_arguments}"
     if (message.get("content") or "").strip() != reply.content.strip():
         return f"content came back as {reply.content!r}"
     if (message.get("reasoning_content") or "").strip() != reply.reasoning.strip():

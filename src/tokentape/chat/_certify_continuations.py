@@ -46,13 +46,13 @@ class Continuations:
                 # The prompt of the turn: without it, no model said this.
                 self._marked(history, generate=True)
                 full = self._marked((*history, reply, *new), generate=True)
-                found, suffix = self._strategy(history, reply, new)
+                own_strategy, suffix = self._strategy(history, reply, new)
             except TemplateRefused as error:
                 refusal = str(error)
                 continue
             tried += 1
             shortest = shortest or history
-            strategy = _worse(strategy, found)
+            strategy = _worse(strategy, own_strategy)
             ends |= dict.fromkeys(self._ends(reply, suffix))
             clean = grammar.is_clean(reply)
             if clean not in rewritten:
@@ -71,8 +71,8 @@ class Continuations:
             if found_merging is not None:
                 rewritten[True] = _MERGES, found_merging
         if True not in rewritten and self._setup.tools:
-            for asked, reply, new in grammar.with_calls_unanswered(name):
-                history = self._accepted(asked)
+            for messages, reply, new in grammar.with_calls_unanswered(name):
+                history = self._accepted(messages)
                 reason = self._rewrites_unanswered(history, reply, new)
                 if reason is not None:
                     rewritten.setdefault(True, (reason, (*history, reply, *new)))
@@ -94,10 +94,10 @@ class Continuations:
                 self._known[key] = messages, ask()
             except TemplateRefused as error:
                 self._known[key] = messages, error
-        found = self._known[key][1]
-        if isinstance(found, TemplateRefused):
-            raise found
-        return found  # type: ignore[return-value]
+        answer = self._known[key][1]
+        if isinstance(answer, TemplateRefused):
+            raise answer
+        return answer  # type: ignore[return-value]
 
     def _with(self, message: Message, **fields: str) -> Message:
         """Return the message with other fields, the same object each time, so that it is not rendered again."""
@@ -131,9 +131,10 @@ class Continuations:
     ) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`.
 
-        `shortest` is the shortest history after which it takes such a turn and such new messages.
+        `shortest` is the shortest history after which it takes the turn and the new messages of the continuation.
 
-        Return whether the suffix depends on them, and how such a conversation is rewritten, with the conversation.
+        Return whether the suffix depends on the words, and how a conversation with them is rewritten, with that
+        conversation.
         """
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         reply, depends = replies[0], False
@@ -141,15 +142,15 @@ class Continuations:
         thinking = self._with(reply, reasoning_content="A thoughtword.")
         rewritten: tuple[str, tuple[Message, ...]] | None = None
         for words in self._renderer.template.compared_strings:
-            said = self._with(reply, content=words)
-            all_said = tuple(self._with(one, content=words) for one in new)
+            with_words = self._with(reply, content=words)
+            all_said = tuple(self._with(message, content=words) for message in new)
             for history in grammar.histories_with(words):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
                 try:
                     suffix = self._suffix(reply, new, history)
                     depends = depends or local_or_contextual(lambda: self._suffix(reply, new), suffix) != "local"
-                    depends = depends or self._suffix(speaking, new, history) != self._suffix(said, new, history)
+                    depends = depends or self._suffix(speaking, new, history) != self._suffix(with_words, new, history)
                     for turn in (reply, thinking) if rewritten is None else ():
                         full = self._marked((*history, turn, *new), generate=True)
                         reason = self._rewrites(history, turn, full, suffix)
@@ -163,7 +164,7 @@ class Continuations:
                 if depends and rewritten is not None:
                     return depends, rewritten
             # Said by a new message, they may change what stands before it.
-            said_by = [(*new[:n], self._with(one, content=words), *new[n + 1 :]) for n, one in enumerate(new)]
+            said_by = [(*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)]
             for later, turn in itertools.product(said_by, (reply, thinking)) if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
                     full = self._marked((*shortest, turn, *later), generate=True)
@@ -171,10 +172,10 @@ class Continuations:
                     rewritten = (reason, (*shortest, turn, *later)) if reason is not None else rewritten
         return depends, rewritten
 
-    def _accepted(self, asked: tuple[Message, ...]) -> tuple[Message, ...]:
-        return grammar.accepted(asked, self._renderer.format(self._setup))
+    def _accepted(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return grammar.accepted(messages, self._renderer.format(self._setup))
 
-    def _that_merge(self, asked: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
+    def _that_merge(self, history: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
         """Yield conversations with a reply that shares a token with the end of its prompt.
 
         Its first characters are the rest of entries of the vocabulary that begin like the prompt ends. Where a prompt
@@ -183,9 +184,9 @@ class Continuations:
         tokenizer = self._renderer.tokenizer
         if self._renderer.format(self._setup).content_open:
             return
-        questions, text = [asked, *self._with_other_ends(asked)], asked[-1]["content"]
-        if self._marked(asked, generate=True).endswith(text):
-            questions += [(*asked[:-1], {**asked[-1], "content": f"{text} {end}"}) for end in ascii_lowercase]
+        questions, text = [history, *self._with_other_ends(history)], history[-1]["content"]
+        if self._marked(history, generate=True).endswith(text):
+            questions += [(*history[:-1], {**history[-1], "content": f"{text} {end}"}) for end in ascii_lowercase]
         for question in questions:
             prompt = self._marked(question, generate=True)
             ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
@@ -195,21 +196,21 @@ class Continuations:
                     if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
                         yield *question, {"role": "assistant", "content": rest}
 
-    def _with_other_ends(self, asked: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
+    def _with_other_ends(self, history: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
         """Yield the question after exchanges, as long as each makes its prompt end in another way: with a number."""
         seen: set[str] = set()
         with contextlib.suppress(TemplateRefused):
-            while len(seen) < 9 and (end := self._marked(asked, generate=True)[-8:]) not in seen:
+            while len(seen) < 9 and (end := self._marked(history, generate=True)[-8:]) not in seen:
                 if seen:
-                    yield asked
+                    yield history
                 seen.add(end)
-                asked = self._accepted(grammar.after_exchange(asked))
+                history = self._accepted(grammar.after_exchange(history))
 
     def _merges_with_number(self, name: str) -> tuple[Message, ...] | None:
         """Return a conversation in which a turn shares a token with the number that its prompt ends with."""
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         starts = ((grammar.QUESTION,), (grammar.SYSTEM, grammar.QUESTION))
-        numbered = [one for asked in starts for one in self._with_other_ends(self._accepted(asked))]
+        numbered = [history for start in starts for history in self._with_other_ends(self._accepted(start))]
         for history, reply in itertools.product(numbered, filter(grammar.is_clean, replies)):
             with contextlib.suppress(TemplateRefused):
                 full = self._marked((*history, reply, *new), generate=True)
@@ -264,6 +265,6 @@ class Continuations:
                 yield control.content
 
 
-def _worse(one: Strategy, other: Strategy) -> Strategy:
+def _worse(first: Strategy, second: Strategy) -> Strategy:
     order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
-    return max(one, other, key=order.index)
+    return max(first, second, key=order.index)

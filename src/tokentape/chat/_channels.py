@@ -58,25 +58,25 @@ class ChannelScanner:
 
     def _step_header(self, *, final: bool) -> bool:
         reader, channels = self._reader, self._channels
-        end = self._header_end.search(reader.text, max(self._seek, reader.at))
+        end = self._header_end.search(reader.text, max(self._seek, reader.position))
         self._seek = len(reader.text) if end is None else 0
         if end is None and not final:
             return False
         if end is None or end[0] == channels.part_close:
             # The model wrote text without a header.
-            said = reader.take(end.start() if end else len(reader.text))
-            for n, text in enumerate(MARK.split(said)):
+            unframed = reader.take(end.start() if end else len(reader.text))
+            for n, text in enumerate(MARK.split(unframed)):
                 if n == 0 or not self._is_header(text, cut_off=end is None):
                     self._add_text("content", text)
             if end is not None:
                 reader.take(end.end())
             return end is not None
-        self._header_at = reader.at
+        self._header_at = reader.position
         named = MARK.split(reader.take(end.start()))
         reader.take(end.end())
         for n, text in enumerate(named):
-            found = self._recipient.search(text)
-            before, after = (text[: found.start()], text[found.end() :]) if found else (text, "")
+            match = self._recipient.search(text)
+            before, after = (text[: match.start()], text[match.end() :]) if match else (text, "")
             # The model may name a channel that the template never writes.
             other_channel = 0 < n == len(named) - 1 and self._is_type_or_less(before)
             unknown = ["" if other_channel or self._is_header(before) else before]
@@ -96,22 +96,22 @@ class ChannelScanner:
     def _step_part(self, *, final: bool) -> bool:
         reader = self._reader
         call = self._region == "call"
-        found = self._part_end.search(reader.text, max(self._seek, reader.at) if call else reader.at)
-        end = found.start() if found else len(reader.text)
-        self._seek = end if call and found is None else 0
+        match = self._part_end.search(reader.text, max(self._seek, reader.position) if call else reader.position)
+        end = match.start() if match else len(reader.text)
+        self._seek = end if call and match is None else 0
         if call:
-            if found is None and not final:
+            if match is None and not final:
                 return False
             raw = self._tokenizer.spell_marks(reader.take(end))
-            self._add_call(raw, end, ended=found is not None or reader.ended)
+            self._add_call(raw, end, ended=match is not None or reader.ended)
         else:
             self._add_text(self._region, reader.take(end))
-        if found is None:
+        if match is None:
             return False
         self._parts.interrupt()
         self._region = "header"
-        if found[0] == self._channels.part_close:
-            reader.take(found.end())
+        if match[0] == self._channels.part_close:
+            reader.take(match.end())
         return True
 
     def _is_header(self, text: str, *, cut_off: bool = False) -> bool:
@@ -119,9 +119,9 @@ class ChannelScanner:
 
         With `cut_off`, its last word may be the beginning of a known word.
         """
-        found = self._recipient.search(text)
-        if found is not None:
-            return self._is_type_or_less(text[found.end() :]) and self._is_header(text[: found.start()])
+        match = self._recipient.search(text)
+        if match is not None:
+            return self._is_type_or_less(text[match.end() :]) and self._is_header(text[: match.start()])
         *before, last = text.split() or [""]
         begins = cut_off and any(word.startswith(last) for word in self._words)
         return self._words.issuperset(before) and (not last or last in self._words or begins)

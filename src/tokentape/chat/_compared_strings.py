@@ -26,28 +26,30 @@ def compared_strings(template: nodes.Template) -> tuple[str, ...]:
     types and names are left out, because no text of a message takes part in them.
     """
     assigned = {
-        one.target.name: one.node
-        for one in template.find_all(nodes.Assign)
-        if isinstance(one.target, nodes.Name) and isinstance(one.node, nodes.Const | nodes.List | nodes.Tuple)
+        assignment.target.name: assignment.node
+        for assignment in template.find_all(nodes.Assign)
+        if isinstance(assignment.target, nodes.Name)
+        and isinstance(assignment.node, nodes.Const | nodes.List | nodes.Tuple)
     }
-    found: dict[str, None] = {}
+    strings: dict[str, None] = {}
     for compare in template.find_all(nodes.Compare):
         sides = [compare.expr, *(operand.expr for operand in compare.ops)]
         if not any(map(_holds_no_text, sides)):
-            found |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
+            strings |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS:
-            found |= dict.fromkeys(text for argument in call.args for text in _strings(argument, assigned))
+            strings |= dict.fromkeys(text for argument in call.args for text in _strings(argument, assigned))
     for test in template.find_all(nodes.Test):
         if not _holds_no_text(test.node):
-            found |= dict.fromkeys(text for argument in test.args or () for text in _strings(argument, assigned))
-    return tuple(text for text in found if text.strip() and len(text) <= _LONGEST and text not in _ROLES)[:_MOST]
+            strings |= dict.fromkeys(text for argument in test.args or () for text in _strings(argument, assigned))
+    return tuple(text for text in strings if text.strip() and len(text) <= _LONGEST and text not in _ROLES)[:_MOST]
 
 
 def highest_compared(template: nodes.Template) -> int:
     """Return the highest number in a template's comparisons, such as a number of messages; 0 if there is none."""
-    compared = (one for compare in template.find_all(nodes.Compare) for one in compare.find_all(nodes.Const))
-    return max((one.value for one in compared if type(one.value) is int and one.value <= _HIGHEST), default=0)
+    compares = template.find_all(nodes.Compare)
+    values = [constant.value for compare in compares for constant in compare.find_all(nodes.Const)]
+    return max((value for value in values if type(value) is int and value <= _HIGHEST), default=0)
 
 
 def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[str]:

@@ -38,23 +38,23 @@ def pattern(delimiter: str) -> str:
 
 def optional(delimiters: Iterable[str]) -> str:
     """Return a regular expression that matches the pieces of these delimiters in their order; any may be missing."""
-    found = [piece for delimiter in delimiters for piece in pieces(delimiter)]
-    return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in found)
+    parts = [piece for delimiter in delimiters for piece in pieces(delimiter)]
+    return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in parts)
 
 
 def any_of(delimiters: Iterable[str]) -> str:
     """Return a regular expression that matches one piece of any of these delimiters, or nothing if there are none."""
-    found = {piece: None for delimiter in delimiters for piece in pieces(delimiter)}
-    return "|".join(_whole(piece) for piece in sorted(found, key=len, reverse=True)) or "(?!)"
+    parts = {piece: None for delimiter in delimiters for piece in pieces(delimiter)}
+    return "|".join(_whole(piece) for piece in sorted(parts, key=len, reverse=True)) or "(?!)"
 
 
-def may_grow(text: str, at: int, delimiters: Iterable[str]) -> bool:
+def may_grow(text: str, position: int, delimiters: Iterable[str]) -> bool:
     """Return whether `text[at:]` may be the beginning of a delimiter, which may lack its first pieces.
 
     White space before the delimiter counts as its beginning.
     """
     return any(
-        _is_beginning(text, at, found[n:]) for found in map(pieces, delimiters) for n in range(max(len(found), 1))
+        _is_beginning(text, position, parts[n:]) for parts in map(pieces, delimiters) for n in range(max(len(parts), 1))
     )
 
 
@@ -62,9 +62,9 @@ def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str
     """Return (position, delimiter) of the leftmost delimiter at or after `start`; of several there, the longest."""
     best: tuple[int, str] | None = None
     for delimiter in delimiters:
-        at = text.find(delimiter, start)
-        if at >= 0 and (best is None or (at, -len(delimiter)) < (best[0], -len(best[1]))):
-            best = at, delimiter
+        position = text.find(delimiter, start)
+        if position >= 0 and (best is None or (position, -len(delimiter)) < (best[0], -len(best[1]))):
+            best = position, delimiter
     return best
 
 
@@ -87,10 +87,10 @@ def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
     return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 
 
-def skip_space(text: str, at: int) -> int:
-    """Return the position after the white space at `at`, at most 1000 characters of it."""
-    space = _SPACE.match(text, at)
-    return space.end() if space else at
+def skip_space(text: str, position: int) -> int:
+    """Return the position after the white space at `position`, at most 1000 characters of it."""
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
 def _whole(piece: str) -> str:
@@ -102,19 +102,19 @@ def _escaped(piece: str) -> str:
     return re.escape(piece).replace(ANY, r"\w+")
 
 
-def _is_beginning(text: str, at: int, expected: Sequence[str]) -> bool:
+def _is_beginning(text: str, position: int, expected: Sequence[str]) -> bool:
     for piece in expected:
-        at = skip_space(text, at)
+        position = skip_space(text, position)
         if ANY in piece:
-            found = re.compile(_escaped(piece)).match(text, at)
-            if found is None:
-                return _is_part(text[at:], piece)
-            at = found.end()
+            match = re.compile(_escaped(piece)).match(text, position)
+            if match is None:
+                return _is_part(text[position:], piece)
+            position = match.end()
             continue
-        if not text.startswith(piece, at):
-            return piece.startswith(text[at : at + len(piece)])
-        at += len(piece)
-    return not expected and skip_space(text, at) == len(text)
+        if not text.startswith(piece, position):
+            return piece.startswith(text[position : position + len(piece)])
+        position += len(piece)
+    return not expected and skip_space(text, position) == len(text)
 
 
 def _is_part(text: str, piece: str) -> bool:

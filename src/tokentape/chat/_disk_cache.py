@@ -37,8 +37,8 @@ def _user_cache() -> Path:
         return Path.home() / "Library" / "Caches"
     name, fallback = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
     # The XDG specification says that relative paths are ignored.
-    found = os.environ.get(name, "")
-    return Path(found) if os.path.isabs(found) else Path.home() / fallback
+    folder = os.environ.get(name, "")
+    return Path(folder) if os.path.isabs(folder) else Path.home() / fallback
 
 
 def _write(path: Path, text: str) -> None:
@@ -51,8 +51,8 @@ def _write(path: Path, text: str) -> None:
         except OSError:
             Path(part.name).unlink(missing_ok=True)
             raise
-    kept = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
-    for old in kept[_MOST:]:
+    entries = sorted(path.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime, reverse=True)
+    for old in entries[_MOST:]:
         old.unlink(missing_ok=True)
 
 

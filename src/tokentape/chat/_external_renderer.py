@@ -100,22 +100,22 @@ class ExternalRenderer(Renderer):
         if context_ids is None:
             raise InvariantViolation("an overriding renderer bridges from the ids of the context; none were given")
         prompt_ids = context_ids[: len(context_ids) - len(completion_ids)]
-        found = self._object.bridge_to_next_turn(
+        result = self._object.bridge_to_next_turn(
             prompt_ids.tolist(), completion_ids.tolist(), _plain(new_messages), tools=_tools(setup)
         )
         name = type(self._object).__name__
-        if found is None:
+        if result is None:
             roles = ", ".join(message["role"] for message in new_messages)
             raise TemplateRefused(f"the overriding renderer {name} has no bridge for messages of {roles}")
-        ids = np.asarray(getattr(found, "token_ids", found), dtype=np.int32)
-        kept = ids[: len(context_ids)]
-        if not np.array_equal(kept, context_ids):
-            same = kept == context_ids[: len(kept)]
-            at = len(kept) if same.all() else int(np.argmin(same))
+        ids = np.asarray(getattr(result, "token_ids", result), dtype=np.int32)
+        beginning = ids[: len(context_ids)]
+        if not np.array_equal(beginning, context_ids):
+            same = beginning == context_ids[: len(beginning)]
+            index = len(beginning) if same.all() else int(np.argmin(same))
             raise InvariantViolation(
                 f"the overriding renderer {name} does not keep the context: it returned {len(ids)} ids "
-                f"for a context of {len(context_ids)}, and they differ from position {at} on "
-                f"({'in the prompt' if at < len(prompt_ids) else 'in the completion'}). Expected is all of the "
+                f"for a context of {len(context_ids)}, and they differ from position {index} on "
+                f"({'in the prompt' if index < len(prompt_ids) else 'in the completion'}). Expected is all of the "
                 "context, then what is new."
             )
         return _added(ids[len(context_ids) :])
@@ -123,11 +123,11 @@ class ExternalRenderer(Renderer):
     def parse(self, completion: Completion) -> Reply:
         """Return the reply that the object parses from a completion."""
         parsed = self._object.parse_response(list(completion.ids))
-        known = {tool["function"]["name"] for tool in completion.setup.tools}
+        tool_names = {tool["function"]["name"] for tool in completion.setup.tools}
         return Reply(
             content=parsed.content or "",
             reasoning=parsed.reasoning_content or "",
-            tool_calls=tuple(_call(call, known, len(completion.ids)) for call in parsed.tool_calls or ()),
+            tool_calls=tuple(_call(call, tool_names, len(completion.ids)) for call in parsed.tool_calls or ()),
             reasoning_open=getattr(parsed, "reasoning_complete", True) is False,
         )
 
@@ -177,7 +177,7 @@ class ExternalRenderer(Renderer):
             turn = rendered[len(prompt_ids) :]
         else:
             turn = [*self.tokenizer.encode_after_control(reply.get("content") or "").ids, *sorted(stop_ids)[:1]]
-        stops = [at for at, token_id in enumerate(turn) if token_id in stop_ids]
+        stops = [index for index, token_id in enumerate(turn) if token_id in stop_ids]
         return self.tokenizer.array(turn[: stops[0] + 1] if stops else turn)
 
     def _unsafe_parser(
@@ -188,13 +188,13 @@ class ExternalRenderer(Renderer):
         return parse_whole(self, self.parse)(setup, stop_strings)
 
 
-def call_of(name: Any, arguments: Any, known: set[str], span: tuple[int, int], call_id: Any = None) -> ToolCall:
+def call_of(name: Any, arguments: Any, tool_names: set[str], span: tuple[int, int], call_id: Any = None) -> ToolCall:
     """Return a `ToolCall` for a call that another parser found. `arguments` is an object or its JSON text.
 
-    `known` has the names of the tools, and `span` the range of completion tokens.
+    `tool_names` has the names of the tools, and `span` the range of completion tokens.
     """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    status: CallStatus = "ok" if name in known else "unknown_tool"
+    status: CallStatus = "ok" if name in tool_names else "unknown_tool"
     try:
         if not isinstance(json.loads(text), Mapping):
             status = "bad_arguments"
@@ -203,14 +203,14 @@ def call_of(name: Any, arguments: Any, known: set[str], span: tuple[int, int], c
     return ToolCall(str(name or ""), text, status, span, None if call_id is None else str(call_id))
 
 
-def _call(call: Any, known: set[str], length: int) -> ToolCall:
+def _call(call: Any, tool_names: set[str], length: int) -> ToolCall:
     status = str(getattr(call.status, "value", call.status)).lower()
     span = (0, length) if call.token_span is None else (int(call.token_span[0]), int(call.token_span[1]))
     if "unclosed" in status:
         return ToolCall(str(call.name or ""), str(call.raw), "unclosed", span)
     if call.name is None or status not in ("ok", "unknown_tool"):
         return ToolCall(str(call.name or ""), str(call.raw), "bad_arguments", span)
-    return call_of(call.name, call.arguments, known, span, call.id)
+    return call_of(call.name, call.arguments, tool_names, span, call.id)
 
 
 def _added(ids: Sequence[int] | TokenIds) -> PromptTokens:

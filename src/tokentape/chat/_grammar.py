@@ -281,9 +281,9 @@ SAMPLES: tuple[tuple[Message, ...], ...] = (
 @functools.lru_cache(maxsize=8)
 def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
     """Return two histories, with `rounds` answers and with `rounds` calls: a template may count either."""
-    asked = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
+    answered = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
     called = [_past(f"pastid{n:03d}") for n in range(rounds)]
-    return tuple((*chain.from_iterable(one), QUESTION) for one in (asked, called))
+    return tuple((*chain.from_iterable(turns), QUESTION) for turns in (answered, called))
 
 
 def conversations(

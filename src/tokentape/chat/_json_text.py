@@ -41,7 +41,7 @@ class ObjectEnd:
         self.broken_at: int | None = None
         """The position of a break within the object."""
         self.end: int | None = None
-        self._at = start
+        self._position = start
         self._depth = 0
         self._in_string = False
         self._longest_break = len(breaks)
@@ -51,25 +51,25 @@ class ObjectEnd:
     def find(self, text: str) -> int | None:
         """Return the position after the object; None if it is broken or not complete in `text`, the text so far."""
         while self.end is None and self.broken_at is None:
-            found = (_IN_STRING if self._in_string else self._outside).search(text, self._at)
-            if found is None or (found[0] == "\\" and found.end() == len(text)):
-                kept = 0 if self._in_string else self._longest_break
-                self._at = found.start() if found else max(self._at, len(text) - kept)
+            match = (_IN_STRING if self._in_string else self._outside).search(text, self._position)
+            if match is None or (match[0] == "\\" and match.end() == len(text)):
+                overlap = 0 if self._in_string else self._longest_break
+                self._position = match.start() if match else max(self._position, len(text) - overlap)
                 return None
-            self._at = found.end()
+            self._position = match.end()
             if self._in_string:
-                self._at += found[0] == "\\"
-                self._in_string = found[0] == "\\"
+                self._position += match[0] == "\\"
+                self._in_string = match[0] == "\\"
                 if not self._in_string and self._depth == 0:
-                    self.end = found.end()
-            elif found[0] == '"':
+                    self.end = match.end()
+            elif match[0] == '"':
                 self._in_string = True
-            elif found["break"] is not None:
-                self.broken_at = found.start()
+            elif match["break"] is not None:
+                self.broken_at = match.start()
             else:
-                self._depth += 1 if found[0] in "{[" else -1
+                self._depth += 1 if match[0] in "{[" else -1
                 if self._depth == 0:
-                    self.end = found.end()
+                    self.end = match.end()
         return self.end
 
 
@@ -86,25 +86,25 @@ def decode(text: str) -> Any:
 
 def members(text: str) -> Iterator[tuple[str, str]]:
     """Yield (name, raw value) for each member of a JSON object that `decode` accepts."""
-    at = _skip_space(text, _skip_space(text, 0) + 1)
-    while text[at] != "}":
-        name, at = _LENIENT.raw_decode(text, at)
-        start = _skip_space(text, _skip_space(text, at) + 1)
+    position = _skip_space(text, _skip_space(text, 0) + 1)
+    while text[position] != "}":
+        name, position = _LENIENT.raw_decode(text, position)
+        start = _skip_space(text, _skip_space(text, position) + 1)
         _, end = _LENIENT.raw_decode(text, start)
         yield name, text[start:end]
-        at = _skip_space(text, end)
-        if text[at] == ",":
-            at = _skip_space(text, at + 1)
+        position = _skip_space(text, end)
+        if text[position] == ",":
+            position = _skip_space(text, position + 1)
 
 
 def standard(raw: str) -> str:
     """Return a JSON text that `decode` accepts as standard JSON: control characters within strings are escaped."""
-    return _STRING.sub(lambda found: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", found[0]), raw)
+    return _STRING.sub(lambda match: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", match[0]), raw)
 
 
-def _skip_space(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space else at
+def _skip_space(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
 def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
@@ -165,14 +165,14 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    found = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     for choices in (schema.get("anyOf"), schema.get("oneOf")):
         for choice in choices if isinstance(choices, list) else ():
-            found |= _types(choice)
+            types |= _types(choice)
     values = schema.get("enum")
-    if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        found = {"string"}
-    return found
+    if not types and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        types = {"string"}
+    return types
 
 
 def _python_literal(core: str) -> str | None:

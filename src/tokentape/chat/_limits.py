@@ -80,17 +80,17 @@ _UNUSED = _references((object(),))
 
 
 class Usage:
-    """Counts the time and memory of one rendering; `given` has its variables.
+    """Counts the time and memory of one rendering with these `variables`.
 
     Methods raise `jinja2.TemplateError` when a limit is exceeded.
     """
 
-    __slots__ = ("_begin", "_end", "_given", "_known", "_longest", "_next_reading", "_until_sweep")
+    __slots__ = ("_begin", "_end", "_known", "_longest", "_next_reading", "_until_sweep", "_variables")
 
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, variables: Mapping[str, Any] | None = None) -> None:
         self._begin = time.thread_time()
         self._end = self._begin + MOST_SECONDS
-        self._given = given
+        self._variables = variables
         self._longest = MOST_CHARACTERS
         self._next_reading = 0.0
         self._until_sweep = _UNTIL_SWEEP
@@ -112,11 +112,11 @@ class Usage:
 
     def _grow(self) -> None:
         """Raise the limits for the size of the conversation, which is measured only when a limit is reached."""
-        given, self._given = self._given, None
-        if given is not None:
+        variables, self._variables = self._variables, None
+        if variables is not None:
             end, self._end = self._end, float("inf")
-            weight = self.weigh(given)
-            for_messages = min(len(given["messages"]) / MESSAGES_PER_SECOND, MOST_FOR_MESSAGES)
+            weight = self.weigh(variables)
+            for_messages = min(len(variables["messages"]) / MESSAGES_PER_SECOND, MOST_FOR_MESSAGES)
             self._end = end + weight / PER_SECOND + for_messages
             self._longest += PER_CHARACTER * weight
 
@@ -144,15 +144,15 @@ class Usage:
 
     def _sweep(self) -> None:
         """Drop the values that are no longer referenced, and refuse the rest if they are too large together."""
-        entries, held, live = list(self._known.values()), [], 0
+        entries, referenced, live = list(self._known.values()), [], 0
         self._known.clear()
         while entries:
             entry = entries.pop()
             if _references(entry) > _UNUSED:
-                held.append(entry)
+                referenced.append(entry)
                 # Contents are not counted here: strings of the conversation are not new, and new ones have an entry.
                 live += _OBJECT + (entry[1] if isinstance(entry[0], str) else 8 * len(entry[0]))
-        self._known = {id(entry[0]): entry for entry in reversed(held)}
+        self._known = {id(entry[0]): entry for entry in reversed(referenced)}
         self.fits(live)
         self._until_sweep = max(_UNTIL_SWEEP, min(live, 2 * self._longest - live))
 
@@ -166,9 +166,9 @@ class Usage:
     def _weigh(self, value: Any) -> int:
         if isinstance(value, str):
             return len(value)
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
+        entry = self._known.get(id(value))
+        if entry is not None:
+            return entry[1]
         if isinstance(value, int):
             return value.bit_length() // 3 + 5
         if isinstance(value, range):
@@ -185,9 +185,9 @@ class Usage:
     def _contents(self, value: Any) -> int:
         weight: int = _OBJECT + 8 * len(value)
         for part in (value, value.values()) if isinstance(value, _MAPPINGS) else (value,):
-            for held in part:
+            for item in part:
                 # Most contents are strings: they are weighed here, without a call.
-                weight += len(held) if type(held) is str else self._weigh(held)
+                weight += len(item) if type(item) is str else self._weigh(item)
         return weight
 
     def appended(self, left: list[Any], right: list[Any]) -> list[Any]:
@@ -195,9 +195,9 @@ class Usage:
         self.items(len(left) + len(right))
         weight = self._weigh(left) + self._weigh(right)
         self.room(weight)
-        made = left + right
-        self._hold(made, weight)
-        return made
+        result = left + right
+        self._hold(result, weight)
+        return result
 
     def made(self, value: Any) -> Any:
         """Count a new value and return it. Refuse it if it is too large."""
@@ -258,9 +258,9 @@ class TimeOver(jinja2.TemplateError):
 
 
 @contextmanager
-def limited(given: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Count the time and memory used within the block as one rendering with the variables `given`."""
-    token = _current.set(Usage(given))
+def limited(variables: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Count the time and memory used within the block as one rendering with these `variables`."""
+    token = _current.set(Usage(variables))
     try:
         yield
     finally:

@@ -58,14 +58,14 @@ def repeat_placeholders(
 
     Return the ids and their provenance. Raises `TemplateRefused` unless the template wrote `len(counts)` placeholders.
     """
-    found = np.flatnonzero((ids == placeholder_id) & (provenance == Provenance.TEMPLATE))
-    if len(found) != len(counts):
+    placeholders = np.flatnonzero((ids == placeholder_id) & (provenance == Provenance.TEMPLATE))
+    if len(placeholders) != len(counts):
         raise TemplateRefused(
-            f"the chat template wrote {len(found)} image placeholders for {len(counts)} images: it does not take "
-            "images there. Send them in a user's message, or use a template that does."
+            f"the chat template wrote {len(placeholders)} image placeholders for {len(counts)} images: it does not "
+            "take images there. Send them in a user's message, or use a template that does."
         )
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[found] = counts
+    repeats[placeholders] = counts
     codes = provenance.copy()
-    codes[found] = Provenance.MEDIA
+    codes[placeholders] = Provenance.MEDIA
     return np.repeat(ids, repeats), np.repeat(codes, repeats)

@@ -50,16 +50,16 @@ def find_overrides(renderer: Renderer) -> Overrides | None:
 
     Raises `TokentapeError` if an entry point can't be imported or fails.
     """
-    for entry in sorted(entry_points(group=GROUP), key=lambda one: one.name):
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
-            found: Overrides | None = entry.load()(renderer)
+            overrides: Overrides | None = entry.load()(renderer)
         except Exception as error:
             raise TokentapeError(
                 f"the entry point {entry.name!r} of group {GROUP!r} ({entry.value}) failed: {type(error).__name__}: "
                 f"{error}. Uninstall or repair the package of this entry point."
             ) from error
-        if found is not None:
-            return found
+        if overrides is not None:
+            return overrides
     template = renderer.tokenizer.config.get("response_template")
     if template is None:
         return None

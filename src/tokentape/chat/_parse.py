@@ -48,14 +48,14 @@ class Parser:
         if close and not MARK.search(close):
             # The vocabulary has no token for the end of a turn, so the engine can't stop at it.
             stop_strings = [*stop_strings, close]
-        known = {tool["function"]["name"]: tool for tool in tools}
+        by_name = {tool["function"]["name"]: tool for tool in tools}
         self._reader = Reader(tokenizer, stop_ids, stop_strings)
         self._parts = ReplyParts()
         self._scanner: ChannelScanner | RegionScanner
         if form.channels is not None:
-            self._scanner = ChannelScanner(tokenizer, self._reader, self._parts, form.channels, known)
+            self._scanner = ChannelScanner(tokenizer, self._reader, self._parts, form.channels, by_name)
         else:
-            self._scanner = RegionScanner(tokenizer, self._reader, self._parts, form, known)
+            self._scanner = RegionScanner(tokenizer, self._reader, self._parts, form, by_name)
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
         """Add newly sampled ids, and return the new part of the reply that later ids can't change."""
@@ -145,8 +145,8 @@ class SafeParser:
         problem = "the parser's reply differs from what it returned before; what was returned before is kept"
         _log.warning("%s", problem)
         unclosed = tuple(call for call in reply.tool_calls if call.status == "unclosed")
-        kept = (*self._calls, *unclosed)
-        return replace(reply, content=content, reasoning=reasoning, tool_calls=kept, problem=problem)
+        tool_calls = (*self._calls, *unclosed)
+        return replace(reply, content=content, reasoning=reasoning, tool_calls=tool_calls, problem=problem)
 
     def _text(self) -> str:
         """Return the text of all ids before the stop id or stop string, with control tokens spelled out."""

@@ -26,7 +26,7 @@ class Reader:
     stop_strings: Sequence[str]
     text: str = ""
     """The text so far, without the beginning that `forget` dropped."""
-    at: int = 0
+    position: int = 0
     """The position in `text` up to which it was taken."""
     stopped: bool = False
     """Whether a stop id or a stop string was found."""
@@ -76,10 +76,10 @@ class Reader:
         control = self.tokenizer.control_by_id(token_id)
         self.ended = token_id in self.stop_ids
         mark = control.mark if control is not None and not self.ended else ""
-        written = self._arrived(self._decoder.decode(b"", final=True) + mark)
+        text = self._arrived(self._decoder.decode(b"", final=True) + mark)
         self._within_character = False
         self.stopped = self.stopped or self.ended
-        return written
+        return text
 
     def _arrived(self, text: str) -> str:
         """Record the text of one more token, and return the new text that later ids can't change."""
@@ -93,20 +93,20 @@ class Reader:
             self.text += self._release(self._decoder.decode(b"", final=True), final=True)
 
     def take(self, end: int) -> str:
-        """Return the text from `at` to `end`, and move `at` there."""
-        start = self.at
+        """Return the text from `position` to `end`, and move `position` there."""
+        start = self.position
         if end > start:
-            self.at = end
+            self.position = end
         return self.text[start:end]
 
     def forget(self) -> None:
-        """Drop most of the text before `at`, so that a long completion costs no more per token than a short one.
+        """Drop most of the text before `position`, so that a long completion costs no more per token than a short one.
 
         This changes the positions in `text`.
         """
-        if self.at > _FORGET_FROM:
-            cut = self.at - _KEEP
-            self.text, self.at, self._forgotten = self.text[cut:], _KEEP, self._forgotten + cut
+        if self.position > _FORGET_FROM:
+            cut = self.position - _KEEP
+            self.text, self.position, self._forgotten = self.text[cut:], _KEEP, self._forgotten + cut
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """Return the half-open range of tokens that the characters from `start` to `end` came from."""
@@ -118,10 +118,10 @@ class Reader:
         if not self.stop_strings:
             return arrived
         text, self._held = self._held + arrived, ""
-        found = first_of(text, 0, self.stop_strings)
-        if found is not None:
+        stop = first_of(text, 0, self.stop_strings)
+        if stop is not None:
             self.stopped = True
-            return text[: found[0]]
+            return text[: stop[0]]
         keep = 0 if final else held_back(text, 0, tuple(self.stop_strings))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -1,4 +1,4 @@
-"""The reasoning in an assistant turn: what a template opens and closes it with, found out by asking it.
+"""The reasoning in an assistant turn: what a template opens and closes it with, read off its own renderings.
 
 Part of `_assistant_format`, which asks the rest of a turn. All texts are marked text (see `tokenizer`).
 """
@@ -56,15 +56,15 @@ def read_reasoning(
     render: Render, prompt: str, header: str, generation_prompt: str, shape: CallShape | None, calls: CallSyntax | None
 ) -> Reasoning | None:
     """Return the delimiters of reasoning before content; before a call where the template shows it only there."""
-    found = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
-    if found is None and shape is not None and calls is not None:
-        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
+    around = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
+    if around is None and shape is not None and calls is not None:
+        around = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
         opening = calls.section_open + calls.open
-        if found is not None:
-            found = found[0], found[1].partition(opening)[0] if opening.strip() else found[1]
-    if found is None or not found[1].strip():
+        if around is not None:
+            around = around[0], around[1].partition(opening)[0] if opening.strip() else around[1]
+    if around is None or not around[1].strip():
         return None
-    before, close = found
+    before, close = around
     if before.startswith(prompt):
         opening = before[len(prompt) :]
         if opening.strip():
@@ -74,9 +74,9 @@ def read_reasoning(
     if opening.strip() in header:
         # The same opens the content: what differs is the word before it.
         framed = re.search(rf"{FRAME.pattern}\s*\Z", before)
-        at = before.rfind(header[: common_prefix(header, generation_prompt)])
+        index = before.rfind(header[: common_prefix(header, generation_prompt)])
         # A prompt that closes reasoning does not stand before any.
-        turn = before[at:] if at >= 0 else ""
+        turn = before[index:] if index >= 0 else ""
         differing = turn[common_prefix(turn, header) :] if framed is None else framed[0]
         if not differing.strip() and re.match(r"[\w#:]", opening):
             return None  # A word that opens content as well tells nothing.
@@ -99,16 +99,16 @@ def _spoken(render: Render, message: Message, following: str, *later: Message) -
 def shortest_close(
     render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
 ) -> tuple[Reasoning, str]:
-    """Return reasoning that closes where calls follow, and within a conversation, as where content does at its end.
+    """Return reasoning with a close that is also written before calls and within a conversation.
 
-    And what opens the content after it.
+    Return the rest of the close too: it opens the content after the reasoning.
     """
     close = reasoning.close
     shared = len(close)
     if shape is not None:
-        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
-        if found is not None:
-            shared = common_prefix(close, found[1])
+        around = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
+        if around is not None:
+            shared = common_prefix(close, around[1])
     within = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT, QUESTION)
     if within is not None:
         # What only the last turn says before its content closes no reasoning.
@@ -125,7 +125,7 @@ def shortest_close(
 
 def _ends_of_delimiters(text: str) -> Iterator[int]:
     """Return where a control token, a tag or a line ends."""
-    return (found.end() for found in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))
+    return (match.end() for match in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))
 
 
 def reasoning_never_shown(

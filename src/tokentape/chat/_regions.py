@@ -46,9 +46,9 @@ class _Delimiter:
     @classmethod
     def of(cls, text: str, enters: _Speech, *, anywhere: bool = False) -> list[_Delimiter]:
         core = text.strip()
-        at = text.index(core)
+        start = text.index(core)
         is_word = enters == "reasoning" and re.match(r"[\w#:]", core) is not None
-        return [cls(core, enters, at, len(text) - at - len(core), anywhere, is_word)] if core else []
+        return [cls(core, enters, start, len(text) - start - len(core), anywhere, is_word)] if core else []
 
 
 class RegionScanner:
@@ -99,14 +99,14 @@ class RegionScanner:
     def _step_text(self, *, final: bool) -> bool:
         """Read up to and past one delimiter, or all text that is no part of one. Return whether to continue."""
         reader, leaves = self._reader, self._leaves[self._speech]
-        found = self._search[self._speech].search(reader.text, reader.at)
-        if found is None:
+        match = self._search[self._speech].search(reader.text, reader.position)
+        if match is None:
             end = len(reader.text)
             if not final:
                 cores, before, space = self._held[self._speech]
                 last = reader.text[-1:]
                 if last in before or (space and last.isspace()):
-                    end -= held_back(reader.text, reader.at, cores)
+                    end -= held_back(reader.text, reader.position, cores)
                     end = self._before_space(end, space)
                 if self._blank and self._is_blank(end):
                     return False
@@ -114,33 +114,33 @@ class RegionScanner:
                 end = self._before_space(end, self._end_space)
             self._add_text(end)
             return False
-        unsure = 0 if final else held_back(reader.text, reader.at, self._held[self._speech][0])
-        if unsure >= len(reader.text) - found.start():
+        unsure = 0 if final else held_back(reader.text, reader.position, self._held[self._speech][0])
+        if unsure >= len(reader.text) - match.start():
             # It may be part of a longer delimiter, or of one that begins before it.
             return False
-        delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
+        delimiter = leaves.get(match[0]) or _Delimiter(match[0], "call")
         if delimiter.enters == "call":
-            return self._enter_call(found.start(), delimiter)
+            return self._enter_call(match.start(), delimiter)
         repeated = delimiter.enters == self._speech and not delimiter.anywhere
-        if (repeated or delimiter.at_beginning) and not self._is_blank(found.start()):
-            self._add_text(found.end())
+        if (repeated or delimiter.at_beginning) and not self._is_blank(match.start()):
+            self._add_text(match.end())
             return True
-        self._leave(found.start(), delimiter.space_before)
-        reader.take(found.end())
+        self._leave(match.start(), delimiter.space_before)
+        reader.take(match.end())
         if delimiter.enters != self._speech or delimiter.anywhere:
             self._parts.interrupt()
         self._region = self._speech = delimiter.enters
         self._blank, self._skip = True, delimiter.space_after
         return True
 
-    def _enter_call(self, at: int, delimiter: _Delimiter) -> bool:
+    def _enter_call(self, position: int, delimiter: _Delimiter) -> bool:
         assert self._calls is not None
-        if delimiter.core == "{" and self._calls.begins_lines and not self._begins_line(at):
-            self._add_text(at + 1)
+        if delimiter.core == "{" and self._calls.begins_lines and not self._begins_line(position):
+            self._add_text(position + 1)
             return True
         # White space before a call is left out, but not before text that turns out to be no call.
-        self._leave(at, delimiter.space_before)
-        self._region, self._call_at = "call", at
+        self._leave(position, delimiter.space_before)
+        self._region, self._call_at = "call", position
         return True
 
     def _step_call(self, *, final: bool) -> bool:
@@ -150,10 +150,10 @@ class RegionScanner:
         call = self._calls.read(reader.text, self._call_at, final=final, ended=reader.ended, within_reasoning=thinking)
         if call is None:
             return False
-        made = call.name is not None and (call.status == "ok" if thinking else call.status != "unclosed")
-        if made or (call.status == "unclosed" and not thinking):
+        is_call = call.name is not None and (call.status == "ok" if thinking else call.status != "unclosed")
+        if is_call or (call.status == "unclosed" and not thinking):
             self._record(call)
-        if made:
+        if is_call:
             reader.take(call.end)
             self._parts.interrupt()
             self._region, self._speech, self._blank, self._skip = "between calls", "content", True, 0
@@ -166,7 +166,10 @@ class RegionScanner:
     def _add_no_call(self, end: int) -> None:
         """Add text that is no call, up to `end`. A delimiter at its beginning that also ends content is left out."""
         reader = self._reader
-        closing = next((one for one in self._before_calls if reader.text.startswith(one.core, self._call_at)), None)
+        closing = next(
+            (delimiter for delimiter in self._before_calls if reader.text.startswith(delimiter.core, self._call_at)),
+            None,
+        )
         if closing is None or self._speech == "reasoning":
             self._add_text(end)
             return
@@ -190,44 +193,44 @@ class RegionScanner:
 
     def _step_between(self, *, final: bool) -> bool:
         assert self._calls is not None
-        found = self._calls.skip_between(self._reader.text, self._reader.at, final=final)
-        if found is None:
+        result = self._calls.skip_between(self._reader.text, self._reader.position, final=final)
+        if result is None:
             return False
-        self._call_at, another = found
+        self._call_at, another = result
         self._reader.take(self._call_at)
         self._region = "call" if another else "content"
         return True
 
-    def _leave(self, at: int, space_before: int) -> None:
+    def _leave(self, position: int, space_before: int) -> None:
         """End a region at a delimiter, without the delimiter's white space. A region of only white space is dropped."""
-        end = self._before_space(at, space_before)
+        end = self._before_space(position, space_before)
         if not self._is_blank(end):
             self._add_text(end)
 
     def _is_blank(self, end: int) -> bool:
         """Return whether the region has only white space up to `end`."""
-        at = self._reader.at
-        return self._blank and end - at <= _MOST_BLANK and not self._reader.text[at:end].strip()
+        start = self._reader.position
+        return self._blank and end - start <= _MOST_BLANK and not self._reader.text[start:end].strip()
 
-    def _begins_line(self, at: int) -> bool:
-        text, start = self._reader.text, max(0, at - _MOST_INDENT)
-        before = text[start:at].rstrip(" \t")
+    def _begins_line(self, position: int) -> bool:
+        text, start = self._reader.text, max(0, position - _MOST_INDENT)
+        before = text[start:position].rstrip(" \t")
         return (not before and start == 0) or before.endswith("\n") or MARK.fullmatch(before[-2:]) is not None
 
     def _before_space(self, end: int, most: int) -> int:
         """Return `end` less the white space before it, at most `most` characters."""
         text = self._reader.text
-        while most and end > self._reader.at and text[end - 1].isspace():
+        while most and end > self._reader.position and text[end - 1].isspace():
             end, most = end - 1, most - 1
         return end
 
     def _add_text(self, end: int) -> None:
         """Add the text up to `end` to the current region."""
         reader = self._reader
-        while self._skip and reader.at < end and reader.text[reader.at].isspace():
-            reader.take(reader.at + 1)
+        while self._skip and reader.position < end and reader.text[reader.position].isspace():
+            reader.take(reader.position + 1)
             self._skip -= 1
-        if reader.at < end:
+        if reader.position < end:
             self._skip, self._blank = 0, False
             text = reader.take(end)
             self._parts.add(self._speech, text if text.isascii() else self._tokenizer.spell_marks(text))
@@ -257,9 +260,9 @@ def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
     ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
     begin_calls = [leave.core for leave in leaves["content"] if leave.enters == "call"]
     return _Borders(
-        {region: {leave.core: leave for leave in found} for region, found in leaves.items()},
-        {region: _search(found, marks=calls is not None and calls.bare) for region, found in leaves.items()},
-        {region: _held(found) for region, found in leaves.items()},
+        {region: {leave.core: leave for leave in delimiters} for region, delimiters in leaves.items()},
+        {region: _search(delimiters, marks=calls is not None and calls.bare) for region, delimiters in leaves.items()},
+        {region: _held(delimiters) for region, delimiters in leaves.items()},
         calls,
         [end for end in ends if end.core in begin_calls],
     )

@@ -124,8 +124,8 @@ class Renderer(TemplateText):
         """
         kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
         key = setup_key(tools, kwargs, date, self.fingerprint)
-        found = self._setups.get(key)
-        return keep(self._setups, key, Setup(tuple(tools), kwargs, date, self.fingerprint)) if found is None else found
+        setup = self._setups.get(key)
+        return keep(self._setups, key, Setup(tuple(tools), kwargs, date, self.fingerprint)) if setup is None else setup
 
     def render(
         self,
@@ -174,17 +174,18 @@ class Renderer(TemplateText):
             return codes[start - bisect_left(marks, start) : end - bisect_left(marks, end)]
 
         pieces: list[PromptTokens] = []
-        at, before = 0, None
+        position, before = 0, None
         for splice in splices:
             if np.isin(coded(splice.start, splice.end), (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)).any():
                 # No stop token ends the turn, and the splice would replace callers' text after it: keep the rendering.
                 continue
-            pieces.append(self._encode_piece(text, at, splice.start, coded(at, splice.start), before))
+            pieces.append(self._encode_piece(text, position, splice.start, coded(position, splice.start), before))
             provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
             pieces.append(PromptTokens(self.tokenizer.array(splice.ids), provenance))
-            at, before = splice.end, splice.ids[-1] if splice.ids else None
-        pieces.append(self._encode_piece(text, at, len(text), coded(at, len(text)), before))
-        ids, provenance = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
+            position, before = splice.end, splice.ids[-1] if splice.ids else None
+        pieces.append(self._encode_piece(text, position, len(text), coded(position, len(text)), before))
+        ids = np.concatenate([piece.ids for piece in pieces])
+        provenance = np.concatenate([piece.provenance for piece in pieces])
         return self._with_images(PromptTokens(ids, provenance), messages)
 
     def _setup_of(
@@ -320,10 +321,10 @@ class Renderer(TemplateText):
 
     def _generation_ids(self, prompt: str) -> TokenIds:
         """Return the ids of a generation prompt, as they mostly are at the end of a prompt."""
-        found = self._endings.get(prompt)
-        if found is None:
-            found = keep(self._endings, prompt, self.tokenizer.encode_after_control(prompt).array)
-        return found
+        ids = self._endings.get(prompt)
+        if ids is None:
+            ids = keep(self._endings, prompt, self.tokenizer.encode_after_control(prompt).array)
+        return ids
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
         """Return the completion's ids; if it was truncated, followed by ids that close its reasoning or content."""

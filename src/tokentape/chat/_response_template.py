@@ -57,7 +57,7 @@ def shipped_parser(renderer: Renderer, template: Any) -> Overrides | None:
 
 
 def _reply(message: dict[str, Any], completion: Completion, derived: Reply) -> Reply:
-    known = {tool["function"]["name"] for tool in completion.setup.tools}
+    tool_names = {tool["function"]["name"] for tool in completion.setup.tools}
     calls = message.get("tool_calls") or []
     functions = [(call.get("function", call), call.get("id")) for call in calls]
     # transformers gives no spans. Those of the derived parser are right if both found equally many calls.
@@ -68,7 +68,7 @@ def _reply(message: dict[str, Any], completion: Completion, derived: Reply) -> R
         content=str(message.get("content") or ""),
         reasoning=str(next((message[key] for key in _REASONING if message.get(key)), "")),
         tool_calls=tuple(
-            call_of(function.get("name"), function.get("arguments"), known, span, call_id)
+            call_of(function.get("name"), function.get("arguments"), tool_names, span, call_id)
             for (function, call_id), span in zip(functions, spans, strict=True)
         ),
         reasoning_open=derived.reasoning_open,

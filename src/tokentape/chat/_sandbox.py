@@ -99,7 +99,7 @@ class Sandbox(_Environment):
         """Compile a template. Raises `jinja2.TemplateSyntaxError`."""
         tree = self.parse(source)
         for escaping in tree.find_all(nodes.ScopedEvalContextModifier):
-            if all(isinstance(one.value, nodes.Const) and not one.value.value for one in escaping.options):
+            if all(isinstance(option.value, nodes.Const) and not option.value.value for option in escaping.options):
                 continue
             raise jinja2.TemplateSyntaxError("chat templates write no HTML: no autoescape", escaping.lineno)
         return self.from_string(_Counting().visit(tree).set_environment(self))
@@ -137,31 +137,32 @@ class Sandbox(_Environment):
             args = string_arguments(owner, method.__name__, args, kwargs)
         elif getattr(method, "__name__", "") == "strftime":
             refuse_wide_times("".join(map(str, args)))
-        made = super().call(__context, __obj, *args, **kwargs, **scope)
-        if isinstance(owner, str) and isinstance(made, list | tuple):
-            made = type(made)(usage().counted(made))
-        return usage().made(made)
+        result = super().call(__context, __obj, *args, **kwargs, **scope)
+        if isinstance(owner, str) and isinstance(result, list | tuple):
+            result = type(result)(usage().counted(result))
+        return usage().made(result)
 
 
 class _Counting(NodeTransformer):
     """Adds counting filters to literals, slices, comparisons and loops, for which Jinja calls no environment method."""
 
     def visit_Concat(self, node: nodes.Concat) -> Any:  # noqa: N802
-        values = nodes.List([self.visit(one) for one in node.nodes], lineno=node.lineno)
+        values = nodes.List([self.visit(part) for part in node.nodes], lineno=node.lineno)
         return nodes.Filter(values, "concat", [], [], None, None, lineno=node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> Any:  # noqa: N802
         self.generic_visit(node)
-        operands = [node.expr, *(one.expr for one in node.ops)]
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
         looks_in = node.ops[0].op in ("in", "notin") and not _is_constant(node.ops[0].expr)
-        return _filtered(node, "step") if looks_in or sum(not _is_constant(one) for one in operands) > 1 else node
+        compares_values = sum(not _is_constant(operand) for operand in operands) > 1
+        return _filtered(node, "step") if looks_in or compares_values else node
 
     def visit_Getitem(self, node: nodes.Getitem) -> Any:  # noqa: N802
         self.generic_visit(node)
         return _filtered(node, "made") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> Any:  # noqa: N802
-        if isinstance(node, nodes.Dict) and sum(not _is_text(one.key) for one in node.items) > MOST_OTHER_KEYS:
+        if isinstance(node, nodes.Dict) and sum(not _is_text(item.key) for item in node.items) > MOST_OTHER_KEYS:
             raise jinja2.TemplateSyntaxError(f"more than {MOST_OTHER_KEYS} keys of a dict are no text", node.lineno)
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") == "store" else _filtered(node, "made")

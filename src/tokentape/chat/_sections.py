@@ -50,23 +50,23 @@ class Sections:
         Raises `TypeError` for text that is not valid Unicode, as the twin does.
         """
         sections = list(self._cut(text))
-        keys = {one: hashlib.sha256(one.encode("utf-8", "surrogatepass")).digest() for one in sections}
-        found = {one: self._kept.get(key) for one, key in keys.items()}
-        missing = [one for one, section in found.items() if section is None]
-        made = dict(zip(missing, map(_section, self._encoded(missing), map(len, missing)), strict=True))
-        known = [found[one] or self._kept.put(keys[one], made[one]) for one in sections]
+        keys = {section: hashlib.sha256(section.encode("utf-8", "surrogatepass")).digest() for section in sections}
+        cached = {section: self._kept.get(key) for section, key in keys.items()}
+        missing = [section for section, entry in cached.items() if entry is None]
+        encoded = dict(zip(missing, map(_section, self._encoded(missing), map(len, missing)), strict=True))
+        entries = [cached[section] or self._kept.put(keys[section], encoded[section]) for section in sections]
         starts = np.cumsum([0, *map(len, sections[:-1])])
-        spans = np.concatenate([own + start for (_, own), start in zip(known, starts, strict=True)])
-        return np.concatenate([ids for ids, _ in known]), spans
+        spans = np.concatenate([own + start for (_, own), start in zip(entries, starts, strict=True)])
+        return np.concatenate([ids for ids, _ in entries]), spans
 
     def _cut(self, text: str) -> Iterator[str]:
         """Yield the sections of a text. Short ones are joined until they have `LONG` characters."""
-        found = (match.start() for match in self._near.finditer(text, 1) if match[0] in self._names)
+        cuts = (match.start() for match in self._near.finditer(text, 1) if match[0] in self._names)
         start = 0
-        for at, end in pairwise([0, *found, len(text)]):
-            if at - start >= LONG or (end - at >= LONG and at > start):
-                yield text[start:at]
-                start = at
+        for cut, end in pairwise([0, *cuts, len(text)]):
+            if cut - start >= LONG or (end - cut >= LONG and cut > start):
+                yield text[start:cut]
+                start = cut
         yield text[start:]
 
     def _encoded(self, texts: list[str]) -> list[tokenizers.Encoding]:

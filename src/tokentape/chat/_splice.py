@@ -59,13 +59,17 @@ def find_splices(
     prompt = form.generation_prompt
     header = form.header[: common_prefix(form.header, prompt)]
     # The prompt may vary with the number of the turn, or after a tool's result.
-    others = [one for one in (text, form.content_suffix, form.calls_suffix) if one and not one.endswith(prompt)]
+    others = [
+        rendering
+        for rendering in (text, form.content_suffix, form.calls_suffix)
+        if rendering and not rendering.endswith(prompt)
+    ]
     mark = MARK.match(header)
     if mark is None:
         return []
     for other in others:
-        at = other.rfind(mark[0])
-        header = header[: common_prefix(header, other[at:])] if at >= 0 else header
+        index = other.rfind(mark[0])
+        header = header[: common_prefix(header, other[index:])] if index >= 0 else header
     regions = _regions(text, header, tokenizer, stop_ids)
     speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if len(regions) != len(speakers):
@@ -79,7 +83,7 @@ def find_splices(
         if history == "template" or stop_mismatch == "fork":
             ids = _without_other_stop(ids, text[_last_mark(text, start, end) : end], tokenizer, stop_ids)
         if history == "template":
-            splices += _kept(text, start, end, ids, tokenizer)
+            splices += _suffix_splice(text, start, end, ids, tokenizer)
         else:
             # A truncated turn keeps the template's end of the turn.
             ended = not stop_ids.isdisjoint(ids)
@@ -104,14 +108,14 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
     writes the header twice before a turn.
     """
     regions = []
-    at = text.find(header)
-    while at >= 0:
-        start = at + len(header)
+    index = text.find(header)
+    while index >= 0:
+        start = index + len(header)
         stop = next((m for m in MARK.finditer(text, start) if tokenizer.control_of_mark(m[0]).id in stop_ids), None)
         if stop is None:
             break
         regions.append((start, stop.end()))
-        at = text.find(header, stop.start())  # the token that ends a turn may begin the next header
+        index = text.find(header, stop.start())  # the token that ends a turn may begin the next header
     return regions
 
 
@@ -126,7 +130,7 @@ def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids
     return ids[:-1] if other else ids
 
 
-def _kept(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:
+def _suffix_splice(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:
     """Return a splice of the longest suffix of the sampled ids that spells the end of `text[start:end]`, if any.
 
     The text is tried with and without the mark at its end.
@@ -139,7 +143,7 @@ def _kept(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer)
     reader.finish()
     for tail_end in (end, _last_mark(text, start, end)):
         kept_from = len(reader.text) - common_suffix(text[start:tail_end], reader.text)
-        first = next((n for n, at in enumerate(starts) if at >= kept_from), len(ids))
+        first = next((n for n, offset in enumerate(starts) if offset >= kept_from), len(ids))
         if first < len(ids):
             return [Splice(tail_end - (len(reader.text) - starts[first]), tail_end, ids[first:])]
     return []

@@ -34,15 +34,17 @@ def choose(
     if system is None:
         system = any(message["role"] in ("system", "developer") for message in history)
     name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
-    found = certificate.continuation(name)
+    continuation = certificate.continuation(name)
     if renderer.is_external:
-        if found is None:
+        if continuation is None:
             return "fork"
     elif not grammar.answers(reply, new_messages):
-        found = None
-    if found is not None and found.strategy == "refused":
-        raise TemplateRefused(f"continuation {name!r} is not certified for this chat template: {found.reason}")
-    strategy = _try_out(renderer, reply, new_messages, setup, history) if found is None else found.strategy
+        continuation = None
+    if continuation is not None and continuation.strategy == "refused":
+        raise TemplateRefused(f"continuation {name!r} is not certified for this chat template: {continuation.reason}")
+    strategy = (
+        _try_out(renderer, reply, new_messages, setup, history) if continuation is None else continuation.strategy
+    )
     if strategy == "local" and image_parts(new_messages) and _counts_images(renderer, reply, new_messages, setup):
         return "contextual"
     return strategy

@@ -67,11 +67,11 @@ class ChatTemplate:
         if path.is_file():
             tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
             return cls(read_source(path), read_source(tool_use) if tool_use.is_file() else None)
-        found = tokenizer_config.get("chat_template")
-        if isinstance(found, str):
-            return cls(found)
-        if isinstance(found, list):
-            named = {entry["name"]: entry["template"] for entry in found}
+        value = tokenizer_config.get("chat_template")
+        if isinstance(value, str):
+            return cls(value)
+        if isinstance(value, list):
+            named = {entry["name"]: entry["template"] for entry in value}
             if "default" in named:
                 return cls(named["default"], named.get("tool_use"))
         raise TokenizerUnusable(
@@ -102,7 +102,7 @@ class ChatTemplate:
 
         Raises `TemplateRefused` with the template's own reason.
         """
-        given = {
+        context = {
             "documents": None,
             **variables,
             "messages": [_with_parts(message) for message in messages] if self.takes_parts_only else messages,
@@ -110,8 +110,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": datetime.fromisoformat(date).strftime,
         }
-        with limited(given):
-            return _render(self._tool_use if tools else self._default, given)
+        with limited(context):
+            return _render(self._tool_use if tools else self._default, context)
 
 
 @lru_cache(maxsize=32)
@@ -124,7 +124,7 @@ def _takes_parts_only(template: jinja2.Template) -> bool:
     def shows(content: Any) -> bool:
         messages = [{"role": "user", "content": content}]
         try:
-            return _ASKED in _render(template, {**given, "messages": messages})
+            return _ASKED in _render(template, {**variables, "messages": messages})
         except TemplateRefused as refused:
             if isinstance(refused.__cause__, TimeOver):
                 raise TokenizerUnusable(
@@ -133,16 +133,16 @@ def _takes_parts_only(template: jinja2.Template) -> bool:
             return False
 
     strftime = datetime(2026, 1, 1).strftime
-    given = {"bos_token": "", "eos_token": "", "add_generation_prompt": True, "strftime_now": strftime}
+    variables = {"bos_token": "", "eos_token": "", "add_generation_prompt": True, "strftime_now": strftime}
     with limited():
         return not shows(_ASKED) and shows([{"type": "text", "text": _ASKED}])
 
 
-def _render(template: jinja2.Template, given: dict[str, Any]) -> str:
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """Render within the current limits. Raises `TemplateRefused`."""
     try:
         # `Template.render` is not used: it rewrites tracebacks, which takes several times the memory of the rendering.
-        return template.environment.concat(template.root_render_func(template.new_context(given)))
+        return template.environment.concat(template.root_render_func(template.new_context(variables)))
     except jinja2.TemplateError as error:
         raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
     except _FAILURES as error:

@@ -81,22 +81,22 @@ def _limited_filter(name: str, unlimited: jinja2.Environment) -> Callable[..., A
     @wraps(unlimited.filters[name], assigned=("__name__", "__doc__"), updated=())
     def limited(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         use = usage()
-        given = (*args, *kwargs.values())
-        refuse_large(name, value, given)
+        arguments = (*args, *kwargs.values())
+        refuse_large(name, value, arguments)
         if not isinstance(value, str) or name not in _OF_TEXTS:
             use.sized(value)
         if name in _COLLECTING:
             value = use.made(list(value))
-            use.fits(use.weigh(given) * len(value))
-        refuse_large(name, value, given)
-        _refuse_long_paths(given)
+            use.fits(use.weigh(arguments) * len(value))
+        refuse_large(name, value, arguments)
+        _refuse_long_paths(arguments)
         if name == "indent":
             width = args[0] if args else kwargs.get("width", 4)
             use.fits((2 + len(use.text(value).splitlines())) * (len(width) if isinstance(width, str) else width))
         elif name in _COLLECTING:
             value = use.counted(value)
-        made = unlimited.call_filter(name, value, args, kwargs, context)
-        return use.counted(made) if isinstance(made, Iterator) else use.made(made)
+        result = unlimited.call_filter(name, value, args, kwargs, context)
+        return use.counted(result) if isinstance(result, Iterator) else use.made(result)
 
     return limited
 
@@ -106,8 +106,8 @@ def _attributes(context: Context, values: Any, path: str | int) -> Iterator[Any]
     return map(make_attrgetter(context.environment, path), values)
 
 
-def _refuse_long_paths(given: Iterable[Any]) -> None:
-    if any(isinstance(path, str) and len(re.findall("[.,]", path)) >= _MOST_PARTS_OF_A_PATH for path in given):
+def _refuse_long_paths(arguments: Iterable[Any]) -> None:
+    if any(isinstance(path, str) and len(re.findall("[.,]", path)) >= _MOST_PARTS_OF_A_PATH for path in arguments):
         raise jinja2.TemplateError(f"it asks for an attribute of more than {_MOST_PARTS_OF_A_PATH} parts")
 
 
@@ -153,20 +153,20 @@ def _sum(of_numbers: Callable[..., Any]) -> Callable[..., Any]:
     def limited(context: Context, value: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
         if isinstance(start, int | float | str):
             return of_numbers(context, value, attribute, start)
-        for one in value if attribute is None else _attributes(context, value, attribute):
-            start = context.environment.call_binop(context, "+", start, one)  # type: ignore[attr-defined]
+        for item in value if attribute is None else _attributes(context, value, attribute):
+            start = context.environment.call_binop(context, "+", start, item)  # type: ignore[attr-defined]
         return start
 
     return limited
 
 
-def refuse_large(name: str, value: Any, given: tuple[Any, ...]) -> None:
-    """Refuse a filter or method if the size of `value` or of its arguments `given` makes it too large or too slow."""
+def refuse_large(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
+    """Refuse a filter or method if the size of `value` or of its `arguments` makes it too large or too slow."""
     use = usage()
-    weight, sizes = use.weigh(value), [use.weigh(one) for one in given]
+    weight, sizes = use.weigh(value), [use.weigh(argument) for argument in arguments]
     use.fits((2 if name in _IN_PIECES else 1) * GROWTH * (weight + sum(sizes)))
     if name in _WITH_WIDTHS:
-        use.numbers(given)
+        use.numbers(arguments)
     if name in _NOT_FROM_THE_START and weight * max(sizes, default=0) > _MOST_COMPARISONS:
         raise jinja2.TemplateError("it looks for too long a text")
 
@@ -177,17 +177,17 @@ def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[s
     if name == "join":
         args = (use.made(list(islice(args[0], MOST_ITEMS + 1))),)
         use.fits(len(text) * len(args[0]))
-    given = (*args, *kwargs.values())
+    arguments = (*args, *kwargs.values())
     if name in ("format", "format_map"):
-        _refuse_format(text, given)
+        _refuse_format(text, arguments)
         return args
-    refuse_large(name, text, given)
+    refuse_large(name, text, arguments)
     if name == "replace":
         old, new, count = (*args, -1)[:3]
         times = text.count(old)
         use.fits((times if count < 0 else min(times, count)) * len(new))
     elif name == "expandtabs":
-        use.fits(text.count("\t") * max([8, *(one for one in given if isinstance(one, int))]))
+        use.fits(text.count("\t") * max([8, *(argument for argument in arguments if isinstance(argument, int))]))
     return args
 
 
@@ -195,29 +195,29 @@ def printf(text: str, values: Any) -> str:
     """Return `text % values`, or refuse it if it would be too large."""
     use = usage()
     use.items(text.count("%"))
-    found = _PRINTF.findall(text)
-    kinds = {kind for *_, kind in found}
+    specs = _PRINTF.findall(text)
+    kinds = {kind for *_, kind in specs}
     if "(" in kinds:
         raise jinja2.TemplateError("it formats with a key that has parentheses")
-    given = values if isinstance(values, tuple) else (values,)
-    if any("*" in one[:2] for one in found):
-        use.numbers(given)
+    arguments = values if isinstance(values, tuple) else (values,)
+    if any("*" in spec[:2] for spec in specs):
+        use.numbers(arguments)
     # Only values of a mapping can be written more than once.
-    written = (len(found) if isinstance(values, Mapping) else 1) * sum(_written(one, kinds) for one in given)
-    _refuse_formatted([width for *widths, _ in found for width in widths if width], written)
+    size = (len(specs) if isinstance(values, Mapping) else 1) * sum(_written(argument, kinds) for argument in arguments)
+    _refuse_formatted([width for *widths, _ in specs for width in widths if width], size)
     return use.made(text % values)  # type: ignore[no-any-return]
 
 
 def _refuse_format(text: str, values: tuple[Any, ...]) -> None:
     usage().items(text.count("{"))
-    fields = [one for one in string.Formatter().parse(text) if one[1] is not None]
+    fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
     if any("{" in (spec or "") or not re.fullmatch(r"\w*", field or "") for _, field, spec, _ in fields):
         raise jinja2.TemplateError(
             "its string format takes the width from an argument (`{:{}}`), or a part of a value (`{0.x}`, `{0[x]}`)"
         )
     kinds = {kind for *_, kind in fields if kind}
-    written = len(fields) * max((_written(one, kinds) for one in values), default=0)
-    _refuse_formatted([n for *_, spec, _ in fields for n in _NUMBERS.findall(spec or "")], written)
+    size = len(fields) * max((_written(value, kinds) for value in values), default=0)
+    _refuse_formatted([n for *_, spec, _ in fields for n in _NUMBERS.findall(spec or "")], size)
 
 
 def _written(value: Any, kinds: Collection[str]) -> int:
@@ -225,11 +225,11 @@ def _written(value: Any, kinds: Collection[str]) -> int:
     return usage().weigh(value) * (1 if type(value) is str and not {"r", "a"}.intersection(kinds) else GROWTH)
 
 
-def _refuse_formatted(widths: list[str], written: int) -> None:
-    """Refuse a format with `written` characters of values and these widths, each taken as the largest allowed."""
+def _refuse_formatted(widths: list[str], size: int) -> None:
+    """Refuse a format with `size` characters of values and these widths, each taken as the largest allowed."""
     if any(len(width) > 5 for width in widths):
         raise jinja2.TemplateError("it formats with a width of six digits or more")
-    usage().fits(len(widths) * MOST_NUMBER + written)
+    usage().fits(len(widths) * MOST_NUMBER + size)
 
 
 def refuse_others(operator: str, left: object, right: object = 0) -> None:

@@ -34,40 +34,40 @@ class TemplateLiterals:
     trims: bool
     """Whether the template writes texts without the white space around them."""
 
-    def codes(self, written: str, texts: Sequence[Text]) -> Codes | None:
-        """Return the provenance of each character of `written`; None if it is not these pieces around the texts."""
+    def codes(self, rendering: str, texts: Sequence[Text]) -> Codes | None:
+        """Return the provenance of each character of `rendering`; None if it is not these pieces around the texts."""
         if len(texts) + 1 != len(self.pieces):
             return None
-        codes = np.full(len(written), Provenance.TEMPLATE, dtype=np.uint8)
-        at = 0
-        for piece, one in zip(self.pieces, texts, strict=False):
-            text = one.core if self.trims else one.whole
-            start = at + len(piece)
-            if not (written.startswith(piece, at) and written.startswith(text, start)):
+        codes = np.full(len(rendering), Provenance.TEMPLATE, dtype=np.uint8)
+        position = 0
+        for piece, caller_text in zip(self.pieces, texts, strict=False):
+            text = caller_text.core if self.trims else caller_text.whole
+            start = position + len(piece)
+            if not (rendering.startswith(piece, position) and rendering.startswith(text, start)):
                 return None
-            at = start + len(text)
-            start += text.index(one.core)
-            codes[start : start + len(one.core)] = one.code
-        return codes if written[at:] == self.pieces[-1] else None
+            position = start + len(text)
+            start += text.index(caller_text.core)
+            codes[start : start + len(caller_text.core)] = caller_text.code
+        return codes if rendering[position:] == self.pieces[-1] else None
 
 
-def template_literals(written: str, codes: Codes, texts: Sequence[Text]) -> TemplateLiterals | None:
-    """Return the literals around the texts in `written`, given the provenance of its characters.
+def template_literals(rendering: str, codes: Codes, texts: Sequence[Text]) -> TemplateLiterals | None:
+    """Return the literals around the texts in `rendering`, given the provenance of its characters.
 
-    Return None if `written` is not made of literals and these texts, in this order.
+    Return None if `rendering` is not made of literals and these texts, in this order.
     """
     for trims in (False, True):
-        pieces, at = [], 0
-        for one in texts:
-            text = one.core if trims else one.whole
-            begun = np.flatnonzero(codes[at:] != Provenance.TEMPLATE)[:1].tolist()
-            start = at + max(begun[0] - text.index(one.core), 0) if begun else at
-            pieces.append(written[at:start])
-            at = start + len(text)
-        found = TemplateLiterals((*pieces, written[at:]), trims)
-        same = found.codes(written, texts)
+        pieces, position = [], 0
+        for caller_text in texts:
+            text = caller_text.core if trims else caller_text.whole
+            begun = np.flatnonzero(codes[position:] != Provenance.TEMPLATE)[:1].tolist()
+            start = position + max(begun[0] - text.index(caller_text.core), 0) if begun else position
+            pieces.append(rendering[position:start])
+            position = start + len(text)
+        literals = TemplateLiterals((*pieces, rendering[position:]), trims)
+        same = literals.codes(rendering, texts)
         if same is not None and np.array_equal(same, codes):
-            return found
+            return literals
     return None
 
 

@@ -42,20 +42,20 @@ class TemplateText:
 
     def format(self, setup: Setup) -> AssistantFormat:
         """Return what the template writes around assistant turns under `setup`."""
-        found = self._formats.get(setup.key)
-        if found is None:
-            found = read_format(functools.partial(self._ask, setup), self.tokenizer)
-            found = keep(self._formats, setup.key, self._without_stops(found))
-        return found
+        form = self._formats.get(setup.key)
+        if form is None:
+            form = read_format(functools.partial(self._ask, setup), self.tokenizer)
+            form = keep(self._formats, setup.key, self._without_stops(form))
+        return form
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Return the ids that end a turn: the end-of-sequence ids, and those that the template ends turns with."""
-        found = self._stops.get(setup.key)
-        return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if found is None else found
+        stop_ids = self._stops.get(setup.key)
+        return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if stop_ids is None else stop_ids
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
-        found = set(eos_ids)
+        ids = set(eos_ids)
         # A token that also stands within turns is no stop token: a later part of the turn, or a second call, would
         # never be sampled. Without any end-of-sequence id it is taken all the same, as the only end there is.
         within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
@@ -68,8 +68,8 @@ class TemplateText:
             # the next message's header is no stop token.
             ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close.last))
             if cut.ends_turn or not ended:
-                found.add(self._mark_id(mark[0]))
-        return frozenset(found)
+                ids.add(self._mark_id(mark[0]))
+        return frozenset(ids)
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
         """Return the format with the closes of content and calls cut before the token that ends the turn."""
@@ -144,8 +144,8 @@ class TemplateText:
         reply = {**reply, "tool_calls": self._escaper.escape_all(_names_of_calls(reply))}
         texts = texts_of(plain, self._escaper.unescape)
         refused = TemplateRefused("there is no new message to continue with")
-        said = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
-        for probe, sentinel, close in _probes(reply, plain, form, said):
+        content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
+        for probe, sentinel, close in _probes(reply, plain, form, content):
             kind = sentinel, setup.key, *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
@@ -158,13 +158,13 @@ class TemplateText:
                         "the turn before has the name. Send the result with a `name`."
                     )
                     continue
-                if probe.get("content") and said.strip() and said.strip() in suffix and sentinel is VALUE:
+                if probe.get("content") and content.strip() and content.strip() in suffix and sentinel is VALUE:
                     # The template writes the turn's content after the results, but it was sampled before them.
                     continue
-                written = MARK.sub("\0", suffix)
+                characters = MARK.sub("\0", suffix)
                 close = self._close(probe, sentinel, close, setup, form)
-                known = None if texts is None else self._literals.get(kind)
-                codes = None if known is None or texts is None else known.codes(written, texts)
+                literals = None if texts is None else self._literals.get(kind)
+                codes = None if literals is None or texts is None else literals.codes(characters, texts)
                 if codes is not None:
                     return suffix, codes, close
                 edged = self._render([*before, probe, *map(with_edges, plain)], setup, generate=True)
@@ -173,10 +173,10 @@ class TemplateText:
                 continue
             edges = _after(edged, sentinel)
             self._refuse_dropped(plain, [*before, probe], suffix, edges, sentinel, setup)
-            codes = provenance_of_characters(edges, len(written))
-            found = None if texts is None else template_literals(written, codes, texts)
-            if found is not None:
-                keep(self._literals, kind, found)
+            codes = provenance_of_characters(edges, len(characters))
+            literals = None if texts is None else template_literals(characters, codes, texts)
+            if literals is not None:
+                keep(self._literals, kind, literals)
             return suffix, codes, close
         raise refused
 
@@ -188,26 +188,26 @@ class TemplateText:
         def ask(messages: Sequence[Message], generate: bool) -> str:
             return self._render([*form.question[:-1], *messages], setup, generate=generate)
 
-        asked = json_in_order([probe, form.generation_prompt, list(form.question)])
-        key = setup.key, digest_of(asked.encode("ascii"))
-        found = self._closes.get(key)
-        if found is None:
-            found = keep(self._closes, key, turn_close(ask, probe, VALUE, form.generation_prompt))
-        return found
+        key_text = json_in_order([probe, form.generation_prompt, list(form.question)])
+        key = setup.key, digest_of(key_text.encode("ascii"))
+        cached = self._closes.get(key)
+        if cached is None:
+            cached = keep(self._closes, key, turn_close(ask, probe, VALUE, form.generation_prompt))
+        return cached
 
     def _bridging_setup(self, setup: Setup) -> Setup:
         """Return the setup to compute local bridges in: without tools, if the text after turns is the same without.
 
         Tools stand before the conversation, outside of a bridge, and can be most of the rendered text.
         """
-        found = self._bridging.get(setup.key)
-        if found is None:
-            found = setup
+        bridging = self._bridging.get(setup.key)
+        if bridging is None:
+            bridging = setup
             bare = replace(setup, tools=())
             with contextlib.suppress(TemplateRefused):
-                found = bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
-            found = keep(self._bridging, setup.key, found)
-        return found
+                bridging = bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
+            bridging = keep(self._bridging, setup.key, bridging)
+        return bridging
 
     def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
         """Return messages as templates take them, with callers' text escaped.
@@ -217,10 +217,10 @@ class TemplateText:
         shape = self.format(setup).shape if reshape else None
         plain = []
         for message in messages:
-            one = plain_message(message)
-            if one.get("tool_calls") and shape is not None:
-                one = shape.reshape(one)
-            plain.append(self._escaper.escape_all(one))
+            entry = plain_message(message)
+            if entry.get("tool_calls") and shape is not None:
+                entry = shape.reshape(entry)
+            plain.append(self._escaper.escape_all(entry))
         return plain
 
     def _accepted(
@@ -270,9 +270,9 @@ class TemplateText:
         if edges_found(edged) >= sum(map(_text_count, with_text)):
             return
         for role in dict.fromkeys(message["role"] for message in with_text if message["role"] != "tool"):
-            asked = {"role": role, "content": CONTENT}
+            message = {"role": role, "content": CONTENT}
             question = self.format(setup).question
-            tries = [asked, *question], [*question[:-1], asked] if role == "user" else [*question, asked]
+            tries = [message, *question], [*question[:-1], message] if role == "user" else [*question, message]
             if not any(CONTENT in self._render_or_nothing(messages, setup) for messages in tries):
                 raise TemplateRefused(
                     f"the chat template never renders messages of role {role!r}: their text would not reach the "
@@ -306,11 +306,11 @@ def _names_of_calls(reply: Message) -> list[Message]:
 
 
 def _probes(
-    reply: Message, new_messages: Sequence[Message], form: AssistantFormat, said: str
+    reply: Message, new_messages: Sequence[Message], form: AssistantFormat, content: str
 ) -> Iterator[tuple[Message, str, TurnClose]]:
     """Yield assistant messages to render in place of `reply`, each with its sentinel and the text that ends it.
 
-    `said` is the reply's content, which the messages repeat because a template may look for words in it.
+    `content` is the reply's content, which the messages repeat because a template may look for words in it.
     """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
@@ -318,13 +318,13 @@ def _probes(
         for message in new_messages
         if message["role"] == "tool"
     ]
-    speaking = {"role": "assistant", "content": said + CONTENT}
+    speaking = {"role": "assistant", "content": content + CONTENT}
     if form.shape is not None and calls:
         calling = _calling(form.shape, calls, "" if reply.get("content") == "" else None)
         if reply.get("content") and form.content_after_calls is not None:
             yield {**calling, **speaking}, CONTENT, form.content_after_calls
-        if said.strip():
-            yield {**calling, "content": said}, VALUE, form.calls_close
+        if content.strip():
+            yield {**calling, "content": content}, VALUE, form.calls_close
         yield calling, VALUE, form.calls_close
     yield speaking, CONTENT, form.content_close
     if form.shape is not None and answered and not calls:
@@ -349,9 +349,9 @@ def _text_count(message: Message) -> int:
     return sum(bool(text.strip()) for text in texts)
 
 
-def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
+def keep(cache: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
     """Store a value in a cache and return it. A full cache drops its oldest entry."""
-    if len(kept) >= _KEPT_SETUPS:
-        kept.pop(next(iter(kept)), None)
-    kept[key] = value
+    if len(cache) >= _KEPT_SETUPS:
+        cache.pop(next(iter(cache)), None)
+    cache[key] = value
     return value

@@ -151,10 +151,10 @@ class Tokenizer:
         """Return a tokenizer in which each added token that `source`, a template's text, spells is a control token."""
         if not any(token.content in source for token in self.text_tokens if not token.is_words):
             return self
-        made = copy(self)
-        made._named_in = (*self._named_in, source)
-        made._set_controls()
-        return made
+        tokenizer = copy(self)
+        tokenizer._named_in = (*self._named_in, source)
+        tokenizer._set_controls()
+        return tokenizer
 
     @classmethod
     def load(cls, folder: str | Path, *, strict_text: bool = False) -> Tokenizer:
@@ -170,13 +170,13 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            found = (
+            contents = (
                 ", ".join(sorted(p.name for p in folder.glob("*"))[:12]) or "an empty folder"
                 if folder.is_dir()
                 else "no such folder"
             )
             raise TokenizerUnusable(
-                f"no tokenizer.json in {folder} (found: {found}). Convert the tokenizer once with "
+                f"no tokenizer.json in {folder} (found: {contents}). Convert the tokenizer once with "
                 "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` and check it with `tokentape audit`."
             )
         config = read_json(folder / "tokenizer_config.json")
@@ -236,10 +236,10 @@ class Tokenizer:
 
     def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the ids of control tokens and the `stop_ids`."""
-        found = self._breaks.get(stop_ids)
-        if found is None:
-            found = self._breaks[stop_ids] = stop_ids.union(self._by_id)
-        return found
+        ids = self._breaks.get(stop_ids)
+        if ids is None:
+            ids = self._breaks[stop_ids] = stop_ids.union(self._by_id)
+        return ids
 
     def encode_marked(self, marked: str) -> Encoded:
         """Encode marked text: marks become control ids, all other characters ordinary ids.
@@ -261,10 +261,8 @@ class Tokenizer:
     def encode_marked_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of `encode_marked` for many texts, several times as fast."""
         twin = self._twin(self._free_block("".join(texts)))
-        return [
-            one.ids
-            for one in twin.encoder.encode_batch_fast([twin.named(text) for text in texts], add_special_tokens=False)
-        ]
+        named = [twin.named(text) for text in texts]
+        return [encoding.ids for encoding in twin.encoder.encode_batch_fast(named, add_special_tokens=False)]
 
     def encode_after_control(self, marked: str, mark: str = "") -> Encoded:
         """Encode marked text as it is encoded after a control token, not at the start of a text.
@@ -281,10 +279,10 @@ class Tokenizer:
     def encode_after(self, before: str, marked: str) -> Encoded:
         """Encode marked text as it is encoded after the marked text `before`, where no token lies across the two."""
         if before and not MARK.match(marked):
-            whole, at = self.encode_after_control(before + marked), len(MARK.sub(" ", before))
-            first = int(np.searchsorted(whole.spans[:, 0], at))
-            if first and whole.spans[first - 1, 1] <= at:
-                return Encoded(whole.array[first:], whole.spans[first:] - at, whole.text[at:])
+            whole, offset = self.encode_after_control(before + marked), len(MARK.sub(" ", before))
+            first = int(np.searchsorted(whole.spans[:, 0], offset))
+            if first and whole.spans[first - 1, 1] <= offset:
+                return Encoded(whole.array[first:], whole.spans[first:] - offset, whole.text[offset:])
         return self.encode_after_control(marked)
 
     def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -297,30 +295,30 @@ class Tokenizer:
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of `encode_plain` for many texts, several times as fast."""
-        return [one.ids for one in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one id; for a control token, those of its spelling."""
-        found = self._bytes.get(token_id)
-        if found is None:
+        data = self._bytes.get(token_id)
+        if data is None:
             control = self._by_id.get(token_id)
             if control is not None:
-                found = control.content.encode()
+                data = control.content.encode()
             else:
                 piece = self._twin(_BLOCKS[0]).encoder.id_to_token(token_id)
                 if piece is None:
                     raise InvalidRequest(f"token id {token_id} is not in the vocabulary of {self.vocab_size} ids")
-                found = self._piece_bytes(piece)
-            self._bytes[token_id] = found
-        return found
+                data = self._piece_bytes(piece)
+            self._bytes[token_id] = data
+        return data
 
     def continuations(self, text: str, most: int = 64) -> list[str]:
         """Return the rests of vocabulary entries that begin with `text`, from the first `most` of them."""
         spelled = text.encode()
-        written = (text, text.replace(" ", "\u2581"), byte_piece(spelled))
-        ids = (token_id for piece, token_id in self._entries() if piece.startswith(written) and piece not in written)
+        prefixes = (text, text.replace(" ", "\u2581"), byte_piece(spelled))
+        ids = (token_id for piece, token_id in self._entries() if piece.startswith(prefixes) and piece not in prefixes)
         whole = (self.token_bytes(token_id) for token_id in islice(ids, most))
-        rests = (one[len(spelled) :].decode("utf-8", "ignore") for one in whole if one.startswith(spelled))
+        rests = (entry[len(spelled) :].decode("utf-8", "ignore") for entry in whole if entry.startswith(spelled))
         return [rest for rest in rests if rest]
 
     def _entries(self) -> Iterable[tuple[str, int]]:
@@ -329,8 +327,8 @@ class Tokenizer:
 
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
         """Return the `token_bytes` of each id."""
-        known = self._bytes
-        return [known[token_id] if token_id in known else self.token_bytes(token_id) for token_id in ids]
+        cache = self._bytes
+        return [cache[token_id] if token_id in cache else self.token_bytes(token_id) for token_id in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
@@ -351,19 +349,19 @@ class Tokenizer:
 
     def _twin(self, start: int) -> _Twin:
         """Return the twin with names from the block at `start`."""
-        found = self._twins.get(start)
-        if found is None:
+        twin = self._twins.get(start)
+        if twin is None:
             # A vocabulary may hold private-use characters of its own (Gemma's does).
             free = (char for char in map(chr, range(start, start + _BLOCK_SIZE)) if char not in self._pieces)
             name = dict(zip((control.content for control in self.controls), free, strict=False))
-            twin = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
+            encoder = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
-                if twin.token_to_id(name[control.content]) != control.id:
+                if encoder.token_to_id(name[control.content]) != control.id:
                     raise TokenizerUnusable(f"control token {control.content!r} could not be kept apart from text")
             plain = (name[c.content] for c in self.controls if not self._added_by_content[c.content].strips)
             names = {c.mark: name[c.content] for c in self.controls}
-            found = self._twins[start] = _Twin(twin, names, Sections(twin, frozenset(plain)))
-        return found
+            twin = self._twins[start] = _Twin(encoder, names, Sections(encoder, frozenset(plain)))
+        return twin
 
     @property
     def looks_words_up(self) -> bool:
@@ -379,10 +377,10 @@ class Tokenizer:
     def _decoders(self) -> list[Mapping[str, Any]]:
         decoder = self._spec.get("decoder") or {"type": "Fuse"}
         steps: list[Mapping[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-        known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
-        unknown = [step["type"] for step in steps if step["type"] not in known]
+        types = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+        unknown = [step["type"] for step in steps if step["type"] not in types]
         if unknown:
-            raise TokenizerUnusable(f"unknown tokenizer decoder {unknown[0]}; expected {', '.join(sorted(known))}")
+            raise TokenizerUnusable(f"unknown tokenizer decoder {unknown[0]}; expected {', '.join(sorted(types))}")
         return steps
 
     def _piece_bytes(self, piece: str) -> bytes:
@@ -400,13 +398,13 @@ class Tokenizer:
 
     def _eos_ids(self, generation_config: Mapping[str, Any]) -> frozenset[int]:
         ids = generation_config.get("eos_token_id")
-        found: set[Any] = set(ids) if isinstance(ids, list) else {ids} - {None}
-        if not all(type(one) is int for one in found):
+        eos_ids: set[Any] = set(ids) if isinstance(ids, list) else {ids} - {None}
+        if not all(type(token_id) is int for token_id in eos_ids):
             raise TokenizerUnusable(f"generation_config.json: eos_token_id is {ids}: expected an id or a list of ids")
         control = self._by_content.get(self.special_tokens.get("eos_token", ""))
         if control is not None:
-            found.add(control.id)
-        return frozenset(found)
+            eos_ids.add(control.id)
+        return frozenset(eos_ids)
 
 
 def _mark(index: int) -> str:

@@ -59,7 +59,7 @@ def refuse_short_merges(source: str) -> None:
     try:
         model = json.loads(source)["model"]
         prefix, merges = model["continuing_subword_prefix"], model.get("merges") or ()
-        seconds = [(one.split(" ") if isinstance(one, str) else one)[1] for one in merges]
+        seconds = [(merge.split(" ") if isinstance(merge, str) else merge)[1] for merge in merges]
         size = len(prefix.encode())
         pieces = {piece: piece.encode() for piece in seconds}
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -74,8 +74,8 @@ def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference 
     """
     for texts in _batches(proof_texts(tokenizer, cuts)):
         expected = tokenizer.encode_plain_batch(texts)
-        found = tokenizer.encode_marked_batch([tokenizer.mark_controls(text) for text in texts])
-        for text, ours, theirs in zip(texts, found, expected, strict=True):
+        actual = tokenizer.encode_marked_batch([tokenizer.mark_controls(text) for text in texts])
+        for text, ours, theirs in zip(texts, actual, expected, strict=True):
             if ours != theirs:
                 return TwinDifference(text, ours, theirs)
     return None
