@@ -64,6 +64,20 @@ def test_a_header_is_not_taken_for_the_end_of_a_turn() -> None:
     assert text.startswith("<|im_start|>user: next<|im_start|>assistant:")
 
 
+TEXT_HEADERS = """{%- for m in messages -%}<{{ m.role }}>
+{{ m.content }}{%- endfor -%}{%- if add_generation_prompt -%}<assistant>
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_the_end_of_a_truncated_content_is_not_taken_for_the_beginning_of_the_next_header() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(TEXT_HEADERS))
+    tokenizer = renderer.tokenizer
+    ids = tokenizer.array([*tokenizer.encode_plain("if a "), *tokenizer.encode_plain("<")])
+    added = renderer.bridge(ids, {"role": "assistant", "content": "if a <"}, [NEXT], setup_for(renderer))
+    assert tokenizer.decode(added.ids) == "<user>\nnext<assistant>\n"
+
+
 ENDS_ALIKE = """{%- if tools %}### system: {{ tools | tojson }}<|endoftext|>
 {% endif %}{%- for m in messages -%}
 {%- if not loop.first and m.role == 'user' and messages[loop.index0 - 1].role == 'user' -%}
@@ -180,6 +194,21 @@ def test_what_ends_turns_is_found_where_the_last_question_is_marked() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ASKED_LAST))
     expected = "### user: next (your last question)<|fim_suffix|>### assistant:"
     assert bridged(renderer, "hi<|im_end|>")[0] == expected
+
+
+PLAN_AND_MARK = """{%- for m in messages -%}
+{%- if m.reasoning_content %}<|im_start|>assistant<|box_start|>plan<|quad_start|>{{ m.reasoning_content }}<|box_end|>
+{%- endif %}<|im_start|>{{ m.role }}<|box_start|>{{ 'final' if m.role == 'assistant' else 'said' }}<|quad_start|>
+{{- m.content }}{% if m.role == 'user' and loop.last %} (your last question){% endif %}<|box_end|>
+{% endfor -%}{%- if messages[-1].role != 'assistant' -%}<|im_start|>assistant{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_reasoning_cut_short_is_closed_without_the_next_header_where_the_last_question_is_marked() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PLAN_AND_MARK))
+    _, closing = bridged(renderer, "<|box_start|>plan<|quad_start|>a thought")
+    assert closing.startswith("<|box_end|>")
+    assert "<|im_start|>" not in closing
 
 
 @pytest.mark.usefixtures("source")

@@ -345,6 +345,9 @@ class Judge:
         if self.reference.spells_control(content):
             self.counts["not compared: content with a control token that the parser does not know"] += 1
             return
+        without = self.reference.render([*one.history, _saying_otherwise(said), *new], one.tools, generate=True)
+        if content in without:
+            return  # The template leaves the reply out, and writes the same itself.
         at = full.rindex(content)
         followed = full.rfind(new[0]["content"])
         if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0) or 0 <= followed <= at:
@@ -433,6 +436,11 @@ class Judge:
                 if row.strategy != "local" and len(silent) >= ENOUGH and has_shortest(row.name, silent):
                     detail = f"{row.name}: the same tail after {len(asked)} histories; {row.reason}"
                     self._found(f"needless {row.strategy}", same[0], detail)
+
+
+def _saying_otherwise(message: Message) -> Message:
+    """Return an assistant message with other words."""
+    return {key: "zqother" if isinstance(value, str) and key != "role" else value for key, value in message.items()}
 
 
 def _says_system(history: Sequence[Message]) -> bool:

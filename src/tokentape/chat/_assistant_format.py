@@ -136,7 +136,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     earlier = _needed_before_question(render)
     ask = _from_question(render, earlier)
     prompt = ask([QUESTION], True)
-    base = _read_base(ask, prompt, _opening_mark(render([*earlier, QUESTION], True)))
+    base = _read_base(ask, prompt, _opening_marks(render([*earlier, QUESTION], True)))
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
     turn = {"role": "assistant", "content": CONTENT}
     answer, followed = ask([QUESTION, turn], False), continued(ask, turn)
@@ -266,16 +266,21 @@ def _from_question(render: Render, earlier: Sequence[Message]) -> Render:
     return ask
 
 
-def _opening_mark(text: str) -> str:
-    """Return the last control token before the question, which may open every message; empty if there is none."""
-    return next(iter(MARK.findall(text[: max(text.find(QUESTION["content"]), 0)])[::-1]), "")
+def _opening_marks(text: str) -> list[str]:
+    """Return the control tokens before the question, among them those that open every message."""
+    return MARK.findall(text[: max(text.find(QUESTION["content"]), 0)])
 
 
-def _read_base(render: Render, prompt: str, opening: str) -> str:
+def _without_opening(text: str, openings: Sequence[str]) -> str:
+    """Return a text without the control token at its end that opens the next message."""
+    return next((text.removesuffix(mark) for mark in openings if text.endswith(mark)), text)
+
+
+def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
     """Return the question as rendered without a generation prompt.
 
     If the rendering always ends with one, a rendering of two questions in a row shows where the first question ends:
-    what both renderings begin with, up to `opening`, the control token that opens messages.
+    what both renderings begin with, up to the control token that opens messages, one of `openings`.
     """
     base = prompt
     with contextlib.suppress(TemplateRefused):
@@ -286,13 +291,16 @@ def _read_base(render: Render, prompt: str, opening: str) -> str:
             asked_twice = render([QUESTION, {**QUESTION, "content": CONTENT}], True)
             before = asked_twice[: asked_twice.find(CONTENT)] if CONTENT in asked_twice else prompt
             end = MARK.search(before, len(QUESTION["content"]))
-            after = "" if end is None else before[end.start() :]
-            if end is not None and end[0] in prompt and after.startswith(prompt[prompt.rfind(end[0]) :]):
-                # Nothing follows what ends the question, before which the last question is marked.
-                return prompt
             shared = prompt[: common_prefix(prompt, before)]
+            at = -1 if end is None else prompt.find(end[0], len(QUESTION["content"]))
+            if end is not None and at > len(shared):
+                # The last question is marked before what ends it, which may be all that follows.
+                ending = before[end.start() :]
+                ending = ending[: common_prefix(ending, prompt[at:])]
+                return prompt if prompt[at:] == ending else prompt[:at] + _without_opening(ending, openings)
             # A mark that opens the next message comes after one that ends the question.
-            return shared.removesuffix(opening) if end is not None else shared
+            return _without_opening(shared, openings) if end is not None else shared
+        opening = openings[-1] if openings else ""
         if opening and opening in prompt:
             # It takes no two questions in a row. Where the answer's header follows the mark, that ends the question.
             index = prompt.rindex(opening)

@@ -256,9 +256,12 @@ class Renderer(TemplateText):
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
-        if sampled and not reply.get("tool_calls") and encoded.text[: encoded.spans[sampled - 1][1]].isspace():
-            # The shared white space may be part of the model's content, so it does not count as the turn's end.
-            sampled = 0
+        if sampled and not reply.get("tool_calls"):
+            shared = encoded.text[: encoded.spans[sampled - 1][1]]
+            content = reply.get("content") or reply.get("reasoning_content") or ""
+            if shared.isspace() or content.endswith(shared):
+                # It is part of what the model said, so it is not the turn's end too.
+                sampled = 0
         if sampled:
             return self._with_images(_rest(ids, provenance, sampled), new_messages)
         if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
