@@ -26,14 +26,13 @@ from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
-from tokentape.gateway._http import ClientLeft, error_body, error_headers, json_response
+from tokentape.gateway._http import ClientLeft, error_body, error_response, json_response
 from tokentape.gateway._keys import Keys
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
 from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire import completions, responses
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages, count_routes
-from tokentape.gateway._wire.anthropic_messages import error_body as anthropic_error
 from tokentape.gateway._wire.chat_completions import ChatCompletions
 from tokentape.gateway._wire.completions import Completions
 from tokentape.gateway._wire.responses import Responses
@@ -177,17 +176,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer requests that starlette rejects: unknown paths (404) and wrong methods (405)."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        missing = NotFound(f"the gateway has no such path{_nearest(request)}")
-        of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
-        return _error_response(request, missing, anthropic=of_anthropic)
+        return _error_response(request, NotFound(f"the gateway has no such path{_nearest(request)}"))
     body = error_body(TokentapeError(f"{error.detail}: {request.method} is not allowed on this path"))
     body["error"].update(type="invalid_request_error", code="method_not_allowed")
     return json_response(body, error.status_code, error.headers)
 
 
-def _error_response(request: Request, error: TokentapeError, *, anthropic: bool = False) -> Response:
-    shape = anthropic_error if anthropic or AnthropicMessages.path in request.url.path else error_body
-    return json_response(shape(error), error.status, error_headers(error))
+def _error_response(request: Request, error: TokentapeError) -> Response:
+    endpoints = [route.endpoint for route in request.app.routes]
+    dialects = [endpoint.dialect for endpoint in endpoints if isinstance(endpoint, Endpoint)]
+    bodies = [dialect.error_body for dialect in dialects if dialect.claims(request)]
+    return error_response(error, *bodies[:1])
 
 
 def _nearest(request: Request) -> str:

@@ -159,9 +159,17 @@ class Dialect:
         """Return the parameters of `pins.NAMES` that an accepted body sets: defaults do not replace these."""
         return pins.given_in(body)
 
+    def claims(self, request: Request) -> bool:
+        """Return whether errors of this request, which may be for an unknown path, have the API's `error_body`."""
+        return self.path in request.url.path
+
+    def error_body(self, error: TokentapeError) -> Any:
+        """Return an error as the JSON value of a response."""
+        return error_body(error)
+
     def error_event(self, error: TokentapeError) -> bytes:
-        """Return an error as the last event of a stream. `_error_response` in `_app.py` answers other errors."""
-        return encode_event(error_body(error))
+        """Return an error as the last event of a stream."""
+        return encode_event(self.error_body(error))
 
 
 class AnonymousSessions:

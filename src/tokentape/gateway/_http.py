@@ -161,6 +161,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def error_body(error: TokentapeError) -> dict[str, Any]:
+    """Return an error body for OpenAI's clients, and for requests that belong to no wire API."""
     return {
         "error": {
             "message": str(error),
@@ -181,8 +182,8 @@ def error_headers(error: TokentapeError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: TokentapeError) -> Response:
-    return json_response(error_body(error), error.status, error_headers(error))
+def error_response(error: TokentapeError, body: Callable[[TokentapeError], Any] = error_body) -> Response:
+    return json_response(body(error), error.status, error_headers(error))
 
 
 def unexpected(error: Exception) -> TokentapeError:

@@ -31,7 +31,7 @@ from tokentape.gateway._http import check_depth, encode_event, json_response, pa
 from tokentape.gateway._keys import new_session_id
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count, Seed, StopString, Temperature, TopP
-from tokentape.gateway._wire import openai_fields as shared
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.gateway._wire.anthropic_history import (
     BLOCK_FIELDS,
     AnthropicMessage,
@@ -40,7 +40,7 @@ from tokentape.gateway._wire.anthropic_history import (
     takes_later_system,
     tool_use,
 )
-from tokentape.gateway._wire.openai_fields import call_rule, reasoning_tokens, recorded
+from tokentape.gateway._wire.shared_fields import call_rule, reasoning_tokens, recorded
 from tokentape.types import Tool
 
 IGNORED = frozenset(
@@ -138,6 +138,18 @@ _API_NAMES = {"stop_strings": "stop_sequences"}
 """Fields of `SamplingParams` with another name in requests."""
 
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class AnthropicMessages(Dialect):
     """Anthropic's Messages API for a model with this `template`."""
 
@@ -173,8 +185,25 @@ class AnthropicMessages(Dialect):
 
         return DecodedRequest(turn, partial(AnthropicEncoder, read, self, ignored), ignored)
 
+    def claims(self, request: Request) -> bool:
+        """Also claim unknown paths below /messages, and those that Anthropic's clients request."""
+        unknown = "endpoint" not in request.scope
+        of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
+        return super().claims(request) or (unknown and of_anthropic)
+
+    def error_body(self, error: TokentapeError) -> dict[str, Any]:
+        """Return an error body for Anthropic's clients. `details.error_code` is the gateway's error code."""
+        kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        details: dict[str, Any] = {"error_code": error.code}
+        if isinstance(error, InvalidRequest):
+            details["param"] = error.param
+            if error.param == "thread":
+                # With this code the client's tool runner continues without a thread and sends the whole conversation.
+                details["error_code"] = "thread_unsupported_request"
+        return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
+
     def error_event(self, error: TokentapeError) -> bytes:
-        return encode_event(error_body(error), "error")
+        return encode_event(self.error_body(error), "error")
 
     def turn(self, body: MessagesBody, session_id: str, *, takes_images: bool) -> TurnRequest:
         check_depth(body.chat_template_kwargs, "chat_template_kwargs")
@@ -271,30 +300,6 @@ def _tool(index: int, tool: AnthropicTool) -> Tool:
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
-
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: TokentapeError) -> dict[str, Any]:
-    """Return an error body for Anthropic's clients. `details.error_code` is the gateway's error code."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    details: dict[str, Any] = {"error_code": error.code}
-    if isinstance(error, InvalidRequest):
-        details["param"] = error.param
-        if error.param == "thread":
-            # With this code the client's tool runner continues without a thread and sends the whole conversation.
-            details["error_code"] = "thread_unsupported_request"
-    return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
 
 
 class AnthropicEncoder:

@@ -23,8 +23,8 @@ from tokentape.gateway._http import check_depth, encode_json, parse_json
 from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._recording import function_call
-from tokentape.gateway._wire import openai_fields as shared
-from tokentape.gateway._wire.openai_fields import call_rule, forced_tools
+from tokentape.gateway._wire import shared_fields as shared
+from tokentape.gateway._wire.shared_fields import call_rule, forced_tools
 from tokentape.types import Message
 
 IGNORED = shared.HINTS | {"metadata", "store", "user"}

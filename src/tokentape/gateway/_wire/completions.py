@@ -27,7 +27,7 @@ from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnSt
 from tokentape.gateway._http import json_response, parse_json, read_as, read_json_body
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire import openai_fields as shared
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.types import TokenIds
 
 IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_tokens", "user"})

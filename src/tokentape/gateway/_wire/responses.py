@@ -25,8 +25,7 @@ from tokentape.gateway._events import TurnRequest, TurnStarted
 from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire import openai_fields as shared
-from tokentape.gateway._wire.openai_fields import call_rule, forced_tools
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.gateway._wire.responses_items import (
     ITEM_FIELDS,
     PART_FIELDS,
@@ -39,6 +38,7 @@ from tokentape.gateway._wire.responses_items import (
     without_instructions,
 )
 from tokentape.gateway._wire.responses_stream import ResponseEncoder, ended
+from tokentape.gateway._wire.shared_fields import call_rule, forced_tools
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 

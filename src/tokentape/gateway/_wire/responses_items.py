@@ -18,7 +18,7 @@ from tokentape.gateway._endpoint import RequestContext
 from tokentape.gateway._http import check_depth, read_as
 from tokentape.gateway._images import append_content, image_part
 from tokentape.gateway._recording import function_call
-from tokentape.gateway._wire.openai_fields import tool_arguments
+from tokentape.gateway._wire.shared_fields import tool_arguments
 from tokentape.types import Message, Tool
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")

@@ -11,8 +11,8 @@ from tokentape.errors import TokentapeError
 from tokentape.gateway._endpoint import DoneChoice
 from tokentape.gateway._events import SampleEvent, TurnDelta, TurnDone, TurnStarted
 from tokentape.gateway._http import encode_event
-from tokentape.gateway._wire.openai_fields import logprob_entries, reasoning_tokens, recorded
 from tokentape.gateway._wire.responses_items import call_item, message_item, output_items, reasoning_item
+from tokentape.gateway._wire.shared_fields import logprob_entries, reasoning_tokens, recorded
 from tokentape.types import TokenIds, Turn
 
 Item = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Code shared by wire APIs: sampling fields, tool choices, schemas, logprobs and usage."""
+"""Fields of requests and replies that several wire APIs share: sampling, tool choices, schemas, logprobs, usage."""
 
 from __future__ import annotations
 
