@@ -27,7 +27,7 @@ from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
 from tokentape.gateway._http import ClientLeft, error_body, error_response, json_response
-from tokentape.gateway._keys import Keys
+from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
 from tokentape.gateway._turns import Turns
@@ -140,7 +140,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         exposition, content_type = turns.telemetry.metrics.exposition(request.headers.get("accept", ""))
         return Response(exposition, media_type=content_type)
 
-    wire: dict[str, Any] = {"media": (JSON, "text/event-stream"), "headers": ("X-Session-Id", "Idempotency-Key")}
+    wire: dict[str, Any] = {"media": (JSON, "text/event-stream"), "headers": (SESSION_HEADER, IDEMPOTENCY_HEADER)}
     routes: list[Route] = []
     for one in dialects:
         fields: dict[str, Any] = {"body": one.body, "more_fields": one.ignored}

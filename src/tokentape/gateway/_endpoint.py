@@ -36,7 +36,15 @@ from tokentape.gateway._http import (
     read_as,
     read_json_body,
 )
-from tokentape.gateway._keys import Caller, Keys, check_session_id, may_be_session_id, new_session_id
+from tokentape.gateway._keys import (
+    IDEMPOTENCY_HEADER,
+    SESSION_HEADER,
+    Caller,
+    Keys,
+    check_session_id,
+    may_be_session_id,
+    new_session_id,
+)
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._prefix import MessagesSpan, RequestBody
 from tokentape.gateway._turns import Turns
@@ -137,6 +145,10 @@ class Dialect:
     """Struct with the fields of a request body."""
     ignored: frozenset[str]
     """Additional fields that are accepted and have no effect."""
+    lists: tuple[str, ...] = ("messages", "tools")
+    """Fields with lists of which the gateway limits the number of entries."""
+    parts: tuple[str, ...] = ("content",)
+    """Keys of the entries, and of their parts, that hold lists of parts. The limit includes these."""
     read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
     """Reads the messages of an accepted body.
 
@@ -270,7 +282,8 @@ class Endpoint:
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
         body = RequestBody(data, turns.sessions.prefixes(session_id or "", caller.owner) if lazy else ())
         parsed = parse_json(body.unread)
-        count = check_count(parsed, body.prefix.span.count if body.prefix else 0)
+        before = body.prefix.span.count if body.prefix else 0
+        count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.
         span = body.span(count) if lazy else None
         session_id = address(request, caller, self.dialect.session_of(parsed))
@@ -287,7 +300,7 @@ class Endpoint:
         decoded, known = await self._decode(body, parsed, span, context)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
-        hint = request.headers.get("x-session-id")
+        hint = request.headers.get(SESSION_HEADER)
         turn = replace(
             decoded.turn,
             **known,
@@ -298,7 +311,7 @@ class Endpoint:
             client_session=None if hint is None or hint == line.session_id else hint[:128],
             client=client_headers(request.scope["headers"], line.session_id),
         )
-        headers = {"X-Session-Id": line.session_id}
+        headers = {SESSION_HEADER: line.session_id}
         if decoded.ignored:
             headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
         async with cancelled_if_client_leaves(request.receive), AsyncExitStack() as unread:
@@ -363,14 +376,14 @@ def address(request: Request, caller: Caller, named: str | None = None) -> str |
         name = names.pop()
         check_session_id(name)
         return name
-    hint = request.headers.get("x-session-id", "")
+    hint = request.headers.get(SESSION_HEADER, "")
     return hint if may_be_session_id(hint) else None
 
 
 def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
-    key = request.headers.get("idempotency-key")
+    key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and not 0 < len(key) <= 256:
-        raise InvalidRequest("an Idempotency-Key has 1 to 256 characters", "Idempotency-Key")
+        raise InvalidRequest(f"an {IDEMPOTENCY_HEADER} has 1 to 256 characters", IDEMPOTENCY_HEADER)
     count = request.headers.get("x-stainless-retry-count", "0")
     # The `?` keeps a call without a session from matching one that names a session.
     digest = body.digest(f"{path}?" if anonymous else path)

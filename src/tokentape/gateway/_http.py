@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -127,29 +127,25 @@ def check_depth(value: Any, param: str) -> None:
     raise InvalidRequest(f"{param} nests deeper than {MAX_DEPTH} levels", param)
 
 
-def check_count(body: Any, before: int = 0) -> int:
+def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before: int = 0) -> int:
     """Count the messages in a body and their parts, plus `before`, the count of the messages left out of `body`.
 
-    Lists in call arguments and in schemas are not counted. Raises `TooLarge` if messages, input, system or tools have
-    more than `MAX_ENTRIES`.
+    `parts` are the keys under which entries hold further lists; others, such as call arguments and schemas, are not
+    counted. Raises `TooLarge` if a field in `lists` has more than `MAX_ENTRIES`.
     """
-    counts = {"messages": before, "input": 0, "system": 0, "tools": 0}
+    counts = dict.fromkeys(lists, 0) | {"messages": before}
     for name in counts:
-        left = [body.get(name) if isinstance(body, dict) else None]
-        while left:
-            value = left.pop()
+        unread = [body.get(name) if isinstance(body, dict) else None]
+        while unread:
+            value = unread.pop()
             if isinstance(value, list):
                 counts[name] += len(value)
-                left += value if name != "tools" else ()
+                unread += value
             elif isinstance(value, dict):
-                left += [value[key] for key in _PARTS if key in value]
+                unread += [value[key] for key in parts if key in value]
             if counts[name] > MAX_ENTRIES:
                 raise TooLarge(f"{name} has over {MAX_ENTRIES} entries and parts; join short ones")
     return counts["messages"]
-
-
-_PARTS = ("content", "output", "summary")
-"""Keys under which messages, results and reasoning hold their parts."""
 
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 
 from tokentape.errors import InvalidRequest, Unauthorized
 
+KEY_HEADER = "x-api-key"
+"""Holds a key, as `Authorization: Bearer KEY` does."""
+
+SESSION_HEADER = "X-Session-Id"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
 _SHORTEST = 16
@@ -64,13 +70,8 @@ class Keys:
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller that the key in `headers` (lower-case names) belongs to.
-
-        The key is in `Authorization: Bearer KEY` or `x-api-key: KEY`. Raises `Unauthorized` if it is missing or
-        unknown.
-        """
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        """Return the caller that the key in `headers` belongs to. Raises `Unauthorized` if it is missing or unknown."""
+        key = key_in(headers)
         derived = _DERIVED.fullmatch(key)
         if derived is not None:
             mac, name, session_id = derived.groups()
@@ -83,7 +84,7 @@ class Keys:
         if not self._keys:
             return Caller("", admin=True)
         if not key:
-            raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+            raise Unauthorized(f"an API key is needed: Authorization: Bearer KEY, or {KEY_HEADER}: KEY")
         # Compare all keys, so that the time taken reveals nothing.
         given = key.encode()
         found = [name for name, own in self._keys.items() if sum(hmac.compare_digest(given, one) for one in own)]
@@ -101,6 +102,12 @@ class Keys:
 
     def _secrets(self, name: str) -> list[bytes]:
         return self._keys.get(name, [b""])
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """Return the API key or session key in `headers` (lower-case names); empty if there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get(KEY_HEADER, "")
 
 
 def session_in_key(key: str) -> str | None:

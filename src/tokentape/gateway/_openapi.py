@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from tokentape._version import __version__
 from tokentape.gateway._http import encode_json
+from tokentape.gateway._keys import KEY_HEADER
 
 PATH = "/openapi.json"
 SESSION = "/sessions/{session_id}"
@@ -135,7 +136,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
             "schemas": schemas,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
-                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "key": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
             },
         },
         # The empty entry stands for a gateway without keys.

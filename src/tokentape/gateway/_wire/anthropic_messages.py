@@ -156,6 +156,7 @@ class AnthropicMessages(Dialect):
     path = "/v1/messages"
     summary = "Anthropic's Messages"
     body, ignored = MessagesBody, IGNORED
+    lists = ("messages", "system", "tools")
 
     def __init__(self, model_id: str, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         super().__init__(model_id, tokenizer)

@@ -63,7 +63,7 @@ class _Ids(Struct):
 class Completions(Dialect):
     path = "/v1/completions"
     summary = "OpenAI's completions"
-    body, ignored = CompletionsBody, IGNORED
+    body, ignored, lists = CompletionsBody, IGNORED, ()
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         read, _ = shared.read_fields(body, CompletionsBody, IGNORED, "prompt")

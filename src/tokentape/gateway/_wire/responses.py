@@ -96,6 +96,7 @@ class Responses(Dialect):
     path = "/v1/responses"
     summary = "OpenAI's Responses"
     body, ignored = ResponsesBody, IGNORED
+    lists, parts = ("input", "tools"), ("content", "output", "summary")
 
     def session_of(self, body: Any) -> str | None:
         previous = body.get("previous_response_id") if isinstance(body, dict) else None
