@@ -96,29 +96,48 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
     """
     top = min(top, SERVER_TOP)
     rows: list[_Row] | None = None
-    if info.name in ("vllm", "openai:vllm"):
-        # 0 requests only the log-probabilities of the ids themselves.
-        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-        body = {"model": info.model, "prompt": ids.tolist(), "add_special_tokens": False}
+    for path in info.scoring_paths:
         try:
-            completion = await _ask(http, "/v1/completions", body | sampling, _Choices)
+            rows = await _ROWS_AT[path](http, info.model, ids, start, top)
         except InvalidRequest:
-            if info.name != "vllm":
+            if path == info.scoring_paths[-1]:
                 raise
-            completion = None
-        choices = completion.choices if completion is not None else []
-        rows = _vllm_rows(ids, start, top, choices[0] if choices else None)
-        if info.name == "vllm" and rows is None:
-            body = {"model": info.model, "token_ids": ids.tolist(), "sampling_params": sampling}
-            rows = _vllm_rows(ids, start, top, await _ask(http, "/inference/v1/generate", body, _Prompt))
-    elif info.name == "sglang":
-        # The entry of the first requested position has no log-probability.
-        sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
-        body |= {"logprob_start_len": start - 1, "top_logprobs_num": top}
-        generated = await _ask(http, "/generate", body, _Generated)
-        rows = None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
-    return None if rows is None else _scores(rows)
+        if rows is not None:
+            return _scores(rows)
+    return None
+
+
+async def _completions_rows(http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
+    body = {"model": model, "prompt": ids.tolist(), "add_special_tokens": False, **_vllm_sampling(top)}
+    completion = await _ask(http, "/v1/completions", body, _Choices)
+    choices = completion.choices if completion is not None else []
+    return _vllm_rows(ids, start, top, choices[0] if choices else None)
+
+
+async def _vllm_generate_rows(http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
+    body = {"model": model, "token_ids": ids.tolist(), "sampling_params": _vllm_sampling(top)}
+    return _vllm_rows(ids, start, top, await _ask(http, "/inference/v1/generate", body, _Prompt))
+
+
+def _vllm_sampling(top: int) -> dict[str, Any]:
+    # 0 requests only the log-probabilities of the ids themselves.
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+
+
+async def _sglang_generate_rows(http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
+    # The entry of the first requested position has no log-probability.
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    body = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
+    body |= {"logprob_start_len": start - 1, "top_logprobs_num": top}
+    generated = await _ask(http, "/generate", body, _Generated)
+    return None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
+
+
+_ROWS_AT = {
+    "/v1/completions": _completions_rows,
+    "/inference/v1/generate": _vllm_generate_rows,
+    "/generate": _sglang_generate_rows,
+}
 
 
 def _scores(rows: Sequence[_Row]) -> Scores | None:
