@@ -118,10 +118,10 @@ def _routes(gateway: Gateway) -> list[Route]:
         gateway.caller(request)
         model = {"id": gateway.model_id, "object": "model", "created": started, "owned_by": "tokentape"}
         model["max_model_len"] = turns.engine.info.max_context
-        wanted = request.path_params.get("model_id")
-        if wanted is None:
+        model_id = request.path_params.get("model_id")
+        if model_id is None:
             return json_response({"object": "list", "data": [model]})
-        if wanted != gateway.model_id:
+        if model_id != gateway.model_id:
             raise NotFound(f"this gateway does not serve that model; it serves {gateway.model_id!r}")
         return json_response(model)
 
@@ -142,9 +142,11 @@ def _routes(gateway: Gateway) -> list[Route]:
 
     wire: dict[str, Any] = {"media": (JSON, "text/event-stream"), "headers": (SESSION_HEADER, IDEMPOTENCY_HEADER)}
     routes: list[Route] = []
-    for one in dialects:
-        fields: dict[str, Any] = {"body": one.body, "more_fields": one.ignored}
-        routes += also_below_sessions("POST", one.path, Endpoint(gateway, one), one.summary, **fields, **wire)
+    for dialect in dialects:
+        fields: dict[str, Any] = {"body": dialect.body, "more_fields": dialect.ignored}
+        routes += also_below_sessions(
+            "POST", dialect.path, Endpoint(gateway, dialect), dialect.summary, **fields, **wire
+        )
     routes += [
         *count_routes(gateway, anthropic_messages),
         *sessions.routes(gateway),
@@ -193,10 +195,10 @@ def _nearest(request: Request) -> str:
     """Return a hint with the known path most similar to the request's path; empty if none is similar."""
     below = _BELOW_SESSION.fullmatch(request.url.path)
     prefix, path = (SESSION, below[1]) if below is not None else ("", request.url.path)
-    known = {route.path for route in request.app.routes if isinstance(route, Route)}
-    served = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
-    like = difflib.get_close_matches(path, served, n=1)
-    return f"; did you mean {prefix}{like[0]}?" if like else ""
+    paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+    candidates = [candidate.removeprefix(prefix) for candidate in paths if candidate.startswith(prefix)]
+    nearest = difflib.get_close_matches(path, candidates, n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

@@ -263,12 +263,12 @@ class Endpoint:
         try:
             gateway.drain.refuse()
             caller = gateway.caller(request)
-            with ExitStack() as held:
-                held.enter_context(gateway.turns.calls.track(caller.owner))
+            with ExitStack() as stack:
+                stack.enter_context(gateway.turns.calls.track(caller.owner))
                 response = await self._answer(caller, request)
                 if isinstance(response, EventStream):
                     # The call counts as in flight until its last event is sent.
-                    response.held = held.pop_all()
+                    response.held = stack.pop_all()
             await response(scope, receive, send)
             complete = not isinstance(response, EventStream) or response.complete
         finally:
@@ -297,13 +297,13 @@ class Endpoint:
             partial(turns.conversation, line.session_id, owner=caller.owner),
             turns.enforce_tools,
         )
-        decoded, known = await self._decode(body, parsed, span, context)
+        decoded, fields = await self._decode(body, parsed, span, context)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
         hint = request.headers.get(SESSION_HEADER)
         turn = replace(
             decoded.turn,
-            **known,
+            **fields,
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
@@ -362,14 +362,14 @@ class Endpoint:
         return await self.dialect.decode(parsed, context), {"span": span}
 
 
-def address(request: Request, caller: Caller, named: str | None = None) -> str | None:
+def address(request: Request, caller: Caller, id_in_body: str | None = None) -> str | None:
     """Return the session id from a request's path, body or key, else from the header `X-Session-Id`, else None.
 
     `named` is the id in the body. A header that is no valid id is ignored, since some harnesses send their own ids in
     it. Raises `InvalidRequest` if path, body and key name an invalid id or different sessions.
     """
-    given = [request.path_params.get("session_id"), named, caller.session_id]
-    names = {name for name in given if name is not None}
+    candidates = [request.path_params.get("session_id"), id_in_body, caller.session_id]
+    names = {name for name in candidates if name is not None}
     if len(names) > 1:
         raise InvalidRequest("path, body and key name different sessions; name one", "session_id")
     if names:
@@ -399,7 +399,7 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
             done.append(event)
         elif isinstance(event, TurnDelta):
             sampled.setdefault(event.choice, []).append(event.sampled)
-    return [DoneChoice(one, sampled[one.choice]) for one in sorted(done, key=lambda one: one.choice)]
+    return [DoneChoice(choice, sampled[choice.choice]) for choice in sorted(done, key=lambda choice: choice.choice)]
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
@@ -410,7 +410,7 @@ def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> d
     >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
     {'parent': 'ses_1'}
     """
-    found = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
-    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in found.items()}
+    values = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
+    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in values.items()}
     plain = {"session": session_id, "retry": "0"}
     return {name: text for name, text in sorted(texts.items()) if text != plain.get(name)}

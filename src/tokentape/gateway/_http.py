@@ -71,11 +71,11 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     Browsers let a page of another site send other content types without a preflight, but not `application/json`. So
     the header may be missing only from requests without an `Origin`, which browsers send.
     """
-    given = request.headers.get("content-type")
-    kind = (given or "").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type")
+    kind = (content_type or "").partition(";")[0].strip().lower()
     body = await read_body(request, max_bytes)
-    from_page = given is None and "origin" in request.headers and body
-    if from_page or (given is not None and kind != "application/json" and not kind.endswith("+json")):
+    from_page = content_type is None and "origin" in request.headers and body
+    if from_page or (content_type is not None and kind != "application/json" and not kind.endswith("+json")):
         raise WrongContentType("the body must be JSON; send it with the header Content-Type: application/json")
     return body
 
@@ -94,16 +94,16 @@ def read_as(value: Any, kind: type[_T]) -> _T:
 
 def _allowed(kind: type, where: str) -> str:
     """Return the values that a field allows, in parentheses; empty if its type does not list them in one way."""
-    found: Any = msgspec.inspect.type_info(kind)
+    info: Any = msgspec.inspect.type_info(kind)
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", ".*", where)):
         if name == "*":
-            found = getattr(found, "item_type", None)
+            info = getattr(info, "item_type", None)
         else:
-            found = next((one.type for one in getattr(found, "fields", ()) if one.encode_name == name), None)
-        if isinstance(found, msgspec.inspect.UnionType):
-            some = [one for one in found.types if not isinstance(one, msgspec.inspect.NoneType)]
-            found = some[0] if len(some) == 1 else None
-    return f": {', '.join(map(str, found.values))}" if isinstance(found, msgspec.inspect.LiteralType) else ""
+            info = next((field.type for field in getattr(info, "fields", ()) if field.encode_name == name), None)
+        if isinstance(info, msgspec.inspect.UnionType):
+            members = [member for member in info.types if not isinstance(member, msgspec.inspect.NoneType)]
+            info = members[0] if len(members) == 1 else None
+    return f": {', '.join(map(str, info.values))}" if isinstance(info, msgspec.inspect.LiteralType) else ""
 
 
 def explain(error: msgspec.ValidationError) -> tuple[str, str]:
@@ -195,14 +195,14 @@ def unexpected(error: Exception) -> TokentapeError:
 @asynccontextmanager
 async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
     """Cancel the body of the `with` and raise `ClientLeft` if the client disconnects. Read the request body before."""
-    working, left = asyncio.current_task(), False
+    working, client_left = asyncio.current_task(), False
     assert working is not None
 
     async def watch() -> None:
-        nonlocal left
+        nonlocal client_left
         while (await receive())["type"] != "http.disconnect":
             pass
-        left = True
+        client_left = True
         working.cancel()
 
     watching = asyncio.create_task(watch())
@@ -213,7 +213,7 @@ async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
         failure = error
     watching.cancel()
     # As in asyncio.timeout: something else may have cancelled the task too.
-    if left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
+    if client_left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
         raise ClientLeft from None
     if failure is not None:
         raise failure
