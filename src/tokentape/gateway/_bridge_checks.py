@@ -199,6 +199,6 @@ def _check(renderer: Renderer, job: _Job) -> BridgeCheck:
     turn, session = job.turns[0], job.opened.session
     assert turn.parent is not None
     *path, parent = session.path(turn.parent)
-    history = [message for earlier in path for message in (*earlier.messages, earlier.reply)] + [*parent.messages]
+    history = [message for ancestor in path for message in (*ancestor.messages, ancestor.reply)] + [*parent.messages]
     added = PromptTokens(turn.added_ids, turn.added_provenance)
     return check_bridge(renderer, job.setup, history, parent.reply, turn.messages, parent.completion_ids, added)

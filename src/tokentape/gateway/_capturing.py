@@ -49,7 +49,7 @@ class ServerRenderedCall:
         """Request id of the first call."""
 
     async def begin(self, stack: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
-        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `held` ends an unused call.
+        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `stack` ends an unused call.
 
         Raises `InvalidRequest`, `EngineError` and their subclasses.
         """

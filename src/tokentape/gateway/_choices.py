@@ -104,9 +104,9 @@ class Choice:
     def payloads_due(self) -> int | None:
         """Return the first index in prompt + completion without payloads. Return None if none were requested."""
         due = self.sampling.payloads_from
-        return (
-            due if due is None else min([payload.start + len(payload.rows) for payload in self.payloads], default=due)
-        )
+        if due is None:
+            return None
+        return min([payload.start + len(payload.rows) for payload in self.payloads], default=due)
 
     def go_on(self, cause: str | None) -> None:
         """Reset for another engine call that samples the rest.
@@ -130,11 +130,11 @@ class Choice:
         return replace(delta, tool_calls=calls)
 
 
-def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[Payload, ...]:
+def _joined(payloads: tuple[Payload, ...], later: tuple[Payload, ...]) -> tuple[Payload, ...]:
     """Append the payload rows of a continuing call to the rows so far, name by name."""
     before = {payload.name: payload for payload in payloads}
     joined = []
-    for payload in more:
+    for payload in later:
         first = before.get(payload.name)
         joined.append(payload if first is None else replace(first, rows=np.concatenate([first.rows, payload.rows])))
     return tuple(joined)

@@ -365,7 +365,7 @@ class Endpoint:
 def address(request: Request, caller: Caller, id_in_body: str | None = None) -> str | None:
     """Return the session id from a request's path, body or key, else from the header `X-Session-Id`, else None.
 
-    `named` is the id in the body. A header that is no valid id is ignored, since some harnesses send their own ids in
+    A header that is no valid id is ignored, since some harnesses send their own ids in
     it. Raises `InvalidRequest` if path, body and key name an invalid id or different sessions.
     """
     candidates = [request.path_params.get("session_id"), id_in_body, caller.session_id]

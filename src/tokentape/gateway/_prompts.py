@@ -191,7 +191,7 @@ class PromptBuilder:
     ) -> Prompt:
         """Build the prompt: bridged if the certificate allows it, else rendered as a new branch.
 
-        `found` is the point that the request continues from. Without `fits` the prompt may be longer than the context.
+        `point` is where the request continues from. Without `fits` the prompt may be longer than the context.
         Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
         prompt = self._context(request, session, setup, point)
@@ -309,9 +309,7 @@ class PromptBuilder:
         if spans and "image" not in self._engine.info.media:
             raise UnsupportedParameter("the conversation holds images; this engine takes text only", "messages")
         media = {span.sha256: request.media.get(span.sha256) for span in spans}
-        loaded = {
-            sha256: media_bytes or self._load_media(request.session_id, sha256) for sha256, media_bytes in media.items()
-        }
+        loaded = {sha256: image or self._load_media(request.session_id, sha256) for sha256, image in media.items()}
         new = {part["sha256"] for part in image_parts(prompt.messages)}
         return replace(
             prompt,
@@ -414,6 +412,6 @@ def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
 
 def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
     """Add notes to the prompt: the caller's values that pins have overridden, and the client's headers."""
-    asked = {name: value for name, (value, _) in request.overridden.items()}
-    notes = {"asked": asked, "client_session": request.client_session, CLIENT: request.client}
+    overridden = {name: value for name, (value, _) in request.overridden.items()}
+    notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
     return replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

@@ -219,7 +219,7 @@ def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) 
 
 
 _NOT_RECORDED = ("session_id", "payloads_from", "supports")
-_RECORDED = tuple(one.name for one in fields(SamplingParams) if one.name not in _NOT_RECORDED)
+_RECORDED = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_RECORDED)
 """Sampling parameters that are recorded with a turn."""
 
 _values = attrgetter(*_RECORDED)

@@ -96,11 +96,11 @@ class OpenSession:
         """
         turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
         if most and turns + under_way + more > most:
-            state = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
+            problem = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
             if turns + more > most:
-                raise LimitReached(f"{state}; begin another session")
+                raise LimitReached(f"{problem}; begin another session")
             # A call in flight may fail and free its turns.
-            raise LimitReached(f"{state}; wait, or begin another session", retry_after=1.0)
+            raise LimitReached(f"{problem}; wait, or begin another session", retry_after=1.0)
 
     def call_in_flight(self, attempt: Attempt) -> InFlightCall | None:
         """Return the call in flight that `attempt` repeats. Raises like `Attempt.repeats`."""
@@ -304,7 +304,7 @@ class SessionCache:
         """Drop idle sessions from memory. Raises `LimitReached` if `owner` still has too many sessions there."""
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
-        for opened in list(takewhile(lambda session: session.used_at < cutoff, self._open.values())):
+        for opened in list(takewhile(lambda opened: opened.used_at < cutoff, self._open.values())):
             if not opened.calls and not opened.unmarked and not opened.lock.locked():
                 self.drop(opened)
         if most and sum(opened.session.info.owner == owner for opened in self._open.values()) >= most:

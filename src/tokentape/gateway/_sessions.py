@@ -105,8 +105,8 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def show_trajectories(request: Request) -> Response:
         leaf = query_number(request, "leaf", range(2**63))
-        verdicts = request.query_params.get("verdict")
-        verdicts = None if verdicts is None else [verdict.strip() for verdict in verdicts.split(",")]
+        listed = request.query_params.get("verdict")
+        verdicts = None if listed is None else [verdict.strip() for verdict in listed.split(",")]
         check_verdicts(verdicts or ())
         _, session_id = await addressed(gateway, request)
         await turns.wait_checks([session_id], query_number(request, "wait_checks", range(61)) or 0)
@@ -256,18 +256,14 @@ def _trajectories(
         trajectories = [trajectory for trajectory in trajectories if trajectory.leaf == leaf]
         if not trajectories:
             raise NotFound(f"session {session_id!r} has no leaf {leaf}; GET the session to see its leaves")
-    return (
-        trajectories
-        if verdicts is None
-        else [trajectory for trajectory in trajectories if wanted_verdict(trajectory.verdict, verdicts)]
-    )
+    if verdicts is None:
+        return trajectories
+    return [trajectory for trajectory in trajectories if wanted_verdict(trajectory.verdict, verdicts)]
 
 
 def _written(trajectories: list[Trajectory], parquet: bool) -> Response:
     if not parquet:
-        return json_response(
-            {"object": "list", "data": [trajectory_to_json(trajectory) for trajectory in trajectories]}
-        )
+        return json_response({"object": "list", "data": [*map(trajectory_to_json, trajectories)]})
     sink = io.BytesIO()
     write_parquet(trajectories, sink)
     return Response(sink.getvalue(), media_type=PARQUET)

@@ -72,8 +72,8 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
 
     async def show_all(request: Request) -> Response:
-        matches = await asyncio.to_thread(snapshots.all, asking(request).sees)
-        return json_response({"object": "list", "data": [_summary(snapshot) for snapshot in matches]})
+        visible = await asyncio.to_thread(snapshots.all, asking(request).sees)
+        return json_response({"object": "list", "data": [_summary(snapshot) for snapshot in visible]})
 
     async def show(request: Request) -> Response:
         return json_response(_manifest(await snapshots.snapshot(_id(request), asking(request).sees)))
@@ -111,8 +111,8 @@ def routes(gateway: Gateway) -> list[Route]:
         dropped, reasons = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
         turns.forget(dropped)
         snapshot = await snapshots.snapshot(snapshot_id, caller.sees)
-        reasons = [{"session_id": session_id, "reason": reason} for session_id, reason in reasons.items()]
-        return json_response({**_summary(snapshot), "dropped": dropped, "kept": reasons})
+        kept = [{"session_id": session_id, "reason": reason} for session_id, reason in reasons.items()]
+        return json_response({**_summary(snapshot), "dropped": dropped, "kept": kept})
 
     path = "/snapshots/{snapshot_id}"
     new: dict[str, Any] = {"body": NewSnapshot, "body_required": False, "status": 201}

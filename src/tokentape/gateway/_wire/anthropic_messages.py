@@ -174,7 +174,7 @@ class AnthropicMessages(Dialect):
         rule = _rule(read, context)
         turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
         shared.refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
-        contents = [content for one in body["messages"] if isinstance(content := one["content"], list)]
+        contents = [content for message in body["messages"] if isinstance(content := message["content"], list)]
         blocks = [block for content in contents for block in content]
         ignored = (
             *self._ignored_params(read, rule),
@@ -272,8 +272,8 @@ def _read(body: Any) -> MessagesBody:
     empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
     read, _ = shared.read_fields(body, MessagesBody, IGNORED | empty, "messages")
     if read.tool_choice.type in ("any", "tool"):
-        named = [read.tool_choice.name] if read.tool_choice.type == "tool" else []
-        shared.refuse_unknown_tools(named, [tool.name for tool in read.tools])
+        names = [read.tool_choice.name] if read.tool_choice.type == "tool" else []
+        shared.refuse_unknown_tools(names, [tool.name for tool in read.tools])
     return read
 
 
@@ -307,8 +307,8 @@ class AnthropicEncoder:
     def __init__(self, body: MessagesBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
         self._body, self._ignored, self._tokenizer = body, ignored, dialect.tokenizer
         self._prompt_ids = started.prompt_ids
-        named = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
-        self._head: dict[str, Any] = named
+        head = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
+        self._head: dict[str, Any] = head
         if body.return_token_ids:
             self._head["prompt_token_ids"] = self._prompt_ids.tolist()
         self._signature = f"tokentape-{started.reply_id}"
@@ -337,11 +337,11 @@ class AnthropicEncoder:
             async for event in events:
                 if isinstance(event, TurnDone):
                     done = event
-                for written in blocks.grow(event.rest if isinstance(event, TurnDone) else event.reply):
-                    yield written
+                for chunk in blocks.grow(event.rest if isinstance(event, TurnDone) else event.reply):
+                    yield chunk
         assert done is not None
-        for written in blocks.close():
-            yield written
+        for chunk in blocks.close():
+            yield chunk
         yield _event("message_delta", delta=self._stop(done), **self._end(done))
         yield _event("message_stop")
 
@@ -356,24 +356,24 @@ class AnthropicEncoder:
     def _usage(self, done: TurnDone | None = None) -> dict[str, Any]:
         # In this API `input_tokens` excludes cached tokens, which are only known at the end.
         cached = 0 if done is None else done.cached_tokens or 0
-        written: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "input_tokens": len(self._prompt_ids) - cached,
             "output_tokens": 0 if done is None else len(done.turn.completion_ids),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
         }
         if done is not None and (thought := reasoning_tokens(done.turn, self._tokenizer)):
-            written["output_tokens_details"] = {"thinking_tokens": thought}
-        return written
+            usage["output_tokens_details"] = {"thinking_tokens": thought}
+        return usage
 
     def _end(self, done: TurnDone) -> dict[str, Any]:
         turn = done.turn
-        more: dict[str, Any] = {"usage": self._usage(done), "tokentape": recorded(turn, self._ignored)}
+        fields: dict[str, Any] = {"usage": self._usage(done), "tokentape": recorded(turn, self._ignored)}
         if self._body.return_token_ids:
-            more["token_ids"] = turn.completion_ids.tolist()
+            fields["token_ids"] = turn.completion_ids.tolist()
         if self._body.logprobs:
-            more["logprobs"] = turn.logprobs.tolist()
-        return more
+            fields["logprobs"] = turn.logprobs.tolist()
+        return fields
 
 
 class _OpenBlock:
