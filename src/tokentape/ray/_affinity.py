@@ -29,9 +29,9 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
         """Return the replica of the request's session, then those to try if it is full."""
         if pending_request is not None and pending_request.metadata.is_http_request:
             # Serve's proxy sends the ASGI scope in the pickled first argument.
-            (sent,) = pending_request.args or (None,)
-            if isinstance(sent, bytes):
-                scope = pickle.loads(sent).asgi_scope
+            (pickled,) = pending_request.args or (None,)
+            if isinstance(pickled, bytes):
+                scope = pickle.loads(pickled).asgi_scope
                 pending_request.metadata.session_id = affinity_key(scope["path"], scope["headers"]) or ""
         ranked: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         return ranked
