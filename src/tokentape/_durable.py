@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 PART = ".part"
-"""Suffix of a file that is still being written. A killed process leaves such a file."""
+"""Suffix of a file that is still being written. A killed process leaves one."""
 
 
 @contextmanager

@@ -58,7 +58,7 @@ Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 def model_folder(config: ServeConfig) -> Path:
     """Return the model's folder; without one, the tiny model's if it is embedded.
 
-    Raises `InvalidRequest` as `find_model`, and for a server whose model is not named, after asking it what it serves.
+    Raises `InvalidRequest` as `find_model`, and if no model is named for a server, after asking it what it serves.
     Not for an event loop.
     """
     if config.model is not None:
@@ -321,7 +321,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
 
 
 async def _looks_like(http: HttpClient, kind: str) -> str | None:
-    """Return the kind of server, other than `kind`, whose own path this server has; None if it has none of them."""
+    """Return the kind, other than `kind`, of the servers that have a path of this server; None if there is none."""
     for other_kind, path in _OWN_PATHS.items():
         with suppress(TokentapeError):
             if other_kind != kind and await attempt(http.get(path)) is not None:

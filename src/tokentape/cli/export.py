@@ -170,7 +170,7 @@ def export(
 _PATIENCE = 60.0
 
 _GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl")
-"""Formats whose rows name a group."""
+"""Formats with the name of a group in each row."""
 
 _SHOWN = 5
 """Largest number of refused sessions to print."""

@@ -65,7 +65,9 @@ def show(
         if as_json:
             typer.echo(json.dumps(trajectory_to_json(chosen)))
             return
-        loaded = served_tokenizer(source.served_model()) if tokenizer is None else Tokenizer.load(tokenizer)
+        loaded: Tokenizer | str | None = (
+            served_tokenizer(source.served_model()) if tokenizer is None else Tokenizer.load(tokenizer)
+        )
     if isinstance(loaded, str):
         typer.echo(f"{loaded}: showing ids only; name the model folder with --tokenizer to see text", err=True)
         loaded = None

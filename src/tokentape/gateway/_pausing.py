@@ -149,8 +149,8 @@ class Pausing:
         """Return the number of other gateways on the record, and the number of their calls in flight."""
         if not self._store.shared:
             return 0, 0
-        others = await self._others()
-        return len(others), sum(gateway.under_way for gateway in others)
+        gateways = await self._others()
+        return len(gateways), sum(gateway.under_way for gateway in gateways)
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:

@@ -165,13 +165,13 @@ class PromptBuilder:
         messages, media = receive(request.messages, self._renderer.images, load)
         return replace(request, messages=messages, media=media)
 
-    def render_alike(self, one: Sequence[Message], other: Sequence[Message], setup: Setup) -> bool:
+    def render_alike(self, messages: Sequence[Message], other_messages: Sequence[Message], setup: Setup) -> bool:
         """Return whether two conversations render to the same text; False if one can't be rendered."""
         try:
-            first, second = (self._renderer.render_text(messages, setup, generate=True) for messages in (one, other))
+            text = self._renderer.render_text(messages, setup, generate=True)
+            return text == self._renderer.render_text(other_messages, setup, generate=True)
         except TokentapeError:
             return False
-        return first == second
 
     def is_quick(self, request: TurnRequest, setup: Setup, point: ContinuationPoint) -> bool:
         """Return whether `build` takes only a millisecond or two: short new messages, of a kind bridged before."""

@@ -85,19 +85,19 @@ class OpenSession:
         """
         for answer in answers:
             self.remember(answer)
-            read = answer.created_at >= known_since or any(map(self.session.is_continued, answer.turns))
-            if read and self.session.unread.isdisjoint(answer.turns):
+            was_read = answer.created_at >= known_since or any(map(self.session.is_continued, answer.turns))
+            if was_read and self.session.unread.isdisjoint(answer.turns):
                 self.delivered.add(answer.reply_id)
 
-    def check_turns(self, more: int, most: int) -> None:
-        """Raise `LimitReached` if `more` turns would bring the session over `most`, turns in flight included.
+    def check_turns(self, new_turns: int, most: int) -> None:
+        """Raise `LimitReached` if `new_turns` would bring the session over `most`, turns in flight included.
 
         `most` 0 means no limit.
         """
         turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
-        if most and turns + under_way + more > most:
+        if most and turns + under_way + new_turns > most:
             problem = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
-            if turns + more > most:
+            if turns + new_turns > most:
                 raise LimitReached(f"{problem}; begin another session")
             # A call in flight may fail and free its turns.
             raise LimitReached(f"{problem}; wait, or begin another session", retry_after=1.0)
@@ -370,7 +370,7 @@ class UnreadMarks:
         self._start()
 
     async def written(self) -> None:
-        """Wait until every pending mark is recorded or has failed once more."""
+        """Wait until every pending mark is recorded or has failed again."""
         self._start()
         await asyncio.gather(*self._writing)
 

@@ -93,9 +93,9 @@ def routes(gateway: Gateway) -> list[Route]:
         limit = query_number(request, "limit", range(1, MAX_PAGE + 1)) or 100
         after = query_number(request, "after", range(2**63)) or 0
         page = await asyncio.to_thread(turns.store.sessions, limit=limit + 1, after=after, owner=caller.sees)
-        shown, more = page[:limit], len(page) > limit
-        body = {"object": "list", "data": [_summary(summary) for summary in shown], "has_more": more}
-        return json_response({**body, "next_after": shown[-1].position if more else None})
+        shown, has_more = page[:limit], len(page) > limit
+        body = {"object": "list", "data": [_summary(summary) for summary in shown], "has_more": has_more}
+        return json_response({**body, "next_after": shown[-1].position if has_more else None})
 
     async def show(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
