@@ -98,7 +98,7 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
     rows: list[_Row] | None = None
     for path in info.scoring_paths:
         try:
-            rows = await _ROWS_AT[path](http, info.model, ids, start, top)
+            rows = await _rows_at(path, http, info.model, ids, start, top)
         except InvalidRequest:
             if path == info.scoring_paths[-1]:
                 raise
@@ -107,37 +107,24 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
     return None
 
 
-async def _completions_rows(http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
-    body = {"model": model, "prompt": ids.tolist(), "add_special_tokens": False, **_vllm_sampling(top)}
-    completion = await _ask(http, "/v1/completions", body, _Choices)
-    choices = completion.choices if completion is not None else []
-    return _vllm_rows(ids, start, top, choices[0] if choices else None)
-
-
-async def _vllm_generate_rows(http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
-    body = {"model": model, "token_ids": ids.tolist(), "sampling_params": _vllm_sampling(top)}
-    return _vllm_rows(ids, start, top, await _ask(http, "/inference/v1/generate", body, _Prompt))
-
-
-def _vllm_sampling(top: int) -> dict[str, Any]:
+async def _rows_at(path: str, http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
+    """Request the rows at one of the paths of `EngineInfo.scoring_paths`."""
+    body: dict[str, Any]
+    if path == "/generate":
+        # SGLang. The entry of the first requested position has no log-probability.
+        body = {"input_ids": ids.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+        body |= {"return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": top}
+        generated = await _ask(http, path, body, _Generated)
+        return None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
     # 0 requests only the log-probabilities of the ids themselves.
-    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-
-
-async def _sglang_generate_rows(http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
-    # The entry of the first requested position has no log-probability.
-    sampling = {"max_new_tokens": 0, "temperature": 1.0}
-    body = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
-    body |= {"logprob_start_len": start - 1, "top_logprobs_num": top}
-    generated = await _ask(http, "/generate", body, _Generated)
-    return None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
-
-
-_ROWS_AT = {
-    "/v1/completions": _completions_rows,
-    "/inference/v1/generate": _vllm_generate_rows,
-    "/generate": _sglang_generate_rows,
-}
+    sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+    if path == "/v1/completions":
+        body = {"model": model, "prompt": ids.tolist(), "add_special_tokens": False, **sampling}
+        completion = await _ask(http, path, body, _Choices)
+        choices = completion.choices if completion is not None else []
+        return _vllm_rows(ids, start, top, choices[0] if choices else None)
+    body = {"model": model, "token_ids": ids.tolist(), "sampling_params": sampling}
+    return _vllm_rows(ids, start, top, await _ask(http, path, body, _Prompt))
 
 
 def _scores(rows: Sequence[_Row]) -> Scores | None:

@@ -355,10 +355,10 @@ async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None,
         name = request.query_params.get("name")
         if name is None:
             raise InvalidRequest("a binary body holds one column; give its name as a query parameter", "name")
-        body = await read_body(request, gateway.turns.limits.body_bytes)
-        if len(body) % 4:
-            raise InvalidRequest(f"the body has {len(body)} bytes; expected a multiple of 4, the size of a float32")
-        values = {name: np.frombuffer(body, "<f4").astype(np.float32, copy=False)}
+        data = await read_body(request, gateway.turns.limits.body_bytes)
+        if len(data) % 4:
+            raise InvalidRequest(f"the body has {len(data)} bytes; expected a multiple of 4, the size of a float32")
+        values = {name: np.frombuffer(data, "<f4").astype(np.float32, copy=False)}
         turn, leaf = query_number(request, "turn", range(2**63)), query_number(request, "leaf", range(2**63))
     else:
         body = await gateway.read(request, NewColumns)
