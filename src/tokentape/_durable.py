@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 PART = ".part"
-"""Suffix of a file that is still being written. A killed process leaves such a file."""
+"""Suffix of a file that is still being written. A killed process leaves one."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
         return
     path = path.resolve()
-    made = [one for one in path.parents if not one.exists()]
+    missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + PART)
     try:
@@ -35,7 +35,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    for changed in (path.parent, *(one.parent for one in made)):
+    for changed in (path.parent, *(folder.parent for folder in missing)):
         flush_directory(changed)
 
 

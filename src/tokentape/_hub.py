@@ -11,20 +11,20 @@ from tokentape.errors import InvalidRequest
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def find_model(named: Path, *, weights: bool) -> Path:
-    """Return the folder `named`, or the one that the local cache has for a Hub name.
+def find_model(model: Path, *, weights: bool) -> Path:
+    """Return the folder `model`, or the one that the local cache has for a Hub name.
 
     Raises:
         InvalidRequest: there is neither. The text has the command that downloads it: all of it, or without `weights`
             what a tokenizer and a template need.
 
     """
-    if named.is_dir():
-        return named
-    name = str(named)
+    if model.is_dir():
+        return model
+    name = str(model)
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
-            f"there is no model folder {name}{' (it is a file)' if named.exists() else ''}; expected a folder with "
+            f"there is no model folder {name}{' (it is a file)' if model.exists() else ''}; expected a folder with "
             "tokenizer.json and a chat template, or a name on the Hub such as Qwen/Qwen3-8B",
             "model",
         )
@@ -41,9 +41,9 @@ def find_model(named: Path, *, weights: bool) -> Path:
     )
 
 
-def is_hub_name(named: Path) -> bool:
+def is_hub_name(model: Path) -> bool:
     """Return whether this is not a folder but has the form of a Hub name."""
-    return not named.exists() and _NAME.fullmatch(str(named)) is not None
+    return not model.exists() and _NAME.fullmatch(str(model)) is not None
 
 
 def _cache() -> Path:

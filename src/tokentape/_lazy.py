@@ -30,5 +30,5 @@ def _homes(package: str) -> dict[str, str]:
     import pkgutil
 
     tree = ast.parse(pkgutil.get_data(package, "__init__.py") or b"")
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in found for alias in node.names}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -58,7 +58,7 @@ Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 def model_folder(config: ServeConfig) -> Path:
     """Return the model's folder; without one, the tiny model's if it is embedded.
 
-    Raises `InvalidRequest` as `find_model`, and for a server whose model is not named, after asking it what it serves.
+    Raises `InvalidRequest` as `find_model`, and if no model is named for a server, after asking it what it serves.
     Not for an event loop.
     """
     if config.model is not None:
@@ -143,8 +143,8 @@ def model_name(config: ServeConfig) -> str:
 
 def folder_model(config: ServeConfig) -> FolderModel:
     """Return what the model's folder says about the model."""
-    named = [str(config.model)] if config.model is not None and is_hub_name(config.model) else []
-    return FolderModel.read(model_folder(config), *named)
+    hub_names = [str(config.model)] if config.model is not None and is_hub_name(config.model) else []
+    return FolderModel.read(model_folder(config), *hub_names)
 
 
 def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
@@ -173,22 +173,22 @@ def open_renderer(config: ServeConfig) -> Renderer:
 def other_sampling(config: ServeConfig) -> str:
     """Return which sampling defaults of the model's generation_config.json the gateway does not use; empty if none."""
     try:
-        own = json.loads((model_folder(config) / "generation_config.json").read_bytes())
+        generation_config = json.loads((model_folder(config) / "generation_config.json").read_bytes())
     except (OSError, ValueError):
-        own = None
-    if not isinstance(own, dict) or config.engine.capture:
+        generation_config = None
+    if not isinstance(generation_config, dict) or config.engine.capture:
         return ""
-    other = {
-        name: own[name]
+    differing = {
+        name: generation_config[name]
         for name, (ours, *same) in _SAMPLING.items()
-        if isinstance(own.get(name), int | float) and own[name] not in (ours, *same)
+        if isinstance(generation_config.get(name), int | float) and generation_config[name] not in (ours, *same)
         if name not in config.pin and name not in config.default
     }
-    if not other:
+    if not differing:
         return ""
-    ours = ", ".join(f"{name} {_SAMPLING[name][0]}" for name in other)
-    theirs = ", ".join(f"{name} {value}" for name, value in other.items())
-    options = " ".join(f"--default {name}={value}" for name, value in other.items())
+    ours = ", ".join(f"{name} {_SAMPLING[name][0]}" for name in differing)
+    theirs = ", ".join(f"{name} {value}" for name, value in differing.items())
+    options = " ".join(f"--default {name}={value}" for name, value in differing.items())
     return (
         f"calls that don't say otherwise are sampled with {ours}. The model's generation_config.json has {theirs}, "
         f"which vLLM and SGLang use by default; for that, add {options}"
@@ -203,10 +203,10 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
     """
     if config.payloads_to is not None:
         store.keep_payloads_at(config.payloads_to)
-    made: list[Turns] = []
+    opened: list[Turns] = []
 
     def weights_now() -> str | None:
-        return made[0].gate.weight_version if made else None
+        return opened[0].gate.weight_version if opened else None
 
     server = await open_captured(config, renderer, weights_now) if config.engine.capture else None
     turns = Turns(
@@ -229,7 +229,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         check_bridges=config.check_bridges,
         enforce_tools=config.enforce_tools,
     )
-    made.append(turns)
+    opened.append(turns)
     log_served(_log, turns.engine.info.logprobs_mode, turns.engine.info.name)
     return create_app(
         turns, model_id=model_name(config), keys=config.all_keys(), allowed_hosts=config.allowed_hosts, drain=drain
@@ -321,11 +321,11 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
 
 
 async def _looks_like(http: HttpClient, kind: str) -> str | None:
-    """Return the kind of server, other than `kind`, whose own path this server has; None if it has none of them."""
-    for other, path in _OWN_PATHS.items():
+    """Return the kind, other than `kind`, of the servers that have a path of this server; None if there is none."""
+    for other_kind, path in _OWN_PATHS.items():
         with suppress(TokentapeError):
-            if other != kind and await attempt(http.get(path)) is not None:
-                return other
+            if other_kind != kind and await attempt(http.get(path)) is not None:
+                return other_kind
     return None
 
 
@@ -334,13 +334,13 @@ def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], st
     engine, folder = config.engine, folder_model(config)
 
     async def look(http: HttpClient, info: EngineInfo) -> ModelCheck:
-        found = await serves_model(engine.kind, http, info, renderer, folder, engine.model)
-        failed = [f"{one.found}. {one.advice}" for one in found if one.status == "fail"]
-        unknown = [one.found for one in found if one.status == "warn"]
+        results = await serves_model(engine.kind, http, info, renderer, folder, engine.model)
+        failed = [f"{result.found}. {result.advice}" for result in results if result.status == "fail"]
+        unknown = [result.found for result in results if result.status == "warn"]
         return ModelCheck(
             "refused" if failed else "unverified" if unknown else "ok",
             " ".join(failed) or "; ".join(unknown),
-            any(one.name == "tokenizer" and one.status == "fail" for one in found),
+            any(result.name == "tokenizer" and result.status == "fail" for result in results),
         )
 
     async def guard(opened: RemoteEngine) -> GuardedEngine:

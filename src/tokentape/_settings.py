@@ -59,8 +59,8 @@ class Setting:
     @property
     def flag(self) -> str:
         """The flag, for example `--engine-url`."""
-        named = self.option.flag if self.option else None
-        return named or "--" + self.name.rpartition(".")[2].replace("_", "-")
+        flag = self.option.flag if self.option else None
+        return flag or "--" + self.name.rpartition(".")[2].replace("_", "-")
 
     @property
     def help(self) -> str:
@@ -83,7 +83,7 @@ class Setting:
             most = sys.float_info.max if most is None and self.kind is float else most
             annotation = Annotated[self.kind, msgspec.Meta(ge=least, le=most)]
         try:
-            return msgspec.convert(value, annotation, strict=strict, dec_hook=lambda kind, given: kind(given))
+            return msgspec.convert(value, annotation, strict=strict, dec_hook=lambda kind, raw: kind(raw))
         except (msgspec.ValidationError, TypeError) as error:
             raise InvalidRequest(f"{where}: {str(error)[:1].lower()}{str(error)[1:]}", where) from None
 
@@ -100,22 +100,22 @@ def env_name(name: str) -> str:
 def walk(config: Any, prefix: str = "") -> Iterator[Setting]:
     """Yield the settings of a dataclass of defaults and of those inside it."""
     kinds = get_type_hints(type(config))
-    for one in fields(config):
-        default, kind = getattr(config, one.name), kinds[one.name]
+    for member in fields(config):
+        default, kind = getattr(config, member.name), kinds[member.name]
         if is_dataclass(kind):
-            yield from walk(default, f"{prefix}{one.name}.")
+            yield from walk(default, f"{prefix}{member.name}.")
             continue
         inner = [arg for arg in get_args(kind) if arg is not type(None)]
         bare = inner[0] if len(inner) < len(get_args(kind)) else kind
-        yield Setting(prefix + one.name, kind, bare, default, one.metadata.get("option"))
+        yield Setting(prefix + member.name, kind, bare, default, member.metadata.get("option"))
 
 
 def build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """Return a tree of dataclasses with these values by dotted name, defaults elsewhere."""
-    given = {}
+    arguments = {}
     for name, inner in get_type_hints(kind).items():
         if is_dataclass(inner):
-            given[name] = build(inner, values, f"{prefix}{name}.")
+            arguments[name] = build(inner, values, f"{prefix}{name}.")
         elif prefix + name in values:
-            given[name] = values[prefix + name]
-    return kind(**given)
+            arguments[name] = values[prefix + name]
+    return kind(**arguments)

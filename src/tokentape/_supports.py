@@ -56,17 +56,17 @@ def kept_ids(support: bytes) -> npt.NDArray[np.int32] | None:
     if not is_known(support):
         return None
     if support[:1] == _BITMAP:
-        base, at = read_number(support, 1)
-        bits = np.unpackbits(np.frombuffer(support, np.uint8, offset=at), bitorder="little")
+        base, offset = read_number(support, 1)
+        bits = np.unpackbits(np.frombuffer(support, np.uint8, offset=offset), bitorder="little")
         return (np.flatnonzero(bits) + base * 8).astype(np.int32)
     if support[:1] != _RUNS:
         raise ValueError(f"a support of an unknown kind: {support[0]}")
-    runs, at, after = [], 1, 0
-    while at < len(support):
-        coded, at = read_number(support, at)
+    runs, offset, after = [], 1, 0
+    while offset < len(support):
+        coded, offset = read_number(support, offset)
         length = 0
         if coded & 1:
-            length, at = read_number(support, at)
+            length, offset = read_number(support, offset)
         first = after + (coded >> 1)
         after = first + length
         runs.append(np.arange(first, after + 1, dtype=np.int32))
@@ -87,12 +87,12 @@ def number(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def read_number(data: bytes, at: int) -> tuple[int, int]:
+def read_number(data: bytes, offset: int) -> tuple[int, int]:
     """Return the number at an offset, and the offset after it. Raises ValueError if the data ends before."""
     value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+    while offset < len(data):
+        byte = data[offset]
+        value, shift, offset = value | (byte & 0x7F) << shift, shift + 7, offset + 1
         if byte < 0x80:
-            return value, at
+            return value, offset
     raise ValueError("the data ends within a number")

@@ -267,8 +267,8 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, f
     `TOKENTAPE_CONFIG`, else `tokentape.toml` if it exists. Paths in it are relative to its folder. Raises
     `InvalidRequest` for an unreadable file, unknown names in it, and invalid values.
     """
-    if file is None and (named := environ.get("TOKENTAPE_CONFIG")):
-        file = Path(named)
+    if file is None and (path := environ.get("TOKENTAPE_CONFIG")):
+        file = Path(path)
     if file is None and DEFAULT_FILE.is_file():
         file = DEFAULT_FILE
     in_file = {} if file is None else _read_file(file)
@@ -300,7 +300,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, f
 @cache
 def settings() -> Mapping[str, Setting]:
     """Return the settings by name."""
-    return {one.name: one for one in walk(ServeConfig())}
+    return {setting.name: setting for setting in walk(ServeConfig())}
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -317,28 +317,28 @@ def _read_file(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{path} can't be read: {_reason(error)}", "config") from None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     unknown: list[str] = []
-    _flatten(table, "", found, unknown)
+    _flatten(table, "", values, unknown)
     if unknown:
         raise InvalidRequest(f"{path}: there is no setting {', '.join(map(_with_nearest, unknown))}", "config")
-    return found
+    return values
 
 
-def _flatten(table: Mapping[str, Any], prefix: str, found: dict[str, Any], unknown: list[str]) -> None:
+def _flatten(table: Mapping[str, Any], prefix: str, values: dict[str, Any], unknown: list[str]) -> None:
     for key, value in table.items():
         name = prefix + key
         if name in settings():
-            found[name] = value
-        elif isinstance(value, dict) and any(known.startswith(f"{name}.") for known in settings()):
-            _flatten(value, f"{name}.", found, unknown)
+            values[name] = value
+        elif isinstance(value, dict) and any(setting.startswith(f"{name}.") for setting in settings()):
+            _flatten(value, f"{name}.", values, unknown)
         else:
             unknown.append(name)
 
 
 def _with_nearest(name: str) -> str:
     near = difflib.get_close_matches(name, settings(), 1) or [
-        known for known in settings() if known.rpartition(".")[2] == name.rpartition(".")[2]
+        setting for setting in settings() if setting.rpartition(".")[2] == name.rpartition(".")[2]
     ]
     return f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
 

@@ -137,7 +137,7 @@ class TokenDistribution:
 
     def same_as(self, other: TokenDistribution) -> bool | None:
         """Return whether both are the same distribution; None if that is not known."""
-        pairs = [(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
         if any(ours != theirs for ours, theirs in pairs if ours is not None and theirs is not None):
             return False
         return None if any(None in pair for pair in pairs) else True

@@ -34,7 +34,7 @@ from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import ServedAs
 from tokentape.gateway._serve import running
 
-INFO = EngineInfo("vllm", "0.33.0", "m", 4000, 4096, "raw_logprobs", frozenset())
+INFO = EngineInfo("vllm", "0.33.0", "m", 4000, 4096, "raw_logprobs", frozenset(), scoring_paths=("/v1/completions",))
 
 
 def scored(server: StandIn, renderer: Renderer, info: EngineInfo = INFO) -> CheckResult:
@@ -159,7 +159,7 @@ def test_a_server_that_does_not_tell_likelihoods_is_not_scored(renderer: Rendere
 
 
 def test_a_server_with_little_context_is_not_scored(renderer: Renderer) -> None:
-    info = EngineInfo("vllm", "0.33.0", "m", 4000, 64, "raw_logprobs", frozenset())
+    info = EngineInfo("vllm", "0.33.0", "m", 4000, 64, "raw_logprobs", frozenset(), scoring_paths=("/v1/completions",))
     server = StandIn(renderer, language_model(renderer))
     assert scored(server, renderer, info).status == "warn"
     assert server.scored == 0

@@ -18,7 +18,7 @@ from tokentape.gateway._serve import running
 FAMILIES = sorted(path.parent.name for path in REAL.glob("*/tokenizer.json"))
 KIN = ({"deepseek_v3", "deepseek_v31"}, {"glm4_5", "qwen2_5", "qwen3"}, {"mistral_nemo", "nemotron3"})
 """Families that give most texts the same ids: only ids tell them apart, not how likely a text is."""
-INFO = EngineInfo("vllm", "0.33.0", "m", 1 << 20, 4096, "raw_logprobs", frozenset())
+INFO = EngineInfo("vllm", "0.33.0", "m", 1 << 20, 4096, "raw_logprobs", frozenset(), scoring_paths=("/v1/completions",))
 
 pytestmark = pytest.mark.real
 

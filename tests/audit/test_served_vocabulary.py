@@ -177,7 +177,9 @@ def test_a_server_is_asked_once_while_it_can_not_have_changed(monkeypatch: pytes
         finally:
             await http.close()
 
-    info = EngineInfo("vllm", "0.33.0", "m", size, 4096, "raw_logprobs", frozenset())
+    info = EngineInfo(
+        "vllm", "0.33.0", "m", size, 4096, "raw_logprobs", frozenset(), scoring_paths=("/v1/completions",)
+    )
     with running(server.app) as url:
         http = HttpClient(url)
         assert asyncio.run(run()) == [True, False, True, True, True, False, True]

@@ -30,6 +30,12 @@ ROWS = [
     {"5": {"logprob": -2.5, "rank": 7}, "8": {"logprob": -0.25, "rank": 1}, "7": {"logprob": -2.0, "rank": 2}},
 ]
 
+PATHS = {
+    "vllm": ("/v1/completions", "/inference/v1/generate"),
+    "openai:vllm": ("/v1/completions",),
+    "sglang": ("/generate",),
+}
+
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[fake_server.FakeServer]:
@@ -44,7 +50,7 @@ def server(running: fake_server.FakeServer) -> fake_server.FakeServer:
 
 
 def scored(server: fake_server.FakeServer, name: str, start: int = 1, top: int = 0) -> Scores | None:
-    info = EngineInfo(name, "1", "policy", 10, 100, "raw_logprobs", frozenset())
+    info = EngineInfo(name, "1", "policy", 10, 100, "raw_logprobs", frozenset(), scoring_paths=PATHS.get(name, ()))
 
     async def run() -> Scores | None:
         http = HttpClient(server.url)

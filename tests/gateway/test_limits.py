@@ -177,10 +177,10 @@ def test_lists_that_are_data_are_no_entries(serve: Serve, monkeypatch: pytest.Mo
     }
     assert serve().post("/v1/chat/completions", json=body).status_code == 200
     uses = [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": numbers}}]
-    assert check_count({"messages": [{"role": "assistant", "content": uses}]}) == 2
+    assert check_count({"messages": [{"role": "assistant", "content": uses}]}, ("messages",), ("content",)) == 2
     results = [{"type": "tool_result", "tool_use_id": "t", "content": PARTS * 30}]
     with pytest.raises(TooLarge, match="over 30"):
-        check_count({"messages": [{"role": "user", "content": results}]})
+        check_count({"messages": [{"role": "user", "content": results}]}, ("messages",), ("content",))
 
 
 def test_messages_that_were_read_before_count_as_those_that_were_not(

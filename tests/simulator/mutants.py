@@ -39,8 +39,8 @@ OWN: dict[str, tuple[str, str, str]] = {
     ),
     "a reply counts as read once a client has come": (
         "gateway/_in_flight_call.py",
-        "left = not self._readers and not self._read_to_end",
-        "left = not self._readers and not self._read",
+        "abandoned = not self._readers and not self._read_to_end",
+        "abandoned = not self._readers and not self._read",
     ),
     "every reply counts as sent whole": (
         "gateway/_endpoint.py",
@@ -152,8 +152,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "values of a path are written to turns from its first new one on": (
         "gateway/_sessions.py",
-        "for turn, part in zip(path, np.split(values, ends[:-1]), strict=True)\n        if turn.seq in own",
-        "for turn, part in zip([one for one in path if one.seq in own], np.split(values, ends[:-1]), strict=False)",
+        "for turn, part in zip(path, np.split(values, ends[:-1]), strict=True)\n        if turn.seq in trained",
+        "for turn, part in zip([t for t in path if t.seq in trained], np.split(values, ends[:-1]), strict=False)",
     ),
     "sessions leave the memory with calls in flight": (
         "gateway/_session_cache.py",

@@ -79,10 +79,10 @@ class _Commands(TyperGroup):
         except _USAGE as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise
-            named = ctx.command_path if error.ctx is None else error.ctx.command_path
+            path = ctx.command_path if error.ctx is None else error.ctx.command_path
             if getattr(error, "option_name", "") == "--record":
                 error.possibilities = ["--data"]  # the names are not alike
-            typer.echo(f"error: {error.format_message()}\nSee: {named} --help", err=True)
+            typer.echo(f"error: {error.format_message()}\nSee: {path} --help", err=True)
             raise typer.Exit(2) from None
         except (TokentapeError, OSError) as error:
             if ctx.params["debug"] or isinstance(error, BrokenPipeError):
@@ -95,13 +95,13 @@ class _Commands(TyperGroup):
 def _loaded(name: str) -> Any:
     """Import the module of a command, and return the command."""
     function = name.replace("-", "_")
-    found = getattr(import_module(f"tokentape.cli.{function}"), function)
-    if not isinstance(found, typer.Typer):
+    command = getattr(import_module(f"tokentape.cli.{function}"), function)
+    if not isinstance(command, typer.Typer):
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = SAME_AS_SERVE if name == "doctor" else None
-        alone.command(name, context_settings=settings)(found)
-        found = alone
-    return get_command(found)
+        alone.command(name, context_settings=settings)(command)
+        command = alone
+    return get_command(command)
 
 
 # With rich markup, the help would import rich, which takes longer than everything else.
@@ -114,8 +114,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"tokentape {__version__}")
         raise typer.Exit
 

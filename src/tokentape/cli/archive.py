@@ -33,13 +33,13 @@ def archive(
     """
     seconds = age(older_than, "--older-than")
     with (
-        ExitStack() as held,
+        ExitStack() as stack,
         open_record(store, read_only=url is not None) as opened,
         working("selecting sessions") as status,
     ):
         taker: Any = SnapshotClient(opened)
         if url is not None:
-            taker = _GatewaySnapshots(held.enter_context(Client(url, api_key=api_key, max_retries=0)))
+            taker = _GatewaySnapshots(stack.enter_context(Client(url, api_key=api_key, max_retries=0)))
         done = archive_sessions(
             opened,
             taker,
@@ -70,7 +70,7 @@ class _GatewaySnapshots:
         snapshot = self._client.snapshot(snapshot_id)
         snapshot.confirm(digest)
         report = snapshot.drop()
-        return list(report.dropped), {one.session_id: one.reason for one in report.kept}
+        return list(report.dropped), {session.session_id: session.reason for session in report.kept}
 
     def release(self, snapshot_id: int) -> None:
         self._client.snapshot(snapshot_id).release()

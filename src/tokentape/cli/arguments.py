@@ -145,20 +145,20 @@ NameColumn: TypeAlias = Annotated[str | None, option("Column with the names of r
 
 def age(text: str, name: str) -> float:
     """Return the seconds of an age such as 30d. Raises `BadParameter`."""
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text)
+    if match is None:
         raise typer.BadParameter(
             f"{text!r} is not an age; expected a number and s, m, h or d, such as 30d.", param_hint=name
         )
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def json_object(text: str, name: str) -> dict[str, Any]:
     """Return the JSON object in an option. Raises `BadParameter`."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint=name) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=name)
-    return found
+    return value

@@ -94,20 +94,21 @@ def certificate_layout(certificate: Certificate, template_sha256: str) -> Report
 def _blocks(certificate: Certificate, template_sha256: str) -> Iterator[Block]:
     yield Facts(_header(certificate, template_sha256))
     shown = _worth_showing(certificate.continuations)
-    notes = list(dict.fromkeys(found.reason for found in shown if found.reason))
+    notes = list(dict.fromkeys(continuation.reason for continuation in shown if continuation.reason))
     yield Heading("Continuations")
     rows = []
-    for found in shown:
-        append_only = "" if found.strategy == "refused" else found.append_only
-        note = f"[{notes.index(found.reason) + 1}]" if found.reason else ""
-        rows.append([found.name, found.strategy, append_only, found.tried, note])
+    for continuation in shown:
+        append_only = "" if continuation.strategy == "refused" else continuation.append_only
+        note = f"[{notes.index(continuation.reason) + 1}]" if continuation.reason else ""
+        rows.append([continuation.name, continuation.strategy, append_only, continuation.tried, note])
     yield Table(["new messages", "strategy", "append-only", "tried", "note"], rows, {3})
     yield Facts(_legend(shown))
     if len(shown) < len(certificate.continuations):
         without = f"Without tools ({NO_TOOLS}), or system text either ({NO_TOOLS}{NO_SYSTEM}): as with, unless listed."
         yield Paragraph(f"\n{without}")
     for number, note in enumerate(notes, 1):
-        smallest = min((one for one in shown if one.reason == note), key=lambda one: len(one.counterexample))
+        cases = [continuation for continuation in shown if continuation.reason == note]
+        smallest = min(cases, key=lambda case: len(case.counterexample))
         yield Paragraph(f"\n{readable(f'[{number}] {note}')}")
         if smallest.counterexample:
             yield Paragraph(f"    {smallest.name}, the smallest conversation tried:")
@@ -122,8 +123,8 @@ def _blocks(certificate: Certificate, template_sha256: str) -> Iterator[Block]:
 
 
 def _header(certificate: Certificate, template_sha256: str) -> dict[str, object]:
-    ends = dict.fromkeys(end for found in certificate.continuations for end in found.ends)
-    others = "" if set(certificate.stop_tokens) <= set(ends) else _OTHER_STOPS
+    ends = dict.fromkeys(end for continuation in certificate.continuations for end in continuation.ends)
+    other_stops = "" if set(certificate.stop_tokens) <= set(ends) else _OTHER_STOPS
     rows: dict[str, object] = {
         "fingerprint": certificate.fingerprint[:16],
         "template": template_sha256[:16],
@@ -132,7 +133,7 @@ def _header(certificate: Certificate, template_sha256: str) -> dict[str, object]
         "overrides": certificate.overrides or "none: all is read off the template",
         "generation prompt": _quoted(certificate.generation_prompt),
         "stop tokens": "  ".join(certificate.stop_tokens),
-        "turns end with": "  ".join(ends) + others,
+        "turns end with": "  ".join(ends) + other_stops,
         "reasoning": _reasoning(certificate),
         "tool calls": f"{certificate.call_style} style" if certificate.call_style else "not written by this template",
         "date": "printed by the template: frozen per session" if certificate.date_dependent else "not printed",
@@ -160,8 +161,8 @@ def _text_tokens(tokens: Sequence[str]) -> str:
     if not tokens:
         return "none: every added token is a control token"
     shown = "  ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:8])
-    more = f"  and {len(tokens) - 8} more" if len(tokens) > 8 else ""
-    return f"{shown}{more}; encoded as text, as the tokenizer does (--strict-text keeps them apart)"
+    rest = f"  and {len(tokens) - 8} more" if len(tokens) > 8 else ""
+    return f"{shown}{rest}; encoded as text, as the tokenizer does (--strict-text keeps them apart)"
 
 
 def _reasoning(certificate: Certificate) -> str:
@@ -174,23 +175,24 @@ def _reasoning(certificate: Certificate) -> str:
 def _worth_showing(continuations: Sequence[Continuation]) -> list[Continuation]:
     """Leave out continuations without tools or system message that have the same result as with them."""
 
-    def result(found: Continuation) -> tuple[str, str, str]:
-        return found.strategy, found.append_only, found.reason
+    def result(continuation: Continuation) -> tuple[str, str, str]:
+        return continuation.strategy, continuation.append_only, continuation.reason
 
-    by_name = {found.name: found for found in continuations}
+    by_name = {continuation.name: continuation for continuation in continuations}
     shown = []
-    for found in continuations:
-        wider = by_name.get(found.name.removesuffix(NO_SYSTEM if NO_SYSTEM in found.name else NO_TOOLS), found)
-        if wider is found or result(found) != result(wider):
-            shown.append(found)
+    for continuation in continuations:
+        suffix = NO_SYSTEM if NO_SYSTEM in continuation.name else NO_TOOLS
+        wider = by_name.get(continuation.name.removesuffix(suffix), continuation)
+        if wider is continuation or result(continuation) != result(wider):
+            shown.append(continuation)
     return shown
 
 
 def _legend(shown: Sequence[Continuation]) -> dict[str, object]:
-    used = {found.strategy for found in shown}
+    used = {continuation.strategy for continuation in shown}
     rows: dict[str, object] = {name: meaning for name, meaning in STRATEGIES.items() if name in used}
     rows["append-only"] = "whether the template itself keeps the ids of what came before; the bridges always do"
-    if any(found.append_only == "clean text" for found in shown):
+    if any(continuation.append_only == "clean text" for continuation in shown):
         rows["clean text"] = "except after a turn that is empty or has white space at its ends"
     return rows
 

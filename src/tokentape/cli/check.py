@@ -45,7 +45,7 @@ def check(
     """
     if path is None and engine is None:
         raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")
-    given = None if kwargs is None else arg.json_object(kwargs, "--kwargs")
+    template_kwargs = None if kwargs is None else arg.json_object(kwargs, "--kwargs")
 
     refuse_output(html, lockfile, path, chat_template)
     try:
@@ -55,11 +55,11 @@ def check(
     reports: list[LockReport] = []
     with working("tokenizing") as status:
         if path is not None:
-            reports.append(examine(lock, path, given, chat_template, strict=strict))
+            reports.append(examine(lock, path, template_kwargs, chat_template, strict=strict))
         if engine is not None:
             status.update("asking the server")
             server = {"kind": kind, "model": model_name, "api_key": api_key}
-            reports.append(examine_server(lock, engine, given, strict=strict, **server))
+            reports.append(examine_server(lock, engine, template_kwargs, strict=strict, **server))
     ok = all(report.ok for report in reports)
     if file_format == "text":
         text = "\n".join(readable(line) for report in reports for line in str(report).splitlines())

@@ -100,9 +100,9 @@ def check_logprobs(
             again = check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
     failures = report.failures(LogprobLimits(max_mean, max_delta, max_k3, max_drift, max_missing))
     if as_json:
-        by_channel = {channel: [what for one, what in failures if one == channel] for channel, _ in failures}
-        found = {"ok": not failures, "failures": by_channel, **asdict(report)}
-        print_json(found if again is None else {**found, "if_rerendered": again})
+        by_channel = {channel: [what for failed, what in failures if failed == channel] for channel, _ in failures}
+        value = {"ok": not failures, "failures": by_channel, **asdict(report)}
+        print_json(value if again is None else {**value, "if_rerendered": again})
     elif file_format != "text":
         found_each = [CiFinding(channel, "error", channel, what) for channel, what in failures]
         case = CiCase("logprobs", found_each, details=[*(f"{c}: {what}" for c, what in failures), *_lines(report)])
@@ -144,9 +144,9 @@ def cause_lines(not_comparable: Mapping[str, int], causes: Sequence[Attribution]
     """Yield lines about tokens that were not compared, and about the causes of differences."""
     for why, tokens in sorted(not_comparable.items()):
         yield f"not comparable: {tokens} tokens: {why}"
-    for one in causes:
-        where = f"weights {one.weight_version}, recorded as {one.expected}: {one.apart} of {one.tokens} tokens"
-        yield f"cause: {' or '.join(one.causes)} ({where}): {one.detail}"
+    for cause in causes:
+        where = f"weights {cause.weight_version}, recorded as {cause.expected}: {cause.apart} of {cause.tokens} tokens"
+        yield f"cause: {' or '.join(cause.causes)} ({where}): {cause.detail}"
 
 
 def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
@@ -179,11 +179,11 @@ def _drift_line(drift: Drift) -> str:
     )
 
 
-def _outlier(one: Outlier) -> str:
-    text = "" if one.text is None else f" {readable(json.dumps(one.text, ensure_ascii=False))}"
-    drift = "" if one.drift_class is None else f" after {one.drift_class}"
-    where = f"{readable(one.session_id)} leaf {one.leaf} turn {one.turn} position {one.position}"
+def _outlier(outlier: Outlier) -> str:
+    text = "" if outlier.text is None else f" {readable(json.dumps(outlier.text, ensure_ascii=False))}"
+    drift = "" if outlier.drift_class is None else f" after {outlier.drift_class}"
+    where = f"{readable(outlier.session_id)} leaf {outlier.leaf} turn {outlier.turn} position {outlier.position}"
     return (
-        f"  {where} id {one.token_id}{text}: "
-        f"recorded {one.recorded:.4f}, trainer {one.trainer:.4f} ({one.channel}{drift})"
+        f"  {where} id {outlier.token_id}{text}: "
+        f"recorded {outlier.recorded:.4f}, trainer {outlier.trainer:.4f} ({outlier.channel}{drift})"
     )

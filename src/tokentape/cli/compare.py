@@ -49,14 +49,14 @@ def compare(
     def watched(rows: Iterator[RowComparison]) -> Iterator[RowComparison]:
         nonlocal failed, compared
         for row in rows:
-            found = row.comparison
+            comparison = row.comparison
             compared += 1
-            failed |= found is None or bool(found.errors if fail_on == "error" else found.differences)
+            failed |= comparison is None or bool(comparison.errors if fail_on == "error" else comparison.differences)
             failed |= bool(row.changed_values)
             yield row
 
     with ExitStack() as opened:
-        side, other = (opened.enter_context(open_source(one)) for one in (location, other_location))
+        side, other = (opened.enter_context(open_source(place)) for place in (location, other_location))
         _, loaded = open_tokenizer(tokenizer, side, other)
         rows = compare_rows(_rows(side, name, columns), _rows(other, other_name, columns), loaded, max_delta)
         for line in printed(watched(rows), "json" if as_json else file_format, other.name, show, fail_on):
@@ -83,9 +83,9 @@ def _rows(source: RecordSource, name: str | None, columns: Columns) -> Iterator[
     if source.store is not None:
         session_id, _, leaf = name.rpartition(":") if name.rpartition(":")[2].isdigit() else (name, "", "")
         rows = session_rows(source.store.load_session(session_id))
-        found = [row for row in rows if not leaf or row.name == name]
+        rows_of_name = [row for row in rows if not leaf or row.name == name]
     else:
-        found = [row for row in source.rows(columns) if name in (row.name, row.name.rpartition(":")[0])]
-    if not found:
+        rows_of_name = [row for row in source.rows(columns) if name in (row.name, row.name.rpartition(":")[0])]
+    if not rows_of_name:
         raise InvalidRequest(f"{source.name} has no row {name!r}")
-    yield from found
+    yield from rows_of_name

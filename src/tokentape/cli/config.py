@@ -34,10 +34,10 @@ def show(ctx: typer.Context, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({"file": file, "settings": shown}))
         return
     typer.echo(f"# file: {resolved.file or 'none'}")
-    for name, one in shown.items():
-        value = one["value"]
+    for name, setting in shown.items():
+        value = setting["value"]
         line = f"{name} = {_toml(value)}" if value is not None else f"# {name} is not set"
-        typer.echo(f"{line:<48} # {one['source']}")
+        typer.echo(f"{line:<48} # {setting['source']}")
 
 
 def _toml(value: Any) -> str:

@@ -47,9 +47,9 @@ def delete(
     newest = None if older_than is None else time.time() - age(older_than, "--older-than")
     kept: dict[str, str] = {}
     deleted = []
-    with ExitStack() as held:
-        record = held.enter_context(open_record(store, read_only=url is not None or not yes))
-        client = None if url is None else held.enter_context(Client(url, api_key=api_key, max_retries=0))
+    with ExitStack() as stack:
+        record = stack.enter_context(open_record(store, read_only=url is not None or not yes))
+        client = None if url is None else stack.enter_context(Client(url, api_key=api_key, max_retries=0))
         selected = list(_selected(record, where or (), newest, owner))
         for session_id in selected if yes else ():
             try:
@@ -73,12 +73,12 @@ def delete(
 
 def _selected(record: Store, where: Sequence[str], newest: float | None, owner: str | None) -> Iterator[str]:
     """Yield the ids of the sessions with these metadata, of this owner, and with no turn after `newest`."""
-    wanted, after = [one.partition("=") for one in where], 0
+    pairs, after = [condition.partition("=") for condition in where], 0
     while page := record.sessions(limit=1000, after=after, owner=owner):
-        for one in page:
-            metadata: Mapping[str, Any] = one.info.metadata
+        for session in page:
+            metadata: Mapping[str, Any] = session.info.metadata
             # Compare with the text, or with the JSON of any other value: a user may be "7" or 7.
-            same = (key in metadata and value in (metadata[key], json.dumps(metadata[key])) for key, _, value in wanted)
-            if all(same) and (newest is None or (one.last_at or one.info.created_at) <= newest):
-                yield one.info.session_id
+            same = (key in metadata and value in (metadata[key], json.dumps(metadata[key])) for key, _, value in pairs)
+            if all(same) and (newest is None or (session.last_at or session.info.created_at) <= newest):
+                yield session.info.session_id
         after = page[-1].position

@@ -117,17 +117,17 @@ def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str |
 
 def versions() -> CheckResult:
     """Report the versions of Python and the libraries."""
-    found = [f"tokentape {__version__}", f"Python {platform.python_version()}"]
+    parts = [f"tokentape {__version__}", f"Python {platform.python_version()}"]
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return CheckResult("versions", "ok", ", ".join(found))
+            parts.append(f"{name} {version(name)}")
+    return CheckResult("versions", "ok", ", ".join(parts))
 
 
-def sqlite_version(found: tuple[int, ...]) -> CheckResult:
+def sqlite_version(version_info: tuple[int, ...]) -> CheckResult:
     """Check whether this SQLite can corrupt a database that two connections write to at once."""
-    text = ".".join(map(str, found))
-    if (3, 7, 0) <= found < (3, 51, 3):
+    text = ".".join(map(str, version_info))
+    if (3, 7, 0) <= version_info < (3, 51, 3):
         text += (
             ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two that write at once; in a gateway one "
             "writes at a time, and it locks its data directory. Let no other program write to the database"
@@ -137,10 +137,10 @@ def sqlite_version(found: tuple[int, ...]) -> CheckResult:
 
 def environment(environ: Mapping[str, str]) -> Iterator[CheckResult]:
     """Yield a warning for each variable that looks like a misspelled setting."""
-    known = [*map(env_name, settings()), *_OWN_VARIABLES]
+    names = [*map(env_name, settings()), *_OWN_VARIABLES]
     for name in environ:
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
-        if name.startswith("TOKENTAPE_") and name not in known and near:
+        near = difflib.get_close_matches(name, names, 1, cutoff=0.85)
+        if name.startswith("TOKENTAPE_") and name not in names and near:
             yield CheckResult("environment", "warn", f"{name} is no setting", f"Did you mean {near[0]}?")
 
 
@@ -154,13 +154,13 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
             "data", "fail", f"{there} is not a directory to write in", "Change its owner, or name another."
         )
         return
-    found = f"{directory}" if there == directory.resolve() else f"{directory} will be made"
+    detail = f"{directory}" if there == directory.resolve() else f"{directory} will be made"
     try:
         if (directory / LOCK_NAME).exists():
             DirectoryLock(directory).release()
         if (directory / DATABASE_NAME).exists():
             SqliteStore.open(directory, read_only=True).close()
-        yield CheckResult("data", "ok", found)
+        yield CheckResult("data", "ok", detail)
     except StoreLocked as error:
         yield CheckResult("data", "warn", str(error), "If a gateway is to run there, all is well.")
     except (TokentapeError, OSError) as error:
@@ -212,8 +212,8 @@ def access(config: ServeConfig) -> Iterator[CheckResult]:
         )
         return
     if not address.is_loopback and not keys:
-        found = f"others can reach {config.host}, and there are no API keys: serve refuses to start"
-        yield CheckResult("host", "fail", found, "Give keys with --keys-file, or listen on 127.0.0.1.")
+        detail = f"others can reach {config.host}, and there are no API keys: serve refuses to start"
+        yield CheckResult("host", "fail", detail, "Give keys with --keys-file, or listen on 127.0.0.1.")
     else:
         reach = "this machine only" if address.is_loopback else "others can reach it"
         yield CheckResult("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
@@ -224,7 +224,7 @@ def access(config: ServeConfig) -> Iterator[CheckResult]:
 
 def certified(certificate: Certificate) -> CheckResult:
     """Report which parts of the chat template are not certified."""
-    refused = [one.name for one in certificate.continuations if one.strategy == "refused"]
+    refused = [continuation.name for continuation in certificate.continuations if continuation.strategy == "refused"]
     lost = [check.name for check in certificate.parsing if check.holds is False]
     if not certificate.injection_safe:
         return CheckResult("certificate", "fail", "text of callers can become control tokens", "Use another template.")
@@ -278,14 +278,14 @@ async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
     except TokentapeError as error:
         return CheckResult("probe", "fail", str(error), "Nothing that it samples can be recorded: see docs/engines.md.")
     ids, logprobs = first[0], np.array(first[1])
-    found = f"{len(ids)} tokens with their log-probabilities"
+    detail = f"{len(ids)} tokens with their log-probabilities"
     if ids != again[0] or np.abs(logprobs - np.array(again[1])).max() > _ROUNDING:
         advice = (
             "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities. Recorded ids "
             "and log-probabilities are not affected: they are those of each call."
         )
-        return CheckResult("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
-    return CheckResult("probe", "ok", f"{found}, the same twice")
+        return CheckResult("probe", "warn", f"{detail}; greedy sampling gave something else the second time", advice)
+    return CheckResult("probe", "ok", f"{detail}, the same twice")
 
 
 async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:

@@ -90,11 +90,11 @@ def export(
     unnamed = file_format is None
     file_format = file_format or ("jsonl" if output.suffix == ".jsonl" else "parquet")
     if file_format in ("parquet", "jsonl", "atif"):
-        for param, given in (("group", group is not None), ("skip_refused", skip_refused)):
-            if given:
+        for param, is_given in (("group", group is not None), ("skip_refused", skip_refused)):
+            if is_given:
                 raise InvalidRequest(f"--{param.replace('_', '-')} is for the format of a trainer", param)
-    wanted, wanted_roles = _entries(verdict), _entries(roles)
-    check_verdicts(wanted or ())
+    verdicts, wanted_roles = _entries(verdict), _entries(roles)
+    check_verdicts(verdicts or ())
     check_roles(wanted_roles or ())
     counts = ExportCounts()
     refused: dict[str, str] = {}
@@ -110,34 +110,38 @@ def export(
                 status.update(f"exporting session {number}")
                 yield now
 
-        if wait_checks and (left := _wait(store, session)):
-            typer.echo(f"{left} bridges are still unchecked: is the gateway running?", err=True)
+        if wait_checks and (unchecked := _wait(store, session)):
+            typer.echo(f"{unchecked} bridges are still unchecked: is the gateway running?", err=True)
         extra = store.extra_names(session or None)
-        found = exported(with_progress(), extra, wanted, counts, unread=unread, store=store, roles=wanted_roles)
+        trajectories = exported(
+            with_progress(), extra, verdicts, counts, unread=unread, store=store, roles=wanted_roles
+        )
         with durable_file(output) as file:
             if file_format == "jsonl":
-                write_jsonl(found, file)
+                write_jsonl(trajectories, file)
             elif file_format == "atif":
                 trained = 0
-                for _, branches in groupby(found, lambda one: one.session_id):
+                for _, branches in groupby(trajectories, lambda trajectory: trajectory.session_id):
                     earlier: set[int] = set()
-                    for one in branches:
+                    for trajectory in branches:
                         assert now is not None
-                        document = atif_document(now.tree(), now.setups, one, earlier)
+                        document = atif_document(now.tree(), now.setups, trajectory, earlier)
                         file.write(json.dumps(document, allow_nan=False).encode() + b"\n")
-                        trained += sum(end - start for turn, start, end in one.completions() if turn not in earlier)
-                        earlier.update(one.turns)
+                        trained += sum(
+                            end - start for turn, start, end in trajectory.completions() if turn not in earlier
+                        )
+                        earlier.update(trajectory.turns)
                 counts.trained_tokens = trained
             elif file_format == "parquet":
-                write_parquet(found, file, extra)
+                write_parquet(trajectories, file, extra)
             else:
-                samples, rows, refused = _for_trainer(file_format, found, group, skip_refused=skip_refused)
+                samples, rows, refused = _for_trainer(file_format, trajectories, group, skip_refused=skip_refused)
                 write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
                 counts = replace(
                     counts,
                     trajectories=len(samples),
-                    tokens=sum(len(one.token_ids) for one in samples),
-                    trained_tokens=sum(int(one.loss_mask.sum()) for one in samples),
+                    tokens=sum(len(sample.token_ids) for sample in samples),
+                    trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
                 )
     if as_json:
         left_out = {"refused": refused} if skip_refused else {}
@@ -148,9 +152,9 @@ def export(
             f"with loss {counts.trained_tokens}",
             err=True,
         )
-        for name, others in (("verdict", counts.other_verdicts), ("roles", counts.other_roles)):
-            for other, many in others.items():
-                typer.echo(f"left out by --{name}: {many} x {other!r}", err=True)
+        for name, left_out_counts in (("verdict", counts.other_verdicts), ("roles", counts.other_roles)):
+            for value, many in left_out_counts.items():
+                typer.echo(f"left out by --{name}: {many} x {value!r}", err=True)
         for session_id, why in list(refused.items())[:_SHOWN]:
             typer.echo(f"left out by --skip-refused: session {session_id!r}: {why}", err=True)
         if refused:
@@ -166,7 +170,7 @@ def export(
 _PATIENCE = 60.0
 
 _GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl")
-"""Formats whose rows name a group."""
+"""Formats with the name of a group in each row."""
 
 _SHOWN = 5
 """Largest number of refused sessions to print."""
@@ -174,30 +178,32 @@ _SHOWN = 5
 
 def _entries(text: str | None) -> list[str] | None:
     """Return the entries of a list with commas; None if the option is not given."""
-    return None if text is None else [one.strip() for one in text.split(",")]
+    return None if text is None else [entry.strip() for entry in text.split(",")]
 
 
-def _grouped(found: Iterable[Trajectory], group: str | None, refused: dict[str, str]) -> Iterator[Trajectory]:
+def _grouped(trajectories: Iterable[Trajectory], group: str | None, refused: dict[str, str]) -> Iterator[Trajectory]:
     """Yield trajectories with a group's name. Add the reason for each other session to `refused`, by session id."""
-    for one in found:
+    for trajectory in trajectories:
         try:
-            group_name(one, group)
+            group_name(trajectory, group)
         except InvalidRequest as error:
-            refused[one.session_id] = str(error)
+            refused[trajectory.session_id] = str(error)
         else:
-            yield one
+            yield trajectory
 
 
 def _for_trainer(
-    trainer: str, found: Iterable[Trajectory], group: str | None, *, skip_refused: bool
+    trainer: str, trajectories: Iterable[Trajectory], group: str | None, *, skip_refused: bool
 ) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
     """Return the samples and rows for a trainer, and by session id the reasons for those that were skipped."""
     refused: dict[str, str] = {}
     if skip_refused:
-        samples, rows, others = accepted_rows(trainer, assemble(_grouped(found, group, refused), group=group).samples)
-        return samples, rows, refused | others
+        samples, rows, failures = accepted_rows(
+            trainer, assemble(_grouped(trajectories, group, refused), group=group).samples
+        )
+        return samples, rows, refused | failures
     try:
-        samples = assemble(found, group=group).samples
+        samples = assemble(trajectories, group=group).samples
         return samples, trainer_rows(trainer, samples), refused
     except InvalidRequest as error:
         if error.param not in ("samples", "group"):
@@ -212,17 +218,17 @@ def _filter_for(verdicts: Iterable[str]) -> str:
     return ",".join(dict.fromkeys(parts))
 
 
-def _wait(store: Store, wanted: Sequence[str] | None) -> int:
+def _wait(store: Store, session_ids: Sequence[str] | None) -> int:
     """Wait until no check is due, or none was done for a minute. Return how many are still due."""
-    due, changed_at = store.checks_due(wanted or None), time.monotonic()
+    due, changed_at = store.checks_due(session_ids or None), time.monotonic()
     while due and time.monotonic() < changed_at + _PATIENCE:
         time.sleep(0.1)
-        before, due = due, store.checks_due(wanted or None)
+        before, due = due, store.checks_due(session_ids or None)
         changed_at = time.monotonic() if due < before else changed_at
     return due
 
 
-def _sessions(store: Store, wanted: Sequence[str] | None) -> Iterator[StoredSession]:
-    if not wanted:
+def _sessions(store: Store, session_ids: Sequence[str] | None) -> Iterator[StoredSession]:
+    if not session_ids:
         return store.iter_sessions(per_token=True, together=True)
-    return (store.load_session(session_id, per_token=True) for session_id in dict.fromkeys(wanted))
+    return (store.load_session(session_id, per_token=True) for session_id in dict.fromkeys(session_ids))

@@ -27,22 +27,22 @@ def lock(
     """
     refuse_output(output, path, chat_template)
     with working("tokenizing"):
-        made = make_lock(path, chat_template=chat_template, template_kwargs=json_object(kwargs, "--kwargs"))
-    write_lock(made, output)
-    refused = sum(golden.ids is None for golden in made.goldens)
+        lockfile = make_lock(path, chat_template=chat_template, template_kwargs=json_object(kwargs, "--kwargs"))
+    write_lock(lockfile, output)
+    refused = sum(golden.ids is None for golden in lockfile.goldens)
     if as_json:
         print_json(
             {
                 "file": str(output),
-                "goldens": len(made.goldens),
+                "goldens": len(lockfile.goldens),
                 "refused": refused,
-                "added_tokens": len(made.components.added_tokens),
-                "template_sha256": made.components.template_sha256,
+                "added_tokens": len(lockfile.components.added_tokens),
+                "template_sha256": lockfile.components.template_sha256,
             }
         )
         return
     typer.echo(
-        f"{output}: {len(made.goldens)} golden inputs"
+        f"{output}: {len(lockfile.goldens)} golden inputs"
         + (f", {refused} of which the template refuses" if refused else "")
-        + f"; {len(made.components.added_tokens)} added tokens; template {made.components.template_sha256[:16]}"
+        + f"; {len(lockfile.components.added_tokens)} added tokens; template {lockfile.components.template_sha256[:16]}"
     )

@@ -43,9 +43,9 @@ def premium(
     }
     with working("tokenizing"):
         try:
-            found = measure_premium(tokenizers, read_corpus(corpus, lines), baseline=baseline)
+            report = measure_premium(tokenizers, read_corpus(corpus, lines), baseline=baseline)
         except NothingToMeasure:
             raise
         except InvalidRequest as error:
             raise typer.BadParameter(str(error), param_hint="--corpus") from None
-    print_report(premium_layout(found), html, found if as_json else None)
+    print_report(premium_layout(report), html, report if as_json else None)

@@ -62,7 +62,7 @@ def probe(
     refuse_output(output, texts)
     refuse_output(html, path, texts, output)
     renderer = Renderer.load(path)
-    asked = list(trials(read_texts(texts or BUILT_IN, seed=seed), repetitions=repetitions))[:limit]
+    selected = list(trials(read_texts(texts or BUILT_IN, seed=seed), repetitions=repetitions))[:limit]
 
     async def run() -> tuple[probing.Header, list[probing.ProbeResult]]:
         if engine is None or engine_url is None:
@@ -74,19 +74,19 @@ def probe(
             opened = await open_engine(engine, engine_url, vocab_size=size, api_key=api_key)
         settings = probing.ProbeSettings(max_tokens, temperature, seed, ban, concurrency)
         try:
-            return await _run(asked, opened, renderer, template_kwargs, settings, output)
+            return await _run(selected, opened, renderer, template_kwargs, settings, output)
         finally:
             await opened.close()
 
-    made, results = asyncio.run(run())
-    found = probing.summarise(results)
-    value = {**made, **json_value(found)} if as_json else None
-    print_report(probing.probe_layout(made, results, renderer.tokenizer), html, value)
-    end(bool(found.normalised.changed), found.normalised.total, "sentence that came back")
+    header, results = asyncio.run(run())
+    summary = probing.summarise(results)
+    value = {**header, **json_value(summary)} if as_json else None
+    print_report(probing.probe_layout(header, results, renderer.tokenizer), html, value)
+    end(bool(summary.normalised.changed), summary.normalised.total, "sentence that came back")
 
 
 async def _run(
-    asked: list[Trial],
+    selected: list[Trial],
     engine: Engine,
     renderer: Renderer,
     template_kwargs: dict[str, Any],
@@ -95,17 +95,17 @@ async def _run(
 ) -> tuple[probing.Header, list[probing.ProbeResult]]:
     """Return the header and the results, in order of the trials."""
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=grammar.DATE)
-    made = probing.header(engine, renderer, setup, settings)
-    place = {trial: at for at, trial in enumerate(asked)}
-    file = probing.ProbeFile(output, made) if output is not None else None
-    results = [] if file is None else [one for one in file.results if one.trial in place]
-    missing = asked if file is None else file.missing(asked)
+    header = probing.header(engine, renderer, setup, settings)
+    place = {trial: index for index, trial in enumerate(selected)}
+    file = probing.ProbeFile(output, header) if output is not None else None
+    results = [] if file is None else [result for result in file.results if result.trial in place]
+    missing = selected if file is None else file.missing(selected)
     with file or nullcontext(), Progress(transient=True, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("probing", total=len(asked), completed=len(results))
+        bar = progress.add_task("probing", total=len(selected), completed=len(results))
         async with aclosing(probing.run_trials(missing, engine, renderer, setup, settings)) as running:
             async for result in running:
                 results.append(result)
                 if file is not None:
                     file.add(result)
                 progress.advance(bar)
-    return made, sorted(results, key=lambda result: place[result.trial])
+    return header, sorted(results, key=lambda result: place[result.trial])

@@ -76,7 +76,7 @@ def score(
         )
     embedded = engine == "transformers"
     judged = None if teacher else precision or ("float32" if embedded else "bfloat16")
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
         "precision": judged,
         "again": again,
@@ -97,9 +97,9 @@ def score(
             # Fail at once if there is no gateway.
             next(client.sessions(), None)
         with Client(location, api_key=gateway_key) as client:
-            report = client.score(engine, engine_url, model=model, **asked)
+            report = client.score(engine, engine_url, model=model, **options)
     else:
-        report = _of_store(location, engine, engine_url, model, **asked)
+        report = _of_store(location, engine, engine_url, model, **options)
     if as_json:
         # Without a comparison the result is unknown.
         ok = not report.causes if report.numeric.tokens else None
@@ -113,7 +113,7 @@ def score(
 
 
 def _of_store(
-    location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **asked: Any
+    location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **options: Any
 ) -> ScoreReport:
     # Opening a missing record for writing would create it. Opening it for reading is an error.
     open_record(location, read_only=True).close()
@@ -124,10 +124,10 @@ def _of_store(
         if served is not None and served.tokenizer_sha256 != tokenizer.sha256:
             raise InvalidRequest(f"{folder} has another tokenizer than {source.name} was recorded with", "model")
         typer.echo(f"model: {folder}", err=True)
-        sessions = recorded_sessions(store, asked["column"], again=again)
+        sessions = recorded_sessions(store, options["column"], again=again)
         with working("scoring"):
             return asyncio.run(
-                open_and_score(sessions, lambda columns: store.write(*columns), engine, folder, url, **asked)
+                open_and_score(sessions, lambda columns: store.write(*columns), engine, folder, url, **options)
             )
 
 

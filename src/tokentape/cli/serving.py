@@ -69,24 +69,24 @@ def serve_with_workers(config: ServeConfig) -> None:
     """Serve in `config.workers` processes with one record until a signal. This process only supervises them."""
     from prometheus_client.multiprocess import mark_process_dead
 
-    with ExitStack() as held:
-        held.enter_context(logging_to(level=config.log.level, form=config.log.format))
+    with ExitStack() as stack:
+        stack.enter_context(logging_to(level=config.log.level, form=config.log.format))
         renderer = _renderer(config)
         inherited = []
         if config.store is None:
             make_directory(config.data)
             # The workers inherit the lock, so no other gateway opens the directory while one of them is alive.
             lock = DirectoryLock(config.data)
-            held.callback(lock.release)
+            stack.callback(lock.release)
             inherited.append(lock.fileno())
         with _store(config) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
         with _port_taken(config):
             url, listeners = bind_all(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
         for listener in listeners:
-            held.callback(listener.close)
+            stack.callback(listener.close)
         asyncio.run(wait_for_engine(config.engine))
-        counts = held.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))
+        counts = stack.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))
         supervisor = Supervisor(
             serve_as_worker,
             config,
@@ -142,13 +142,13 @@ def _serve(
     listener: socket.socket | None = None,
 ) -> None:
     keys, drain = config.all_keys(), Drain(config.drain_seconds)
-    made: list[ASGIApp] = []
+    apps: list[ASGIApp] = []
 
     async def gateway(scope: Scope, receive: Receive, send: Send) -> None:
         # The app is made in the event loop that serves it, because an engine's connections belong to a loop.
-        if not made:
-            made.append(await open_app(config, renderer, store, drain))
-        await made[0](scope, receive, send)
+        if not apps:
+            apps.append(await open_app(config, renderer, store, drain))
+        await apps[0](scope, receive, send)
 
     def ready(url: str) -> None:
         # Vocabularies and templates stay in memory, and a garbage collection that visits them takes 0.1 s. Calls leave

@@ -48,10 +48,11 @@ def show(
         try:
             stored = store.load_session(session, per_token=as_json)
         except NotFound as error:
-            near = get_close_matches(session, (one.info.session_id for one in store.sessions(limit=_NEAR)), cutoff=0.5)
+            names = [summary.info.session_id for summary in store.sessions(limit=_NEAR)]
+            near = get_close_matches(session, names, cutoff=0.5)
             raise NotFound(f"{error}; did you mean {' or '.join(map(repr, near))}?" if near else str(error)) from None
         edges = lineage_of(store.load_session, stored)
-        branches = {one.leaf: one for one in stored.trajectories(unread=True, edges=edges)}
+        branches = {branch.leaf: branch for branch in stored.trajectories(unread=True, edges=edges)}
         if not branches:
             aborted = [turn for turn in stored.turns if turn.finish_reason == "abort"]
             if not aborted:
@@ -64,10 +65,12 @@ def show(
         if as_json:
             typer.echo(json.dumps(trajectory_to_json(chosen)))
             return
-        found = served_tokenizer(source.served_model()) if tokenizer is None else Tokenizer.load(tokenizer)
-    loaded = None if isinstance(found, str) else found
-    if loaded is None:
-        typer.echo(f"{found}: showing ids only; name the model folder with --tokenizer to see text", err=True)
+        loaded: Tokenizer | str | None = (
+            served_tokenizer(source.served_model()) if tokenizer is None else Tokenizer.load(tokenizer)
+        )
+    if isinstance(loaded, str):
+        typer.echo(f"{loaded}: showing ids only; name the model folder with --tokenizer to see text", err=True)
+        loaded = None
     console = Console(highlight=False)
     width = console.width if lanes else None
     for line in transcript(
@@ -79,19 +82,19 @@ def show(
 def _list(store: Store, as_json: bool) -> None:
     after = 0
     while page := store.sessions(after=after):
-        for one in page:
-            session_id = one.info.session_id
+        for summary in page:
+            session_id = summary.info.session_id
             stored = store.load_session(session_id)
             verdicts = Counter(branch.verdict for branch in stored.trajectories(unread=True))
             aborted = sum(turn.finish_reason == "abort" for turn in stored.turns)
-            counts = {"turns": one.turns, "tokens": one.tokens, "sampled_tokens": one.sampled_tokens}
+            counts = {"turns": summary.turns, "tokens": summary.tokens, "sampled_tokens": summary.sampled_tokens}
             if as_json:
-                more = {"aborted_turns": aborted, "verdicts": verdicts, "metadata": one.info.metadata}
-                typer.echo(json.dumps({"session_id": session_id, **counts, **more}))
+                details = {"aborted_turns": aborted, "verdicts": verdicts, "metadata": summary.info.metadata}
+                typer.echo(json.dumps({"session_id": session_id, **counts, **details}))
                 continue
-            turns = f"{one.turns} turn{'' if one.turns == 1 else 's'}"
+            turns = f"{summary.turns} turn{'' if summary.turns == 1 else 's'}"
             turns += f" ({aborted} aborted)" if aborted else ""
-            line = f"{session_id}  {turns}, {one.tokens} tokens, {one.sampled_tokens} sampled"
+            line = f"{session_id}  {turns}, {summary.tokens} tokens, {summary.sampled_tokens} sampled"
             listed = [f"{many} x {verdict!r}" if many > 1 else repr(verdict) for verdict, many in verdicts.items()]
             typer.echo(f"{line}: {', '.join(listed)}" if listed else line)
         after = page[-1].position

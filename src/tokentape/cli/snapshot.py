@@ -39,12 +39,12 @@ def create(
 ) -> None:
     """Freeze sessions as they are, and print the snapshot's id."""
     with _client(url, api_key) as client:
-        taken = client.take_snapshot(session, since=since, idle_seconds=idle)
-        manifest = taken.manifest()
+        handle = client.take_snapshot(session, since=since, idle_seconds=idle)
+        manifest = handle.manifest()
     if as_json:
         print_json(manifest)
         return
-    typer.echo(str(taken.snapshot_id))
+    typer.echo(str(handle.snapshot_id))
     typer.echo(_line(manifest), err=True)
 
 
@@ -59,9 +59,9 @@ def show(
 ) -> None:
     """Show the contents of a snapshot, or list all snapshots."""
     with _client(url, api_key) as client:
-        found = client.snapshots() if snapshot_id is None else [client.snapshot(snapshot_id).manifest()]
-    for one in found:
-        print_json(one) if as_json else typer.echo(_line(one))
+        manifests = client.snapshots() if snapshot_id is None else [client.snapshot(snapshot_id).manifest()]
+    for manifest in manifests:
+        print_json(manifest) if as_json else typer.echo(_line(manifest))
 
 
 @snapshot.command(short_help="Write a snapshot to a file, and print its digest.")
@@ -103,8 +103,8 @@ def drop(snapshot_id: SnapshotId, url: Url = LOCAL, api_key: Key = None, as_json
     if as_json:
         print_json(report)
     else:
-        for one in report.kept:
-            typer.echo(f"kept {one.session_id}: {one.reason}")
+        for session in report.kept:
+            typer.echo(f"kept {session.session_id}: {session.reason}")
         typer.echo(f"dropped {len(report.dropped)}, kept {len(report.kept)}", err=True)
     raise typer.Exit(1 if report.kept else 0)
 
@@ -113,6 +113,6 @@ def _client(url: str, api_key: str | None) -> Client:
     return Client(url, api_key=api_key, timeout=600, max_retries=0)
 
 
-def _line(one: SnapshotManifest) -> str:
-    counts = f"trajectories {one.trajectories}, tokens {one.tokens}, with loss {one.trained_tokens}"
-    return f"{one.snapshot_id}  {one.state}  {counts}  {one.digest}"
+def _line(manifest: SnapshotManifest) -> str:
+    counts = f"trajectories {manifest.trajectories}, tokens {manifest.tokens}, with loss {manifest.trained_tokens}"
+    return f"{manifest.snapshot_id}  {manifest.state}  {counts}  {manifest.digest}"

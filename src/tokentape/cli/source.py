@@ -56,20 +56,20 @@ def open_source(location: str) -> Iterator[RecordSource]:
         yield RecordSource(location, store)
 
 
-def open_tokenizer(named: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
-    """Return the `named` folder and its tokenizer; without it, those that a record in `sources` was served with.
+def open_tokenizer(folder: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
+    """Return the `folder` and its tokenizer; without it, those that a record in `sources` was served with.
 
     Raises `InvalidRequest` if no folder is known, or if its tokenizer is missing or has changed. `option` is the
     command-line option for the folder.
     """
-    if named is not None:
-        return named, Tokenizer.load(named)
+    if folder is not None:
+        return folder, Tokenizer.load(folder)
     for source in sources:
         if served := source.served_model():
-            found = served_tokenizer(served)
-            if isinstance(found, str):
-                raise InvalidRequest(f"{source.name}: {found}; name the model folder with {option}")
-            return Path(served.folder), found
+            loaded = served_tokenizer(served)
+            if isinstance(loaded, str):
+                raise InvalidRequest(f"{source.name}: {loaded}; name the model folder with {option}")
+            return Path(served.folder), loaded
     raise InvalidRequest(
         f"it is not known which tokenizer made the ids (files don't say it); name its model folder with {option}"
     )

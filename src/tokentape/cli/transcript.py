@@ -78,8 +78,8 @@ def transcript(
         f"verdict {trajectory.verdict}; {role}{reward}; {len(trajectory.token_ids)} tokens, {sampled} sampled, "
         f"{int(trajectory.loss_mask.sum())} with loss"
     )
-    if other := _other_logprobs(trajectory):
-        yield Text(other)
+    if other_logprobs := _other_logprobs(trajectory):
+        yield Text(other_logprobs)
     if len(leaves) > 1:
         yield Text(f"branches end with turns {_joined(leaves)}: choose one with --leaf")
     if lanes is not None:
@@ -163,37 +163,42 @@ def _edited_message(session: Session, turn: Turn) -> str | None:
 
     Return None if there is no earlier turn.
     """
-    sent = _history(session, turn)[:-1]
-    earlier = [one for one in session.turns[: turn.seq] if one.finish_reason != "abort"]
+    incoming = _history(session, turn)[:-1]
+    earlier = [past for past in session.turns[: turn.seq] if past.finish_reason != "abort"]
     if not earlier:
         return None
-    keys = [message_key(one) for one in sent]
-    continued = {one.parent for one in earlier}
-    ends = (one for one in earlier if one.seq not in continued)
+    keys = [message_key(message) for message in incoming]
+    continued = {past.parent for past in earlier}
+    ends = (past for past in earlier if past.seq not in continued)
     # Of equally similar branches, the newest one.
-    at, _, nearest = max((_agreeing(keys, _history(session, one)), one.seq, one) for one in ends)
+    index, _, nearest = max((_agreeing(keys, _history(session, end)), end.seq, end) for end in ends)
     recorded = _history(session, nearest)
-    own = f"messages[{at}] {_shown(sent, recorded, at)}" if at < len(sent) else f"messages end before messages[{at}]"
-    there = _shown(recorded, sent, at) if at < len(recorded) else "no such message"
-    return f"{own}; the branch of turn {nearest.seq} has {there}"
+    here = f"messages end before messages[{index}]"
+    if index < len(incoming):
+        here = f"messages[{index}] {_shown(incoming, recorded, index)}"
+    there = _shown(recorded, incoming, index) if index < len(recorded) else "no such message"
+    return f"{here}; the branch of turn {nearest.seq} has {there}"
 
 
 def _history(session: Session, turn: Turn) -> list[Message]:
-    return [message for one in session.path(turn.seq) for message in (*one.messages, one.reply)]
+    return [message for ancestor in session.path(turn.seq) for message in (*ancestor.messages, ancestor.reply)]
 
 
 def _agreeing(keys: list[bytes], recorded: list[Message]) -> int:
     """Return the number of first messages that are equal."""
     pairs = zip_longest(keys, map(message_key, recorded))
-    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(keys))
+    return next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), len(keys))
 
 
-def _shown(messages: list[Message], others: list[Message], at: int) -> str:
+def _shown(messages: list[Message], other_messages: list[Message], index: int) -> str:
     """Return a message's role, and its text around the first difference from the other message at this index."""
-    message = messages[at]
-    texts = [_message_text(message), _message_text(others[at]) if at < len(others) else ""]
+    message = messages[index]
+    texts = [_message_text(message), _message_text(other_messages[index]) if index < len(other_messages) else ""]
     if texts[0] == texts[1]:
-        texts = [json.dumps(one, ensure_ascii=False, sort_keys=True, default=str) for one in (message, others[at])]
+        texts = [
+            json.dumps(whole, ensure_ascii=False, sort_keys=True, default=str)
+            for whole in (message, other_messages[index])
+        ]
     start = max(0, len(commonprefix(texts)) - _BEFORE)
     end = start + _QUOTED
     quote = f"{'...' if start else ''}{texts[0][start:end]}{'...' if end < len(texts[0]) else ''}"
@@ -224,8 +229,8 @@ class _Lanes:
 
     def __init__(self, trajectory: Trajectory, tokenizer: Tokenizer, width: int) -> None:
         again = retokenized(tokenizer, trajectory.token_ids)
-        found = compare(trajectory.token_ids, again, tokenizer, provenance=trajectory.provenance)
-        self._trajectory, self._tokenizer, self._drifts = trajectory, tokenizer, found.differences
+        comparison = compare(trajectory.token_ids, again, tokenizer, provenance=trajectory.provenance)
+        self._trajectory, self._tokenizer, self._drifts = trajectory, tokenizer, comparison.differences
         self._width = max(width - _GUTTER - len(_SEPARATOR), 20)
 
     def lines(self, code: Provenance, start: int, end: int) -> Iterator[Text]:
@@ -246,7 +251,7 @@ class _Lanes:
         for first, last, text in whole_characters(self._tokenizer, self._trajectory.token_ids[start:end].tolist()):
             begins = True
             *broken, rest = readable(text).split("\n")
-            for piece in [*(f"{one}\n" for one in broken), rest]:
+            for piece in [*(f"{line}\n" for line in broken), rest]:
                 for part in _cut(piece.removesuffix("\n"), self._width):
                     if used + cell_len(part) > self._width:
                         yield line
@@ -274,16 +279,16 @@ class _Lanes:
 
     def _marks(self, line: Sequence[_Cell]) -> str:
         """Return `^~~` below the tokens of each difference, and their classes; empty if the line has none."""
-        marks, at = "", 0
+        marks, width = "", 0
         classes: dict[str, None] = {}
         for cell in line:
             columns = cell_len(cell.text)
-            drift = next((one for one in self._drifts if _touches(one, cell)), None)
+            drift = next((difference for difference in self._drifts if _touches(difference, cell)), None)
             if drift is not None:
                 head = "^" if cell.first and cell.start <= drift.expected_start else "~"
-                marks = marks.ljust(at) + (head + "~" * columns)[:columns]
+                marks = marks.ljust(width) + (head + "~" * columns)[:columns]
                 classes[drift.kind if drift.artifact is None else ARTIFACTS[drift.artifact].kind] = None
-            at += columns
+            width += columns
         return f"{marks} {', '.join(classes)}" if classes else ""
 
 

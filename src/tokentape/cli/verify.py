@@ -58,9 +58,9 @@ def verify(
         f"sessions {report.sessions}, turns {report.turns}, tokens {report.tokens}: findings {len(report.findings)}"
     )
     if head is not None and report.added is not None:
-        at = datetime.fromtimestamp(head.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        created = datetime.fromtimestamp(head.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         signed = "its signature is right" if public_key else "its signature was not checked"
-        typer.echo(f"compared with head {head.digest} of {at}; {signed}")
+        typer.echo(f"compared with head {head.digest} of {created}; {signed}")
         typer.echo(f"added since: {', '.join(f'{part} {n}' for part, n in report.added.items() if n) or 'nothing'}")
     if head_out is not None:
         typer.echo(f"head {report.head}" if report.head else f"{head_out} was not written: the record has findings")

@@ -84,10 +84,10 @@ def view(
         if viewer.reader.tokenizer is None:
             typer.echo(f"{viewer.reader.why_none}: showing ids only; name a model folder with --tokenizer", err=True)
         if export is not None:
-            made = export_page(viewer, session)
-            write_durably(export, made.html)
-            counts = f"{made.whole}, listed without: {made.listed - made.whole}, left out: {made.total - made.listed}"
-            unreadable = f", unreadable: {made.unreadable}" if made.unreadable else ""
+            page = export_page(viewer, session)
+            write_durably(export, page.html)
+            counts = f"{page.whole}, listed without: {page.listed - page.whole}, left out: {page.total - page.listed}"
+            unreadable = f", unreadable: {page.unreadable}" if page.unreadable else ""
             typer.echo(f"wrote {export}: sessions with tokens: {counts}{unreadable}", err=True)
             return
         if host in THIS_MACHINE:

@@ -53,9 +53,9 @@ class AsyncClient:
         default: Mapping[str, Any] | None = None,
     ) -> AsyncClientSession:
         """Create a session, as `Client.session` does."""
-        made = await self._send(calls.create_session(session_id, metadata, pin, default))
-        session = AsyncClientSession(self, made or str(session_id))
-        if made is None:
+        created_id = await self._send(calls.create_session(session_id, metadata, pin, default))
+        session = AsyncClientSession(self, created_id or str(session_id))
+        if created_id is None:
             calls.check_made(await session.info(), metadata, pin, default)
         return session
 

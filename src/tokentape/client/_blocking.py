@@ -74,9 +74,9 @@ class Client:
         of calls that don't name them. A session that exists already is taken up where it is; giving anything else for
         one raises `Conflict`. So a wrong id makes a new, empty session; `sessions` lists those that exist.
         """
-        made = self._send(calls.create_session(session_id, metadata, pin, default))
-        session = ClientSession(self, made or str(session_id))
-        if made is None:
+        created_id = self._send(calls.create_session(session_id, metadata, pin, default))
+        session = ClientSession(self, created_id or str(session_id))
+        if created_id is None:
             calls.check_made(session.info(), metadata, pin, default)
         return session
 
@@ -140,22 +140,22 @@ class Client:
         """
         from tokentape.audit._scoring import Recorded, open_and_score
 
-        found = (entry.session_id for entry in self.sessions()) if session_ids is None else session_ids
+        ids = (entry.session_id for entry in self.sessions()) if session_ids is None else session_ids
 
         def recorded() -> Iterator[Recorded]:
-            for session_id in found:
+            for session_id in ids:
                 trajectories = ClientSession(self, session_id).trajectories()
                 done = () if again else _turns_with(trajectories, column)
                 yield Recorded(session_id, trajectories, done, {})
 
         async def write(columns: Sequence[TurnColumn]) -> None:
-            for one in columns:
-                session = ClientSession(self, one.session_id)
-                await asyncio.to_thread(session.annotate, one.name, one.values, turn=one.turn)
+            for values in columns:
+                session = ClientSession(self, values.session_id)
+                await asyncio.to_thread(session.annotate, values.name, values.values, turn=values.turn)
 
-        asked: dict[str, Any] = {"column": column, "precision": precision, "concurrency": concurrency}
-        asked |= {"engine_model": engine_model, "adapter": adapter, "options": options}
-        return asyncio.run(open_and_score(recorded(), write, engine, model, url, **asked))
+        arguments: dict[str, Any] = {"column": column, "precision": precision, "concurrency": concurrency}
+        arguments |= {"engine_model": engine_model, "adapter": adapter, "options": options}
+        return asyncio.run(open_and_score(recorded(), write, engine, model, url, **arguments))
 
     def engine(self) -> EngineState:
         """Return the state of the engine: its model, whether it is paused, the weight version, replicas."""
@@ -341,8 +341,8 @@ class ClientSnapshot:
                     file.write(chunk)
             file.flush()
             digest = hashlib.sha256()
-            with open(file.name, "rb") as written:
-                for line in written if lines else map(json_line, iter_parquet(Path(file.name))):
+            with open(file.name, "rb") as saved:
+                for line in saved if lines else map(json_line, iter_parquet(Path(file.name))):
                     digest.update(line)
             if digest.hexdigest() != expected:
                 raise GatewayUnavailable(
@@ -384,8 +384,8 @@ def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
     """Return the trained turns that have a column: its values are not NaN there."""
     return {
         turn
-        for one in trajectories
-        if column in one.columns
-        for turn, start, end in one.completions()
-        if one.loss_mask[start:end].all() and not np.isnan(one.columns[column][start:end]).any()
+        for trajectory in trajectories
+        if column in trajectory.columns
+        for turn, start, end in trajectory.completions()
+        if trajectory.loss_mask[start:end].all() and not np.isnan(trajectory.columns[column][start:end]).any()
     }

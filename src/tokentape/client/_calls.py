@@ -151,16 +151,16 @@ def answered_error(response: httpx2.Response) -> TokentapeError:
     answer: Any = None
     with suppress(ValueError):
         answer = msgspec.json.decode(response.content)
-    found = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(found, dict):
+    body = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(body, dict):
         return GatewayUnavailable(
             f"status {response.status_code} without an error of Tokentape's; is there a gateway at this URL?"
         )
     # A class without its own code inherits that of its base class.
     kinds = {kind.code: kind for kind in _with_subclasses(TokentapeError) if "code" in vars(kind)}
-    kind = kinds.get(str(found.get("code")), TokentapeError)
-    message = str(found.get("message"))
-    error = kind(message, found.get("param")) if issubclass(kind, InvalidRequest) else kind(message)
+    kind = kinds.get(str(body.get("code")), TokentapeError)
+    message = str(body.get("message"))
+    error = kind(message, body.get("param")) if issubclass(kind, InvalidRequest) else kind(message)
     error.retry = response.headers.get("x-should-retry", str(error.retry).lower()) == "true"
     error.retry_after = _retry_after(response)
     return error
@@ -185,9 +185,9 @@ def create_session(
     """
     name = session_id or secrets.token_hex(16)
     named_only = session_id is not None and (metadata, pin, default) == (None, None, None)
-    given = {"metadata": metadata, "pin": pin, "default": default}
+    options = {"metadata": metadata, "pin": pin, "default": default}
     body: dict[str, Any] = {"session_id": name}
-    body |= {key: dict(value) for key, value in given.items() if value is not None}
+    body |= {key: dict(value) for key, value in options.items() if value is not None}
     if named_only:
         body["exist_ok"] = True
     return Call(
@@ -209,10 +209,10 @@ def check_made(
     default: Mapping[str, Any] | None,
 ) -> None:
     """Raise `Conflict` unless a session has the metadata that `create_session` would have given it."""
-    wanted = dict(metadata or {})
+    expected = dict(metadata or {})
     if pin or default:
-        wanted[_PINS] = {"pin": pin or {}, "default": default or {}}
-    if msgspec.json.decode(msgspec.json.encode(wanted)) != state.metadata:
+        expected[_PINS] = {"pin": pin or {}, "default": default or {}}
+    if msgspec.json.decode(msgspec.json.encode(expected)) != state.metadata:
         raise Conflict(f"session {state.session_id!r} exists already with other metadata; use another id or none")
 
 
@@ -289,7 +289,7 @@ def read_trajectories(
         query += f"&verdict={quote(','.join(verdict), safe='')}"
 
     def read(content: bytes) -> list[Trajectory]:
-        return [trajectory_from_json(one) for one in msgspec.json.decode(content)["data"]]
+        return [trajectory_from_json(row) for row in msgspec.json.decode(content)["data"]]
 
     return Call("GET", f"{session_path(session_id)}/trajectories{query}", read, wait=wait_checks)
 

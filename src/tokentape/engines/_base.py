@@ -169,6 +169,8 @@ class EngineInfo:
     """The media that prompts may contain: `image`. If it is not empty, the engine is a `MediaEngine`."""
     prompt_penalties: frozenset[str] = frozenset()
     """The penalties that count tokens of the prompt in the same way as tokens of the completion."""
+    scoring_paths: tuple[str, ...] = ()
+    """The server's paths that may return log-probabilities of a prompt, in the order to try them."""
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])

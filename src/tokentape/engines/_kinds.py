@@ -35,26 +35,28 @@ async def open_engine(
         EngineError: the server failed, did not answer or can't be used; or a subclass.
 
     """
-    engine: type[RemoteEngine]
+    return await engine_class(kind).open(
+        url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts, verify_prompt=verify_prompt
+    )
+
+
+def engine_class(kind: str) -> type[RemoteEngine]:
+    """Return the class of a kind's engines. Raises `InvalidRequest` for an unknown kind."""
     match kind:
         case "vllm":
             from tokentape.engines._vllm import VllmEngine
 
-            engine = VllmEngine
+            return VllmEngine
         case "sglang":
             from tokentape.engines._sglang import SglangEngine
 
-            engine = SglangEngine
+            return SglangEngine
         case "llamacpp":
             from tokentape.engines._llamacpp import LlamaCppEngine
 
-            engine = LlamaCppEngine
+            return LlamaCppEngine
         case "openai":
             from tokentape.engines._openai_compatible import OpenAiEngine
 
-            engine = OpenAiEngine
-        case _:
-            raise InvalidRequest(f"there is no engine {kind!r}; there are {', '.join(KINDS)}", "engine")
-    return await engine.open(
-        url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts, verify_prompt=verify_prompt
-    )
+            return OpenAiEngine
+    raise InvalidRequest(f"there is no engine {kind!r}; there are {', '.join(KINDS)}", "engine")

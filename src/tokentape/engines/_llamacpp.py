@@ -27,6 +27,7 @@ from tokentape.engines._identity import served_cards
 from tokentape.engines._remote import RemoteEngine
 from tokentape.engines._replies import ReceivedTokens, decode, joined
 from tokentape.engines._status_errors import safe_name
+from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
@@ -52,6 +53,15 @@ class LlamaCppEngine(RemoteEngine):
     change the distribution. A stream has a delta for every `PIECE` tokens. With `stop_strings` or a `json_schema`,
     which the server applies only within one reply, it has a single delta.
     """
+
+    tokenize_api = TokenizeApi(
+        text="content",
+        special="add_special",
+        controls="parse_special",
+        takes_model=False,
+        decoded="content",
+        template="/apply-template",
+    )
 
     def __init__(self, http: HttpClient, info: EngineInfo, *, slots: int, plain_id: int) -> None:
         super().__init__(http, info)

@@ -102,6 +102,7 @@ class OpenAiEngine(RemoteEngine):
             max_context=card.context,
             logprobs_mode=api.logprobs_mode,
             sampling=frozenset(api.fields),
+            scoring_paths=("/v1/completions",) if api.owned_by == "vllm" else (),
         )
         try:
             await cls(http, any_id(info), api)._probe()

@@ -20,6 +20,7 @@ from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._replies import DONE, EngineReply
 from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
 from tokentape.engines._status_errors import hopeless
+from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
 
@@ -33,6 +34,8 @@ class RemoteEngine(ABC):
     reply then has finish_reason `stop` with that id.
     """
 
+    tokenize_api: ClassVar[TokenizeApi | None] = None
+    """How the server tokenizes texts and messages; None if it does not."""
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
     """Path that ends a call with its last tokens and the finish_reason `abort`. Without one, override neither

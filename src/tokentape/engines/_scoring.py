@@ -96,29 +96,35 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
     """
     top = min(top, SERVER_TOP)
     rows: list[_Row] | None = None
-    if info.name in ("vllm", "openai:vllm"):
-        # 0 requests only the log-probabilities of the ids themselves.
-        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-        body = {"model": info.model, "prompt": ids.tolist(), "add_special_tokens": False}
+    for path in info.scoring_paths:
         try:
-            completion = await _ask(http, "/v1/completions", body | sampling, _Choices)
+            rows = await _rows_at(path, http, info.model, ids, start, top)
         except InvalidRequest:
-            if info.name != "vllm":
+            if path == info.scoring_paths[-1]:
                 raise
-            completion = None
+        if rows is not None:
+            return _scores(rows)
+    return None
+
+
+async def _rows_at(path: str, http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
+    """Request the rows at one of the paths of `EngineInfo.scoring_paths`."""
+    body: dict[str, Any]
+    if path == "/generate":
+        # SGLang. The entry of the first requested position has no log-probability.
+        body = {"input_ids": ids.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+        body |= {"return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": top}
+        generated = await _ask(http, path, body, _Generated)
+        return None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
+    # 0 requests only the log-probabilities of the ids themselves.
+    sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+    if path == "/v1/completions":
+        body = {"model": model, "prompt": ids.tolist(), "add_special_tokens": False, **sampling}
+        completion = await _ask(http, path, body, _Choices)
         choices = completion.choices if completion is not None else []
-        rows = _vllm_rows(ids, start, top, choices[0] if choices else None)
-        if info.name == "vllm" and rows is None:
-            body = {"model": info.model, "token_ids": ids.tolist(), "sampling_params": sampling}
-            rows = _vllm_rows(ids, start, top, await _ask(http, "/inference/v1/generate", body, _Prompt))
-    elif info.name == "sglang":
-        # The entry of the first requested position has no log-probability.
-        sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
-        body |= {"logprob_start_len": start - 1, "top_logprobs_num": top}
-        generated = await _ask(http, "/generate", body, _Generated)
-        rows = None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
-    return None if rows is None else _scores(rows)
+        return _vllm_rows(ids, start, top, choices[0] if choices else None)
+    body = {"model": model, "token_ids": ids.tolist(), "sampling_params": sampling}
+    return _vllm_rows(ids, start, top, await _ask(http, path, body, _Prompt))
 
 
 def _scores(rows: Sequence[_Row]) -> Scores | None:

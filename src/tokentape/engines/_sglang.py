@@ -34,6 +34,7 @@ from tokentape.engines._remote import (
 from tokentape.engines._replies import decode, whole
 from tokentape.engines._sglang_reply import GENERATE, SglangReply
 from tokentape.engines._status_errors import safe_name
+from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
 
@@ -57,6 +58,7 @@ class SglangEngine(RemoteEngine):
     `stop_token_ids` a completion also ends at the latter; without them it ends at stop strings and `max_tokens` only.
     """
 
+    tokenize_api = TokenizeApi(decoded="text", decoding={"skip_special_tokens": False})
     _abort_path = "/abort_request"
 
     def __init__(
@@ -82,6 +84,7 @@ class SglangEngine(RemoteEngine):
             sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
             media=_media(server, started),
+            scoring_paths=("/generate",),
         )
         engine = cls(http, info, server, verify_prompt=verify_prompt)
         engine.info = replace(info, logprobs_mode=await engine.find_logprobs_mode())

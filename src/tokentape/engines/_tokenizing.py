@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from tokentape.engines._http import HttpClient
+from tokentape.engines._kinds import engine_class
 from tokentape.engines._status_errors import UNREADABLE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import Message, Tool
@@ -23,6 +25,29 @@ class _TokenizeReply(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizeApi:
+    """What differs between servers in /tokenize and /detokenize. The defaults are vLLM's."""
+
+    text: str = "prompt"
+    """Field of a request with the text."""
+    special: str = "add_special_tokens"
+    controls: str | None = None
+    """Field that says whether control tokens spelled in the text are encoded as such; None if they always are."""
+    takes_model: bool = True
+    """Whether a request names the model."""
+    decoded: str = "prompt"
+    """Field of a reply with the text."""
+    decoding: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of a request to decode."""
+    template: str | None = None
+    """Path that renders messages to a text; None if /tokenize takes messages."""
+
+
+def _api(kind: str) -> TokenizeApi | None:
+    return TokenizeApi() if kind == "gateway" else engine_class(kind).tokenize_api
+
+
 async def server_text_ids(
     kind: str, http: HttpClient, model: str, text: str, *, special: bool = False, controls: bool = False
 ) -> list[int] | None:
@@ -33,12 +58,12 @@ async def server_text_ids(
 
     Raises `EngineError` or a subclass.
     """
-    match kind:
-        case "vllm" | "sglang" | "gateway":
-            return await _tokens(http, {"model": model, "prompt": text, "add_special_tokens": special})
-        case "llamacpp":
-            return await _tokens(http, {"content": text, "add_special": special, "parse_special": controls})
-    return None
+    api = _api(kind)
+    if api is None:
+        return None
+    body: dict[str, Any] = {"model": model} if api.takes_model else {}
+    body |= {api.text: text, api.special: special}
+    return await _tokens(http, body if api.controls is None else {**body, api.controls: controls})
 
 
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
@@ -46,15 +71,11 @@ async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int
 
     Raises like `server_text_ids`.
     """
-    body: dict[str, Any] = {"tokens": list(ids)}
-    text: str | None = None
-    match kind:
-        case "vllm" | "gateway":
-            text = await _ask(http, "/detokenize", {"model": model, **body}, "prompt")
-        case "sglang":
-            text = await _ask(http, "/detokenize", {"model": model, **body, "skip_special_tokens": False}, "text")
-        case "llamacpp":
-            text = await _ask(http, "/detokenize", body, "content")
+    api = _api(kind)
+    if api is None:
+        return None
+    body: dict[str, Any] = {"model": model} if api.takes_model else {}
+    text: str | None = await _ask(http, "/detokenize", {**body, "tokens": list(ids), **api.decoding}, api.decoded)
     return text
 
 
@@ -72,17 +93,15 @@ async def server_chat_ids(
 
     `generate` adds the generation prompt. Raises like `server_text_ids`.
     """
-    chat = _chat(messages, tools, template_kwargs)
-    match kind:
-        case "vllm" | "sglang":
-            return await _tokens(http, {"model": model, **chat, "add_generation_prompt": generate})
-        case "llamacpp":
-            if not generate:
-                chat["add_generation_prompt"] = False
-            content = await _ask(http, "/apply-template", chat, "prompt")
-            if content is not None:
-                return await _tokens(http, {"content": content, "add_special": True, "parse_special": True})
-    return None
+    api, chat = _api(kind), _chat(messages, tools, template_kwargs)
+    if api is None or kind == "gateway":
+        return None
+    if api.template is None:
+        return await _tokens(http, {"model": model, **chat, "add_generation_prompt": generate})
+    if not generate:
+        chat["add_generation_prompt"] = False
+    text = await _ask(http, api.template, chat, "prompt")
+    return None if text is None else await server_text_ids(kind, http, model, text, special=True, controls=True)
 
 
 async def server_prompt_ids(

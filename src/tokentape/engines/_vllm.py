@@ -32,6 +32,7 @@ from tokentape.engines._remote import (
     version_numbers,
 )
 from tokentape.engines._replies import ROUNDING, decode, logits_error, whole
+from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
@@ -90,6 +91,7 @@ class VllmEngine(RemoteEngine):
 
     _routes: ClassVar[tuple[Route, ...]] = ("generate", "completions")
     """The routes to try, in this order."""
+    tokenize_api = TokenizeApi()
     _abort_path = "/inference/v1/abort_requests"
 
     def __init__(self, http: HttpClient, info: EngineInfo, server: _VllmServer, *, verify_prompt: bool = False) -> None:
@@ -118,6 +120,7 @@ class VllmEngine(RemoteEngine):
             logprobs_mode="raw_logprobs",
             sampling=sampling,
             prompt_penalties=frozenset({"repetition_penalty"}),
+            scoring_paths=("/v1/completions", "/inference/v1/generate"),
         )
         server, info = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
         return cls(http, info, server, verify_prompt=verify_prompt)

@@ -87,9 +87,9 @@ class RequestLog:
 
 
 def request_log(request: Request) -> RequestLog:
-    found = request.scope[_KEY]
-    assert isinstance(found, RequestLog)
-    return found
+    line = request.scope[_KEY]
+    assert isinstance(line, RequestLog)
+    return line
 
 
 class AccessMiddleware:
@@ -113,23 +113,23 @@ class AccessMiddleware:
             return
         began = time.perf_counter()
         headers = Headers(scope=scope)
-        given = headers.get(REQUEST_ID, "")
-        name = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        requested = headers.get(REQUEST_ID, "")
+        name = requested if _ID.fullmatch(requested) else secrets.token_hex(16)
         request_id.set(name)
         line = scope[_KEY] = RequestLog()
-        received, sent, left, complete = 0, 0, False, False
+        received_bytes, sent_bytes, client_left, complete = 0, 0, False, False
 
         async def counting_receive() -> Message:
-            nonlocal received, left
+            nonlocal received_bytes, client_left
             message = await receive()
-            received += len(message.get("body", b""))
-            left = left or (message["type"] == "http.disconnect" and not complete)
+            received_bytes += len(message.get("body", b""))
+            client_left = client_left or (message["type"] == "http.disconnect" and not complete)
             return message
 
         async def counting_send(message: Message) -> None:
-            nonlocal sent, complete
+            nonlocal sent_bytes, complete
             if message["type"] == "http.response.body":
-                sent += len(message.get("body", b""))
+                sent_bytes += len(message.get("body", b""))
                 complete = not message.get("more_body", False)
             elif message["type"] == "http.response.start":
                 line.status = message["status"]
@@ -155,14 +155,14 @@ class AccessMiddleware:
                     "route": route,
                     "status": line.status,
                     "duration_ms": round(1000 * seconds, 3),
-                    "bytes_in": received,
-                    "bytes_out": sent,
+                    "bytes_in": received_bytes,
+                    "bytes_out": sent_bytes,
                     "session_id": line.session_id,
                     "turns": line.turns,
                     "key": line.key,
                     "engine_requests": line.engine_requests,
                     "error": line.error,
-                    "client_left": left,
+                    "client_left": client_left,
                 }
                 attributes |= {"http.request.method": scope["method"], "http.route": route}
                 attributes["http.response.status_code"] = line.status

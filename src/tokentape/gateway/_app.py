@@ -26,14 +26,13 @@ from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
-from tokentape.gateway._http import ClientLeft, error_body, error_headers, json_response
-from tokentape.gateway._keys import Keys
+from tokentape.gateway._http import ClientLeft, error_body, error_response, json_response
+from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
 from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire import completions, responses
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages, count_routes
-from tokentape.gateway._wire.anthropic_messages import error_body as anthropic_error
 from tokentape.gateway._wire.chat_completions import ChatCompletions
 from tokentape.gateway._wire.completions import Completions
 from tokentape.gateway._wire.responses import Responses
@@ -119,10 +118,10 @@ def _routes(gateway: Gateway) -> list[Route]:
         gateway.caller(request)
         model = {"id": gateway.model_id, "object": "model", "created": started, "owned_by": "tokentape"}
         model["max_model_len"] = turns.engine.info.max_context
-        wanted = request.path_params.get("model_id")
-        if wanted is None:
+        model_id = request.path_params.get("model_id")
+        if model_id is None:
             return json_response({"object": "list", "data": [model]})
-        if wanted != gateway.model_id:
+        if model_id != gateway.model_id:
             raise NotFound(f"this gateway does not serve that model; it serves {gateway.model_id!r}")
         return json_response(model)
 
@@ -141,11 +140,13 @@ def _routes(gateway: Gateway) -> list[Route]:
         exposition, content_type = turns.telemetry.metrics.exposition(request.headers.get("accept", ""))
         return Response(exposition, media_type=content_type)
 
-    wire: dict[str, Any] = {"media": (JSON, "text/event-stream"), "headers": ("X-Session-Id", "Idempotency-Key")}
+    wire: dict[str, Any] = {"media": (JSON, "text/event-stream"), "headers": (SESSION_HEADER, IDEMPOTENCY_HEADER)}
     routes: list[Route] = []
-    for one in dialects:
-        fields: dict[str, Any] = {"body": one.body, "more_fields": one.ignored}
-        routes += also_below_sessions("POST", one.path, Endpoint(gateway, one), one.summary, **fields, **wire)
+    for dialect in dialects:
+        fields: dict[str, Any] = {"body": dialect.body, "more_fields": dialect.ignored}
+        routes += also_below_sessions(
+            "POST", dialect.path, Endpoint(gateway, dialect), dialect.summary, **fields, **wire
+        )
     routes += [
         *count_routes(gateway, anthropic_messages),
         *sessions.routes(gateway),
@@ -177,27 +178,27 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer requests that starlette rejects: unknown paths (404) and wrong methods (405)."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        missing = NotFound(f"the gateway has no such path{_nearest(request)}")
-        of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
-        return _error_response(request, missing, anthropic=of_anthropic)
+        return _error_response(request, NotFound(f"the gateway has no such path{_nearest(request)}"))
     body = error_body(TokentapeError(f"{error.detail}: {request.method} is not allowed on this path"))
     body["error"].update(type="invalid_request_error", code="method_not_allowed")
     return json_response(body, error.status_code, error.headers)
 
 
-def _error_response(request: Request, error: TokentapeError, *, anthropic: bool = False) -> Response:
-    shape = anthropic_error if anthropic or AnthropicMessages.path in request.url.path else error_body
-    return json_response(shape(error), error.status, error_headers(error))
+def _error_response(request: Request, error: TokentapeError) -> Response:
+    endpoints = [route.endpoint for route in request.app.routes]
+    dialects = [endpoint.dialect for endpoint in endpoints if isinstance(endpoint, Endpoint)]
+    bodies = [dialect.error_body for dialect in dialects if dialect.claims(request)]
+    return error_response(error, *bodies[:1])
 
 
 def _nearest(request: Request) -> str:
     """Return a hint with the known path most similar to the request's path; empty if none is similar."""
     below = _BELOW_SESSION.fullmatch(request.url.path)
     prefix, path = (SESSION, below[1]) if below is not None else ("", request.url.path)
-    known = {route.path for route in request.app.routes if isinstance(route, Route)}
-    served = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
-    like = difflib.get_close_matches(path, served, n=1)
-    return f"; did you mean {prefix}{like[0]}?" if like else ""
+    paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+    candidates = [candidate.removeprefix(prefix) for candidate in paths if candidate.startswith(prefix)]
+    nearest = difflib.get_close_matches(path, candidates, n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

@@ -76,8 +76,8 @@ class BridgeChecks:
         """Decide whether to check the bridge of new turns. Return the events that record it with the turns."""
         if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
             return []
-        like = _like(prompt.bridge.name, prompt.parent, prompt.added)
-        first = like not in opened.bridges.get(prompt.parent.seq, _UNSEEN) or self._policy == "all"
+        similar = _like(prompt.bridge.name, prompt.parent, prompt.added)
+        first = similar not in opened.bridges.get(prompt.parent.seq, _UNSEEN) or self._policy == "all"
         # The probability is the share of new tokens in the prompt: a check costs as much as the whole prompt, a turn
         # only as much as its new tokens.
         new = len(prompt.parent.completion_ids) + len(prompt.added.ids)
@@ -87,7 +87,7 @@ class BridgeChecks:
         if kind == BRIDGE_SKIPPED and not first:
             self._metrics.bridge_checks.labels("skipped").inc()
             return []
-        body = {"continuation": prompt.bridge.name, "strategy": prompt.bridge.strategy, "like": like}
+        body = {"continuation": prompt.bridge.name, "strategy": prompt.bridge.strategy, "like": similar}
         return [Event(opened.session_id, turn.seq, kind, body, turn.created_at) for turn in turns]
 
     def recorded(self, opened: OpenSession, setup: Setup, turns: Sequence[Turn], events: Sequence[Event]) -> None:
@@ -146,22 +146,22 @@ class BridgeChecks:
 
     def _check(self, job: _Job) -> None:
         try:
-            found = _check(self._renderer, job)
+            result = _check(self._renderer, job)
         except Exception as error:
             # The exception's text may quote the conversation.
-            found = BridgeCheck("unknown", f"the check failed ({type(error).__name__})")
+            result = BridgeCheck("unknown", f"the check failed ({type(error).__name__})")
         if not job.loop.is_closed():
-            job.loop.call_soon_threadsafe(self._found, job, found)
+            job.loop.call_soon_threadsafe(self._found, job, result)
 
-    def _found(self, job: _Job, found: BridgeCheck) -> None:
-        self._metrics.bridge_checks.labels(found.outcome).inc()
-        body: dict[str, Any] = {"continuation": job.body["continuation"], "outcome": found.outcome}
-        if found.detail:
-            body["detail"] = found.detail
-        if found.outcome == "differs":
+    def _found(self, job: _Job, result: BridgeCheck) -> None:
+        self._metrics.bridge_checks.labels(result.outcome).inc()
+        body: dict[str, Any] = {"continuation": job.body["continuation"], "outcome": result.outcome}
+        if result.detail:
+            body["detail"] = result.detail
+        if result.outcome == "differs":
             local = job.body["strategy"] == "local"
-            goes_on: Strategy = "contextual" if local and found.contextual else "fork"
-            body |= {"goes_on": goes_on, "template": found.expected, "bridge": found.found}
+            goes_on: Strategy = "contextual" if local and result.contextual else "fork"
+            body |= {"goes_on": goes_on, "template": result.expected, "bridge": result.found}
             self._revoke(job.setup.digest, job.body["continuation"], goes_on)
             self._metrics.bridge_revocations.labels(goes_on).inc()
             where = f"session {job.opened.session_id} turn {job.turns[0].seq}, setup {job.setup.digest[:12]}"
@@ -199,6 +199,6 @@ def _check(renderer: Renderer, job: _Job) -> BridgeCheck:
     turn, session = job.turns[0], job.opened.session
     assert turn.parent is not None
     *path, parent = session.path(turn.parent)
-    history = [message for one in path for message in (*one.messages, one.reply)] + [*parent.messages]
+    history = [message for ancestor in path for message in (*ancestor.messages, ancestor.reply)] + [*parent.messages]
     added = PromptTokens(turn.added_ids, turn.added_provenance)
     return check_bridge(renderer, job.setup, history, parent.reply, turn.messages, parent.completion_ids, added)

@@ -48,14 +48,14 @@ class ServerRenderedCall:
         self.request_id = secrets.token_hex(12)
         """Request id of the first call."""
 
-    async def begin(self, held: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
-        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `held` ends an unused call.
+    async def begin(self, stack: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
+        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `stack` ends an unused call.
 
         Raises `InvalidRequest`, `EngineError` and their subclasses.
         """
-        named = self._request.session_id if "session_id" in self._server.info.sampling else None
-        self._first = await self._ask(replace(sampling, session_id=named), self.request_id)
-        held.push_async_callback(self._abandon)
+        session_id = self._request.session_id if "session_id" in self._server.info.sampling else None
+        self._first = await self._ask(replace(sampling, session_id=session_id), self.request_id)
+        stack.push_async_callback(self._abandon)
         return self._first.prompt_ids
 
     async def sample(

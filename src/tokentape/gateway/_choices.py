@@ -87,7 +87,7 @@ class Choice:
             self.cached_tokens = delta.cached_tokens
         if delta.weight_spans:
             # Spans come at the end of a call, cover all of its tokens and replace earlier reports.
-            self.weight_changes = [one for one in self.weight_changes if one[0] < self.part]
+            self.weight_changes = [change for change in self.weight_changes if change[0] < self.part]
             for span in delta.weight_spans:
                 self._weights(self.part + span.start, span.version)
         parsed = self.reader.feed(delta.token_ids)
@@ -104,7 +104,9 @@ class Choice:
     def payloads_due(self) -> int | None:
         """Return the first index in prompt + completion without payloads. Return None if none were requested."""
         due = self.sampling.payloads_from
-        return due if due is None else min([one.start + len(one.rows) for one in self.payloads], default=due)
+        if due is None:
+            return None
+        return min([payload.start + len(payload.rows) for payload in self.payloads], default=due)
 
     def go_on(self, cause: str | None) -> None:
         """Reset for another engine call that samples the rest.
@@ -128,13 +130,13 @@ class Choice:
         return replace(delta, tool_calls=calls)
 
 
-def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[Payload, ...]:
+def _joined(payloads: tuple[Payload, ...], later: tuple[Payload, ...]) -> tuple[Payload, ...]:
     """Append the payload rows of a continuing call to the rows so far, name by name."""
-    before = {one.name: one for one in payloads}
+    before = {payload.name: payload for payload in payloads}
     joined = []
-    for one in more:
-        first = before.get(one.name)
-        joined.append(one if first is None else replace(first, rows=np.concatenate([first.rows, one.rows])))
+    for payload in later:
+        first = before.get(payload.name)
+        joined.append(payload if first is None else replace(first, rows=np.concatenate([first.rows, payload.rows])))
     return tuple(joined)
 
 
@@ -143,12 +145,12 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefi
 
     `request_id` and the call's number, from `start` on, determine the id. For `prefix` see `PromptBuilder.call_prefix`.
     """
-    named, number = [], start
+    calls_with_ids, number = [], start
     for call in calls:
-        own = hashlib.sha256(f"{request_id} {number}".encode()).hexdigest()[:9]
-        named.append(call if call.id else replace(call, id=prefix + own))
+        digits = hashlib.sha256(f"{request_id} {number}".encode()).hexdigest()[:9]
+        calls_with_ids.append(call if call.id else replace(call, id=prefix + digits))
         number += call.status != "unclosed"
-    return tuple(named)
+    return tuple(calls_with_ids)
 
 
 def sample_choices(

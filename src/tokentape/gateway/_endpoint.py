@@ -36,7 +36,15 @@ from tokentape.gateway._http import (
     read_as,
     read_json_body,
 )
-from tokentape.gateway._keys import Caller, Keys, check_session_id, may_be_session_id, new_session_id
+from tokentape.gateway._keys import (
+    IDEMPOTENCY_HEADER,
+    SESSION_HEADER,
+    Caller,
+    Keys,
+    check_session_id,
+    may_be_session_id,
+    new_session_id,
+)
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._prefix import MessagesSpan, RequestBody
 from tokentape.gateway._turns import Turns
@@ -137,6 +145,10 @@ class Dialect:
     """Struct with the fields of a request body."""
     ignored: frozenset[str]
     """Additional fields that are accepted and have no effect."""
+    lists: tuple[str, ...] = ("messages", "tools")
+    """Fields with lists of which the gateway limits the number of entries."""
+    parts: tuple[str, ...] = ("content",)
+    """Keys of the entries, and of their parts, that hold lists of parts. The limit includes these."""
     read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
     """Reads the messages of an accepted body.
 
@@ -159,9 +171,17 @@ class Dialect:
         """Return the parameters of `pins.NAMES` that an accepted body sets: defaults do not replace these."""
         return pins.given_in(body)
 
+    def claims(self, request: Request) -> bool:
+        """Return whether errors of this request, which may be for an unknown path, have the API's `error_body`."""
+        return self.path in request.url.path
+
+    def error_body(self, error: TokentapeError) -> Any:
+        """Return an error as the JSON value of a response."""
+        return error_body(error)
+
     def error_event(self, error: TokentapeError) -> bytes:
-        """Return an error as the last event of a stream. `_error_response` in `_app.py` answers other errors."""
-        return encode_event(error_body(error))
+        """Return an error as the last event of a stream."""
+        return encode_event(self.error_body(error))
 
 
 class AnonymousSessions:
@@ -243,12 +263,12 @@ class Endpoint:
         try:
             gateway.drain.refuse()
             caller = gateway.caller(request)
-            with ExitStack() as held:
-                held.enter_context(gateway.turns.calls.track(caller.owner))
+            with ExitStack() as stack:
+                stack.enter_context(gateway.turns.calls.track(caller.owner))
                 response = await self._answer(caller, request)
                 if isinstance(response, EventStream):
                     # The call counts as in flight until its last event is sent.
-                    response.held = held.pop_all()
+                    response.held = stack.pop_all()
             await response(scope, receive, send)
             complete = not isinstance(response, EventStream) or response.complete
         finally:
@@ -262,7 +282,8 @@ class Endpoint:
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
         body = RequestBody(data, turns.sessions.prefixes(session_id or "", caller.owner) if lazy else ())
         parsed = parse_json(body.unread)
-        count = check_count(parsed, body.prefix.span.count if body.prefix else 0)
+        before = body.prefix.span.count if body.prefix else 0
+        count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.
         span = body.span(count) if lazy else None
         session_id = address(request, caller, self.dialect.session_of(parsed))
@@ -276,13 +297,13 @@ class Endpoint:
             partial(turns.conversation, line.session_id, owner=caller.owner),
             turns.enforce_tools,
         )
-        decoded, known = await self._decode(body, parsed, span, context)
+        decoded, fields = await self._decode(body, parsed, span, context)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
-        hint = request.headers.get("x-session-id")
+        hint = request.headers.get(SESSION_HEADER)
         turn = replace(
             decoded.turn,
-            **known,
+            **fields,
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
@@ -290,7 +311,7 @@ class Endpoint:
             client_session=None if hint is None or hint == line.session_id else hint[:128],
             client=client_headers(request.scope["headers"], line.session_id),
         )
-        headers = {"X-Session-Id": line.session_id}
+        headers = {SESSION_HEADER: line.session_id}
         if decoded.ignored:
             headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
         async with cancelled_if_client_leaves(request.receive), AsyncExitStack() as unread:
@@ -341,28 +362,28 @@ class Endpoint:
         return await self.dialect.decode(parsed, context), {"span": span}
 
 
-def address(request: Request, caller: Caller, named: str | None = None) -> str | None:
+def address(request: Request, caller: Caller, id_in_body: str | None = None) -> str | None:
     """Return the session id from a request's path, body or key, else from the header `X-Session-Id`, else None.
 
-    `named` is the id in the body. A header that is no valid id is ignored, since some harnesses send their own ids in
+    A header that is no valid id is ignored, since some harnesses send their own ids in
     it. Raises `InvalidRequest` if path, body and key name an invalid id or different sessions.
     """
-    given = [request.path_params.get("session_id"), named, caller.session_id]
-    names = {name for name in given if name is not None}
+    candidates = [request.path_params.get("session_id"), id_in_body, caller.session_id]
+    names = {name for name in candidates if name is not None}
     if len(names) > 1:
         raise InvalidRequest("path, body and key name different sessions; name one", "session_id")
     if names:
         name = names.pop()
         check_session_id(name)
         return name
-    hint = request.headers.get("x-session-id", "")
+    hint = request.headers.get(SESSION_HEADER, "")
     return hint if may_be_session_id(hint) else None
 
 
 def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
-    key = request.headers.get("idempotency-key")
+    key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and not 0 < len(key) <= 256:
-        raise InvalidRequest("an Idempotency-Key has 1 to 256 characters", "Idempotency-Key")
+        raise InvalidRequest(f"an {IDEMPOTENCY_HEADER} has 1 to 256 characters", IDEMPOTENCY_HEADER)
     count = request.headers.get("x-stainless-retry-count", "0")
     # The `?` keeps a call without a session from matching one that names a session.
     digest = body.digest(f"{path}?" if anonymous else path)
@@ -378,7 +399,7 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
             done.append(event)
         elif isinstance(event, TurnDelta):
             sampled.setdefault(event.choice, []).append(event.sampled)
-    return [DoneChoice(one, sampled[one.choice]) for one in sorted(done, key=lambda one: one.choice)]
+    return [DoneChoice(choice, sampled[choice.choice]) for choice in sorted(done, key=lambda choice: choice.choice)]
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
@@ -389,7 +410,7 @@ def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> d
     >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
     {'parent': 'ses_1'}
     """
-    found = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
-    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in found.items()}
+    values = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
+    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in values.items()}
     plain = {"session": session_id, "retry": "0"}
     return {name: text for name, text in sorted(texts.items()) if text != plain.get(name)}

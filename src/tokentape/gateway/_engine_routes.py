@@ -43,7 +43,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def state() -> dict[str, Any]:
         engine = turns.engine
-        others, in_flight = await turns.pausing.in_flight_elsewhere()
+        other_gateways, in_flight = await turns.pausing.in_flight_elsewhere()
         shown: dict[str, Any] = {
             "engine": str(engine.info),
             "model": engine.info.model,
@@ -55,8 +55,8 @@ def routes(gateway: Gateway) -> list[Route]:
             "weight_version": turns.gate.weight_version,
             "adapter_versions": turns.gate.adapter_versions,
         }
-        if others:
-            shown["gateways"] = others + 1
+        if other_gateways:
+            shown["gateways"] = other_gateways + 1
         if isinstance(engine, EnginePool):
             shown["replicas"] = dict(engine.available)
         return shown

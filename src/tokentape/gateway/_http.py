@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -71,11 +71,11 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     Browsers let a page of another site send other content types without a preflight, but not `application/json`. So
     the header may be missing only from requests without an `Origin`, which browsers send.
     """
-    given = request.headers.get("content-type")
-    kind = (given or "").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type")
+    kind = (content_type or "").partition(";")[0].strip().lower()
     body = await read_body(request, max_bytes)
-    from_page = given is None and "origin" in request.headers and body
-    if from_page or (given is not None and kind != "application/json" and not kind.endswith("+json")):
+    from_page = content_type is None and "origin" in request.headers and body
+    if from_page or (content_type is not None and kind != "application/json" and not kind.endswith("+json")):
         raise WrongContentType("the body must be JSON; send it with the header Content-Type: application/json")
     return body
 
@@ -94,16 +94,16 @@ def read_as(value: Any, kind: type[_T]) -> _T:
 
 def _allowed(kind: type, where: str) -> str:
     """Return the values that a field allows, in parentheses; empty if its type does not list them in one way."""
-    found: Any = msgspec.inspect.type_info(kind)
+    info: Any = msgspec.inspect.type_info(kind)
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", ".*", where)):
         if name == "*":
-            found = getattr(found, "item_type", None)
+            info = getattr(info, "item_type", None)
         else:
-            found = next((one.type for one in getattr(found, "fields", ()) if one.encode_name == name), None)
-        if isinstance(found, msgspec.inspect.UnionType):
-            some = [one for one in found.types if not isinstance(one, msgspec.inspect.NoneType)]
-            found = some[0] if len(some) == 1 else None
-    return f": {', '.join(map(str, found.values))}" if isinstance(found, msgspec.inspect.LiteralType) else ""
+            info = next((field.type for field in getattr(info, "fields", ()) if field.encode_name == name), None)
+        if isinstance(info, msgspec.inspect.UnionType):
+            members = [member for member in info.types if not isinstance(member, msgspec.inspect.NoneType)]
+            info = members[0] if len(members) == 1 else None
+    return f": {', '.join(map(str, info.values))}" if isinstance(info, msgspec.inspect.LiteralType) else ""
 
 
 def explain(error: msgspec.ValidationError) -> tuple[str, str]:
@@ -127,29 +127,25 @@ def check_depth(value: Any, param: str) -> None:
     raise InvalidRequest(f"{param} nests deeper than {MAX_DEPTH} levels", param)
 
 
-def check_count(body: Any, before: int = 0) -> int:
+def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before: int = 0) -> int:
     """Count the messages in a body and their parts, plus `before`, the count of the messages left out of `body`.
 
-    Lists in call arguments and in schemas are not counted. Raises `TooLarge` if messages, input, system or tools have
-    more than `MAX_ENTRIES`.
+    `parts` are the keys under which entries hold further lists; others, such as call arguments and schemas, are not
+    counted. Raises `TooLarge` if a field in `lists` has more than `MAX_ENTRIES`.
     """
-    counts = {"messages": before, "input": 0, "system": 0, "tools": 0}
+    counts = dict.fromkeys(lists, 0) | {"messages": before}
     for name in counts:
-        left = [body.get(name) if isinstance(body, dict) else None]
-        while left:
-            value = left.pop()
+        unread = [body.get(name) if isinstance(body, dict) else None]
+        while unread:
+            value = unread.pop()
             if isinstance(value, list):
                 counts[name] += len(value)
-                left += value if name != "tools" else ()
+                unread += value
             elif isinstance(value, dict):
-                left += [value[key] for key in _PARTS if key in value]
+                unread += [value[key] for key in parts if key in value]
             if counts[name] > MAX_ENTRIES:
                 raise TooLarge(f"{name} has over {MAX_ENTRIES} entries and parts; join short ones")
     return counts["messages"]
-
-
-_PARTS = ("content", "output", "summary")
-"""Keys under which messages, results and reasoning hold their parts."""
 
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
@@ -161,6 +157,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def error_body(error: TokentapeError) -> dict[str, Any]:
+    """Return an error body for OpenAI's clients, and for requests that belong to no wire API."""
     return {
         "error": {
             "message": str(error),
@@ -181,8 +178,8 @@ def error_headers(error: TokentapeError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: TokentapeError) -> Response:
-    return json_response(error_body(error), error.status, error_headers(error))
+def error_response(error: TokentapeError, body: Callable[[TokentapeError], Any] = error_body) -> Response:
+    return json_response(body(error), error.status, error_headers(error))
 
 
 def unexpected(error: Exception) -> TokentapeError:
@@ -198,14 +195,14 @@ def unexpected(error: Exception) -> TokentapeError:
 @asynccontextmanager
 async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
     """Cancel the body of the `with` and raise `ClientLeft` if the client disconnects. Read the request body before."""
-    working, left = asyncio.current_task(), False
+    working, client_left = asyncio.current_task(), False
     assert working is not None
 
     async def watch() -> None:
-        nonlocal left
+        nonlocal client_left
         while (await receive())["type"] != "http.disconnect":
             pass
-        left = True
+        client_left = True
         working.cancel()
 
     watching = asyncio.create_task(watch())
@@ -216,7 +213,7 @@ async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
         failure = error
     watching.cancel()
     # As in asyncio.timeout: something else may have cancelled the task too.
-    if left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
+    if client_left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
         raise ClientLeft from None
     if failure is not None:
         raise failure

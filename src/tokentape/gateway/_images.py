@@ -40,12 +40,12 @@ def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, 
     return {"type": IMAGE, "url": url}
 
 
-def append_content(content: Any, more: Any) -> Any:
+def append_content(content: Any, addition: Any) -> Any:
     """Concatenate two contents, each a string or a list of parts. Return a string if both are, else a list of parts."""
-    if isinstance(content, str) and isinstance(more, str):
-        return content + more
+    if isinstance(content, str) and isinstance(addition, str):
+        return content + addition
     parts: list[dict[str, str]] = []
-    for part in (*_listed(content), *_listed(more)):
+    for part in (*_listed(content), *_listed(addition)):
         if part["type"] == "text" and parts and parts[-1]["type"] == "text":
             parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
         else:
@@ -63,7 +63,7 @@ def receive(
 
     Raises `InvalidRequest` for data that is not an image, and for too many images.
     """
-    given: dict[str, Media] = {}
+    new_images: dict[str, Media] = {}
     if len(image_parts(messages)) > MAX_IMAGES:
         raise InvalidRequest(f"the messages hold more than {MAX_IMAGES} images, the limit; send fewer", "messages")
 
@@ -72,7 +72,7 @@ def receive(
             return part
         if "url" in part:
             media = read_data_url(part["url"])
-            given[media.sha256] = media
+            new_images[media.sha256] = media
         elif part["settings"] == images.settings.sha256:
             return part
         else:
@@ -84,7 +84,7 @@ def receive(
         {**message, "content": [received(part) for part in message["content"]]} if image_parts([message]) else message
         for message in messages
     )
-    return out, given
+    return out, new_images
 
 
 def read_data_url(url: str) -> Media:

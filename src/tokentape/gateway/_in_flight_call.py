@@ -68,8 +68,8 @@ class InFlightCall:
     def left_reply(self) -> str | None:
         """Id of the reply if it has begun and all clients have left before its end, else None."""
         started = self._events[0] if self._events else None
-        left = not self._readers and not self._read_to_end
-        return started.reply_id if isinstance(started, TurnStarted) and left else None
+        abandoned = not self._readers and not self._read_to_end
+        return started.reply_id if isinstance(started, TurnStarted) and abandoned else None
 
     async def ended(self) -> None:
         if self._task is not None:
@@ -83,13 +83,13 @@ class InFlightCall:
             self._expiry.cancel()
             self._expiry = None
         self._wake()
-        at = 0
+        index = 0
         try:
-            while at < len(self._events) or not self._task.done():
-                if at < len(self._events):
-                    yield self._events[at]
-                    self._read = self._read or (self._stream and isinstance(self._events[at], TurnDelta))
-                    at += 1
+            while index < len(self._events) or not self._task.done():
+                if index < len(self._events):
+                    yield self._events[index]
+                    self._read = self._read or (self._stream and isinstance(self._events[index], TurnDelta))
+                    index += 1
                     continue
                 await self._change()
             self._read_to_end = True

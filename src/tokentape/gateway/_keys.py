@@ -11,6 +11,12 @@ from dataclasses import dataclass
 
 from tokentape.errors import InvalidRequest, Unauthorized
 
+KEY_HEADER = "x-api-key"
+"""Holds a key, as `Authorization: Bearer KEY` does."""
+
+SESSION_HEADER = "X-Session-Id"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
 _SHORTEST = 16
@@ -44,11 +50,11 @@ class Keys:
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, admins: Mapping[str, str] | None = None) -> None:
-        named = {**(keys or {}), **(admins or {})}
-        every = [key for text in named.values() for key in text.split(" ")]
-        if len(named) < len(keys or {}) + len(admins or {}) or len(set(every)) < len(every):
+        texts = {**(keys or {}), **(admins or {})}
+        every = [key for text in texts.values() for key in text.split(" ")]
+        if len(texts) < len(keys or {}) + len(admins or {}) or len(set(every)) < len(every):
             raise InvalidRequest("two API keys have the same name or are the same", "keys")
-        for name, text in named.items():
+        for name, text in texts.items():
             if not _NAME.fullmatch(name):
                 raise InvalidRequest(f"{name!r} can't name an API key: use letters, digits and hyphens", "keys")
             if not text.isascii() or not text.isprintable() or min(map(len, text.split(" "))) < _SHORTEST:
@@ -57,39 +63,38 @@ class Keys:
                     "one space separates it from the key that it replaces",
                     "keys",
                 )
-        self._keys = {name: [key.encode() for key in text.split(" ")] for name, text in named.items()}
+        self._keys = {name: [key.encode() for key in text.split(" ")] for name, text in texts.items()}
         self._admins = frozenset(admins or ())
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller that the key in `headers` (lower-case names) belongs to.
-
-        The key is in `Authorization: Bearer KEY` or `x-api-key: KEY`. Raises `Unauthorized` if it is missing or
-        unknown.
-        """
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        """Return the caller that the key in `headers` belongs to. Raises `Unauthorized` if it is missing or unknown."""
+        key = key_in(headers)
         derived = _DERIVED.fullmatch(key)
         if derived is not None:
             mac, name, session_id = derived.groups()
-            known = name in self._keys if self._keys else not name
-            if any(hmac.compare_digest(_mac(secret, session_id), mac) for secret in self._secrets(name)) and known:
+            has_name = name in self._keys if self._keys else not name
+            if any(hmac.compare_digest(_mac(secret, session_id), mac) for secret in self._secrets(name)) and has_name:
                 return Caller(name, session_id=session_id)
             raise Unauthorized("this session key is not one of this gateway's")
-        if key.startswith("tts_") and not any(key.encode() in own for own in self._keys.values()):
+        if key.startswith("tts_") and not any(key.encode() in keys for keys in self._keys.values()):
             raise Unauthorized("this session key is incomplete; send it exactly as POST /sessions returned it")
         if not self._keys:
             return Caller("", admin=True)
         if not key:
-            raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+            raise Unauthorized(f"an API key is needed: Authorization: Bearer KEY, or {KEY_HEADER}: KEY")
         # Compare all keys, so that the time taken reveals nothing.
-        given = key.encode()
-        found = [name for name, own in self._keys.items() if sum(hmac.compare_digest(given, one) for one in own)]
-        if not found:
+        secret = key.encode()
+        names = [
+            name
+            for name, keys in self._keys.items()
+            if sum(hmac.compare_digest(secret, known_key) for known_key in keys)
+        ]
+        if not names:
             raise Unauthorized("this API key is not one of this gateway's")
-        return Caller(found[0], admin=found[0] in self._admins)
+        return Caller(names[0], admin=names[0] in self._admins)
 
     def session_key(self, owner: str, session_id: str) -> str:
         """Return a session key, which gives access to one session: for agents that only take an API key.
@@ -101,6 +106,12 @@ class Keys:
 
     def _secrets(self, name: str) -> list[bytes]:
         return self._keys.get(name, [b""])
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """Return the API key or session key in `headers` (lower-case names); empty if there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get(KEY_HEADER, "")
 
 
 def session_in_key(key: str) -> str | None:

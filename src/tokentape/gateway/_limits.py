@@ -125,8 +125,8 @@ class CallsPerKey:
 
     def _spent(self, what: str) -> LimitReached:
         seconds = self._limits.window_seconds
-        left = (self._window + 1) * seconds - time.time()
-        return LimitReached(f"this key has used its {what} per {seconds:g} s; more in {left:.0f} s", max(left, 1.0))
+        wait = (self._window + 1) * seconds - time.time()
+        return LimitReached(f"this key has used its {what} per {seconds:g} s; more in {wait:.0f} s", max(wait, 1.0))
 
 
 _TICK_SECONDS = 0.1

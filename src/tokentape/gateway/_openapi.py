@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from tokentape._version import __version__
 from tokentape.gateway._http import encode_json
+from tokentape.gateway._keys import KEY_HEADER
 
 PATH = "/openapi.json"
 SESSION = "/sessions/{session_id}"
@@ -83,8 +84,8 @@ class ApiRoute(Route):
         schemas = {"path": _PATH_PARAMETERS, "query": query or {}, "header": dict.fromkeys(headers, text)}
         self.parameters = [
             {"name": name, "in": place, "schema": schema, **({"required": True} if place == "path" else {})}
-            for place, named in schemas.items()
-            for name, schema in named.items()
+            for place, parameters in schemas.items()
+            for name, schema in parameters.items()
             if place != "path" or f"{{{name}}}" in self.path_format
         ]
 
@@ -99,13 +100,13 @@ def document_route(routes: Sequence[BaseRoute]) -> ApiRoute:
 
     @cache
     def written() -> bytes:
-        return encode_json(document([*routes, own]))
+        return encode_json(document([*routes, route]))
 
     async def show(request: Request) -> Response:
         return Response(written(), media_type=JSON)
 
-    own = ApiRoute("GET", PATH, show, "This document")
-    return own
+    route = ApiRoute("GET", PATH, show, "This document")
+    return route
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
             "schemas": schemas,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
-                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "key": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
             },
         },
         # The empty entry stands for a gateway without keys.

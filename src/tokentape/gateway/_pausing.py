@@ -149,8 +149,8 @@ class Pausing:
         """Return the number of other gateways on the record, and the number of their calls in flight."""
         if not self._store.shared:
             return 0, 0
-        others = await self._others()
-        return len(others), sum(one.under_way for one in others)
+        gateways = await self._others()
+        return len(gateways), sum(gateway.under_way for gateway in gateways)
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
@@ -200,9 +200,9 @@ class Pausing:
         under_way = self._gate.calls.count
         changed = state.position != self._own.heard or (state.closed and under_way != self._own.under_way)
         if changed or now - self._beat_at > BEAT_SECONDS:
-            own = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)
-            await self._store.transact(partial(shared.tell, state=own), claims=frozenset())
-            self._own, self._beat_at = own, now
+            beat = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)
+            await self._store.transact(partial(shared.tell, state=beat), claims=frozenset())
+            self._own, self._beat_at = beat, now
 
     async def _others_idle(self, until: float) -> bool:
         """Wait until every other gateway has applied the newest change and is idle. Return False after `until`."""
@@ -211,21 +211,21 @@ class Pausing:
         while True:
             now = time.monotonic()
             busy = False
-            for one in await self._others():
-                beat, since = seen.get(one.gateway_id, (one.beat, now))
-                seen[one.gateway_id] = (one.beat, now if one.beat != beat else since)
-                if now - seen[one.gateway_id][1] > DEAD_SECONDS:
+            for gateway in await self._others():
+                beat, since = seen.get(gateway.gateway_id, (gateway.beat, now))
+                seen[gateway.gateway_id] = (gateway.beat, now if gateway.beat != beat else since)
+                if now - seen[gateway.gateway_id][1] > DEAD_SECONDS:
                     _log.warning("another gateway sent no heartbeat for %g s: it is considered dead", DEAD_SECONDS)
-                    await self._store.transact(partial(shared.leave, gateway_id=one.gateway_id, beat=one.beat))
-                elif one.heard < newest or one.under_way:
+                    await self._store.transact(partial(shared.leave, gateway_id=gateway.gateway_id, beat=gateway.beat))
+                elif gateway.heard < newest or gateway.under_way:
                     busy = True
             if not busy or now > until:
                 return not busy
             await asyncio.sleep(TICK_SECONDS)
 
     async def _others(self) -> list[GatewayState]:
-        found = await self._read(shared.gateways)
-        return [one for one in found if one.gateway_id != self._own.gateway_id]
+        gateways = await self._read(shared.gateways)
+        return [gateway for gateway in gateways if gateway.gateway_id != self._own.gateway_id]
 
     async def _read(self, read: Callable[[Connection], _T]) -> _T:
         def look() -> _T:

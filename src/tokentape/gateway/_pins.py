@@ -78,21 +78,23 @@ class Pins:
         """Add the pins and defaults in a session's metadata. Raises `InvalidRequest` if it changes a pin."""
         if METADATA not in metadata:
             return self
-        found = metadata[METADATA]
-        if not isinstance(found, Mapping) or not all(isinstance(found.get(one, {}), Mapping) for one in found):
+        settings = metadata[METADATA]
+        if not isinstance(settings, Mapping) or not all(
+            isinstance(settings.get(name, {}), Mapping) for name in settings
+        ):
             raise InvalidRequest(f"metadata.{METADATA} must be an object with the objects pin and default", "metadata")
-        own = Pins.read(found.get("pin", {}), found.get("default", {}))
-        for name, value in own.pinned.items():
+        session_pins = Pins.read(settings.get("pin", {}), settings.get("default", {}))
+        for name, value in session_pins.pinned.items():
             if self.pinned.get(name, value) != value:
                 raise InvalidRequest(f"this gateway pins {name} to {self.pinned[name]!r}; leave it out", f"pin.{name}")
-        return Pins({**self.pinned, **own.pinned}, {**self.defaults, **own.defaults})
+        return Pins({**self.pinned, **session_pins.pinned}, {**self.defaults, **session_pins.defaults})
 
     def check(self, engine: EngineInfo) -> None:
         """Raise `UnsupportedParameter` if the engine would ignore one of the values."""
         plain = SamplingParams(max_tokens=0)
         for name, value in {**self.defaults, **self.pinned}.items():
-            one = _FIELDS.get(name, name)
-            if one not in engine.sampling and value != getattr(plain, one):
+            field = _FIELDS.get(name, name)
+            if field not in engine.sampling and value != getattr(plain, field):
                 raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
 
     def applied(self, sampling: SamplingParams, given: Collection[str]) -> tuple[SamplingParams, Overridden]:
@@ -101,9 +103,9 @@ class Pins:
         Return the new parameters, and the caller's values that a pin has overridden.
         """
         used = {**{name: value for name, value in self.defaults.items() if name not in given}, **self.pinned}
-        asked = {name: getattr(sampling, _FIELDS.get(name, name)) for name in self.pinned if name in given}
-        found = replace(sampling, **{_FIELDS.get(name, name): value for name, value in used.items()})
-        return found, {name: (value, used[name]) for name, value in asked.items() if value != used[name]}
+        requested = {name: getattr(sampling, _FIELDS.get(name, name)) for name in self.pinned if name in given}
+        params = replace(sampling, **{_FIELDS.get(name, name): value for name, value in used.items()})
+        return params, {name: (value, used[name]) for name, value in requested.items() if value != used[name]}
 
 
 def given_in(body: Mapping[str, Any]) -> frozenset[str]:
@@ -115,23 +117,23 @@ def given_in(body: Mapping[str, Any]) -> frozenset[str]:
 def header(overridden: Overridden) -> str:
     """Return the header `X-Tokentape-Overridden`: `temperature=1.0;asked=0.2`. `stop` has no values there."""
     return ", ".join(
-        name if name == "stop" else f"{name}={json.dumps(used)};asked={json.dumps(asked)}"
-        for name, (asked, used) in overridden.items()
+        name if name == "stop" else f"{name}={json.dumps(used)};asked={json.dumps(requested)}"
+        for name, (requested, used) in overridden.items()
     )
 
 
 def _read(values: Mapping[str, Any], kind: str, *, strict: bool) -> Mapping[str, Any]:
-    found = {}
+    read = {}
     for name, value in values.items():
         if name not in _KINDS:
             raise InvalidRequest(f"{kind} {name!r} can't be set; expected one of {', '.join(NAMES)}", kind)
         try:
-            found[name] = msgspec.convert(value, _KINDS[name], strict=strict)
+            read[name] = msgspec.convert(value, _KINDS[name], strict=strict)
         except msgspec.ValidationError as error:
             reason, where = explain(error)
             raise InvalidRequest(f"{kind}.{name}{where}: {reason}", kind) from None
-    if "stop" in found:
-        found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])
-    if "top_k" in found:
-        found["top_k"] = max(found["top_k"], 0)
-    return {name: found[name] for name in NAMES if name in found}
+    if "stop" in read:
+        read["stop"] = (read["stop"],) if isinstance(read["stop"], str) else tuple(read["stop"])
+    if "top_k" in read:
+        read["top_k"] = max(read["top_k"], 0)
+    return {name: read[name] for name in NAMES if name in read}

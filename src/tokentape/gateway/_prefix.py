@@ -56,11 +56,11 @@ class RequestBody:
         """The longest prefix that the body begins with and continues with more messages."""
         self.unread = data
         """The body without the messages of `prefix`."""
-        for one in sorted(prefixes, key=lambda prefix: prefix.span.end):
-            end = one.span.end
+        for prefix in sorted(prefixes, key=lambda prefix: prefix.span.end):
+            end = prefix.span.end
             comma = _COMMA.match(data, end)
-            if comma is not None and self._digest(end) == one.span.digest:
-                self.prefix, self.unread = one, data[: one.span.head] + data[comma.end() :]
+            if comma is not None and self._digest(end) == prefix.span.digest:
+                self.prefix, self.unread = prefix, data[: prefix.span.head] + data[comma.end() :]
 
     def span(self, count: int = 0) -> MessagesSpan | None:
         unread = self.unread

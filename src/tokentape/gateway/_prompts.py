@@ -165,18 +165,18 @@ class PromptBuilder:
         messages, media = receive(request.messages, self._renderer.images, load)
         return replace(request, messages=messages, media=media)
 
-    def render_alike(self, one: Sequence[Message], other: Sequence[Message], setup: Setup) -> bool:
+    def render_alike(self, messages: Sequence[Message], other_messages: Sequence[Message], setup: Setup) -> bool:
         """Return whether two conversations render to the same text; False if one can't be rendered."""
         try:
-            first, second = (self._renderer.render_text(given, setup, generate=True) for given in (one, other))
+            text = self._renderer.render_text(messages, setup, generate=True)
+            return text == self._renderer.render_text(other_messages, setup, generate=True)
         except TokentapeError:
             return False
-        return first == second
 
-    def is_quick(self, request: TurnRequest, setup: Setup, found: ContinuationPoint) -> bool:
+    def is_quick(self, request: TurnRequest, setup: Setup, point: ContinuationPoint) -> bool:
         """Return whether `build` takes only a millisecond or two: short new messages, of a kind bridged before."""
-        new = found.new_messages
-        if found.parent is None or request.prompt_ids is not None or self._renderer.images is not None:
+        new = point.new_messages
+        if point.parent is None or request.prompt_ids is not None or self._renderer.images is not None:
             return False
         # Other policies may have to render the whole conversation.
         usual = self._history == "sampled" and self._stop_mismatch == "keep"
@@ -187,14 +187,14 @@ class PromptBuilder:
         return len(texts) == len(new) and sum(map(len, texts)) <= _QUICK
 
     def build(
-        self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint, *, fits: bool = True
+        self, request: TurnRequest, session: Session, setup: Setup, point: ContinuationPoint, *, fits: bool = True
     ) -> Prompt:
         """Build the prompt: bridged if the certificate allows it, else rendered as a new branch.
 
-        `found` is the point that the request continues from. Without `fits` the prompt may be longer than the context.
+        `point` is where the request continues from. Without `fits` the prompt may be longer than the context.
         Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
-        prompt = self._context(request, session, setup, found)
+        prompt = self._context(request, session, setup, point)
         if self._renderer.is_external:
             prompt = replace(prompt, bridge=None)
         if fits:
@@ -231,36 +231,36 @@ class PromptBuilder:
         return replace(prompt, sampling=replace(prompt.sampling, structural_tag=tag))
 
     def captured(
-        self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint, prompt_ids: TokenIds
+        self, request: TurnRequest, session: Session, setup: Setup, point: ContinuationPoint, prompt_ids: TokenIds
     ) -> Prompt:
         """Return the prompt for `prompt_ids`, which the server rendered: a continuation of the session, or a fork."""
-        at = None if found.parent is None else differs_at(found.context_ids, prompt_ids)
+        position = None if point.parent is None else differs_at(point.context_ids, prompt_ids)
         fork, notes = None, dict[str, object]()
-        if found.parent is not None and at is not None:
-            fork, notes = DRIFT, {DRIFT: {"turn": found.parent.seq, "token": at}}
-            found = replace(found, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
-        ids = prompt_ids[len(found.context_ids) :]
-        own: PromptTokens | None
+        if point.parent is not None and position is not None:
+            fork, notes = DRIFT, {DRIFT: {"turn": point.parent.seq, "token": position}}
+            point = replace(point, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
+        ids = prompt_ids[len(point.context_ids) :]
+        added: PromptTokens | None
         try:
             # Render it here too: if the ids are the same, their provenance is known.
             if fork:
-                own = self._renderer.render(request.messages, setup)
+                added = self._renderer.render(request.messages, setup)
             else:
-                built = self._context(request, session, setup, found)
-                own = built.added if built.parent is found.parent else None
+                built = self._context(request, session, setup, point)
+                added = built.added if built.parent is point.parent else None
         except TokentapeError:
-            own = None
-        if own is None or not np.array_equal(own.ids, ids):
-            own = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
-        parent, new, sampling = found.parent, found.new_messages, self.sampling(request, setup, 0)
-        return Prompt(setup, parent, new, found.context_ids, own, prompt_ids, fork, sampling, found.key, notes)
+            added = None
+        if added is None or not np.array_equal(added.ids, ids):
+            added = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
+        parent, new, sampling = point.parent, point.new_messages, self.sampling(request, setup, 0)
+        return Prompt(setup, parent, new, point.context_ids, added, prompt_ids, fork, sampling, point.key, notes)
 
-    def _context(self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint) -> Prompt:
-        parent, new, context_ids = found.parent, found.new_messages, found.context_ids
+    def _context(self, request: TurnRequest, session: Session, setup: Setup, point: ContinuationPoint) -> Prompt:
+        parent, new, context_ids = point.parent, point.new_messages, point.context_ids
 
         def prompt(added: PromptTokens, bridge: Bridge | None = None) -> Prompt:
             ids = np.concatenate([context_ids, added.ids])
-            return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, found.key, bridge=bridge)
+            return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, point.key, bridge=bridge)
 
         def fork(cause: str, *, unless_continued: bool = False, replies: Mapping[int, Turn] | None = None) -> Prompt:
             """Render all messages with the sampled ids of replies, as a new branch.
@@ -272,11 +272,11 @@ class PromptBuilder:
             if unless_continued and np.array_equal(added.ids[:length], context_ids):
                 return prompt(PromptTokens(added.ids[length:], added.provenance[length:]))
             messages = tuple(request.messages)
-            return Prompt(setup, None, messages, NO_IDS, added, added.ids, cause, request.sampling, found.key)
+            return Prompt(setup, None, messages, NO_IDS, added, added.ids, cause, request.sampling, point.key)
 
         if request.prompt_ids is not None:
-            own = request.prompt_ids[len(context_ids) :]
-            return prompt(PromptTokens(own, np.full(len(own), Provenance.USER, np.uint8)))
+            new_ids = request.prompt_ids[len(context_ids) :]
+            return prompt(PromptTokens(new_ids, np.full(len(new_ids), Provenance.USER, np.uint8)))
         if self._history == "template":
             return fork("template_history", unless_continued=True)
         if parent is None:
@@ -286,13 +286,13 @@ class PromptBuilder:
             return prompt(self._rendered(session, setup, new))
         if any(message["role"] == "assistant" for message in new):
             replies = self._sampled_replies(session, setup, request.messages)
-            if any(at >= len(request.messages) - len(new) for at in replies):
+            if any(index >= len(request.messages) - len(new) for index in replies):
                 # The edited history holds a sampled reply: rendering splices its ids, a bridge would encode its text.
                 return fork("edited_history", unless_continued=True, replies=replies)
-        bridge = self._bridge(request, found, parent, setup)
+        bridge = self._bridge(request, point, parent, setup)
         if bridge.strategy == "fork":
             return fork("template_rewrites")
-        history = _before(request, found) if bridge.strategy == "contextual" else None
+        history = _before(request, point) if bridge.strategy == "contextual" else None
         added = self._renderer.bridge(parent.completion_ids, parent.reply, new, setup, history, context_ids)
         if added.stop_mismatch and self._stop_mismatch == "fork":
             return fork("other_stop")
@@ -309,7 +309,7 @@ class PromptBuilder:
         if spans and "image" not in self._engine.info.media:
             raise UnsupportedParameter("the conversation holds images; this engine takes text only", "messages")
         media = {span.sha256: request.media.get(span.sha256) for span in spans}
-        loaded = {sha256: one or self._load_media(request.session_id, sha256) for sha256, one in media.items()}
+        loaded = {sha256: image or self._load_media(request.session_id, sha256) for sha256, image in media.items()}
         new = {part["sha256"] for part in image_parts(prompt.messages)}
         return replace(
             prompt,
@@ -330,11 +330,11 @@ class PromptBuilder:
         `parent` is the turn that the messages continue, if any. `replies` is `_sampled_replies`, if already known.
         """
         replies = dict(self._sampled_replies(session, setup, messages) if replies is None else replies)
-        at = -1
+        index = -1
         for turn in [] if parent is None else session.path(parent.seq):
             # Turns with different ids can have the same text; those of the parent's path are the right ones.
-            at += len(turn.messages) + 1
-            replies[at] = turn
+            index += len(turn.messages) + 1
+            replies[index] = turn
         if not replies:
             return self._opening(messages, setup)[1]
         sampled = {n: turn.completion_ids for n, turn in replies.items()}
@@ -348,12 +348,12 @@ class PromptBuilder:
         Return the messages too, which are one object for all sessions.
         """
         key = digest_of(setup.key.encode(), json_in_order(list(messages)).encode())
-        found = self._openings.get(key)
-        if found is not None:
-            return found
-        made = self._renderer.render(messages, setup, history=self._history, stop_mismatch=self._stop_mismatch)
-        made.ids.flags.writeable = made.provenance.flags.writeable = False
-        return self._openings.put(key, (SharedMessages(messages), made))
+        cached = self._openings.get(key)
+        if cached is not None:
+            return cached
+        rendered = self._renderer.render(messages, setup, history=self._history, stop_mismatch=self._stop_mismatch)
+        rendered.ids.flags.writeable = rendered.provenance.flags.writeable = False
+        return self._openings.put(key, (SharedMessages(messages), rendered))
 
     def _sampled_replies(self, session: Session, setup: Setup, messages: Sequence[Message]) -> dict[int, Turn]:
         """Map indexes of messages to the turns that sampled them.
@@ -361,23 +361,25 @@ class PromptBuilder:
         A reply also counts if a harness changed the ids of its tool calls, provided that the messages render to the
         same text with the recorded ids.
         """
-        replies = [(at, message) for at, message in enumerate(messages) if message["role"] == "assistant"]
-        found = {at: turn for at, message in replies if (turn := session.turn_of_reply(message))}
-        missing = [(at, message) for at, message in replies if at not in found and message.get("tool_calls")]
-        renamed = {at: turn for at, message in missing if (turn := session.turn_of_renamed_reply(message))}
+        replies = [(index, message) for index, message in enumerate(messages) if message["role"] == "assistant"]
+        sampled = {index: turn for index, message in replies if (turn := session.turn_of_reply(message))}
+        missing = [(index, message) for index, message in replies if index not in sampled and message.get("tool_calls")]
+        renamed = {index: turn for index, message in missing if (turn := session.turn_of_renamed_reply(message))}
         if renamed:
-            own = {at: call_ids(turn.reply) for at, turn in renamed.items()}
-            given = renamed_calls(messages, lambda at, message: own.get(at, call_ids(message)))
-            if self.render_alike(messages, given, setup):
-                found |= renamed
-        return found
+            recorded_ids = {index: call_ids(turn.reply) for index, turn in renamed.items()}
+            renamed_messages = renamed_calls(
+                messages, lambda index, message: recorded_ids.get(index, call_ids(message))
+            )
+            if self.render_alike(messages, renamed_messages, setup):
+                sampled |= renamed
+        return sampled
 
-    def _bridge(self, request: TurnRequest, found: ContinuationPoint, parent: Turn, setup: Setup) -> Bridge:
+    def _bridge(self, request: TurnRequest, point: ContinuationPoint, parent: Turn, setup: Setup) -> Bridge:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
-        new = found.new_messages
-        history = _before(request, found)
-        strategy = choose(self._renderer, certificate, parent.reply, new, setup, history, found.system)
-        name = continuation_name(new, tools=bool(setup.tools), system=found.system)
+        new = point.new_messages
+        history = _before(request, point)
+        strategy = choose(self._renderer, certificate, parent.reply, new, setup, history, point.system)
+        name = continuation_name(new, tools=bool(setup.tools), system=point.system)
         return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
@@ -395,21 +397,21 @@ class PromptBuilder:
                 "messages" if request.prompt_ids is None else "prompt",
             )
         sampling = request.sampling
-        own = frozenset[int]() if request.ignore_eos else self._renderer.stop_ids(setup)
+        stop_ids = frozenset[int]() if request.ignore_eos else self._renderer.stop_ids(setup)
         return replace(
             sampling,
             max_tokens=min(sampling.max_tokens or room, room),
-            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *own})),
+            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_ids})),
         )
 
 
-def _before(request: TurnRequest, found: ContinuationPoint) -> LazyMessages:
+def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
     """Return the messages before the reply that a request continues, decoded only when they are accessed."""
-    return LazyMessages(lambda: request.messages[: -len(found.new_messages) - 1])
+    return LazyMessages(lambda: request.messages[: -len(point.new_messages) - 1])
 
 
 def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
     """Add notes to the prompt: the caller's values that pins have overridden, and the client's headers."""
-    asked = {name: value for name, (value, _) in request.overridden.items()}
-    notes = {"asked": asked, "client_session": request.client_session, CLIENT: request.client}
+    overridden = {name: value for name, (value, _) in request.overridden.items()}
+    notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
     return replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

@@ -116,17 +116,17 @@ class Recorder:
             assert choice.finish_reason is not None
             assert choice.reply is not None
             # Interned: many turns in memory share one string.
-            engine, *later = (intern(one or str(self.engine.info)) for one in choice.engines)
-            reported = {bool(one) for one in choice.supports} or {False}
-            pairs = itertools.product((engine, *later), reported)
-            meanings = {logprobs_of(one, choice.sampling, supports=given) for one, given in pairs}
+            engine, *later = (intern(name or str(self.engine.info)) for name in choice.engines)
+            has_supports = {bool(support) for support in choice.supports} or {False}
+            pairs = itertools.product((engine, *later), has_supports)
+            meanings = {logprobs_of(name, choice.sampling, supports=reported) for name, reported in pairs}
             sampling = _recorded_sampling(_values(choice.sampling))
             notes = {**prompt.notes, **choice.notes}
             if choice.reply.problem:
                 notes["parse_problem"] = choice.reply.problem
             if truncates(choice.sampling):
-                kept = {is_known(one) for one in choice.supports} or {False}
-                notes["supports"] = "some" if len(kept) > 1 else "all" if True in kept else "none"
+                known = {is_known(support) for support in choice.supports} or {False}
+                notes["supports"] = "some" if len(known) > 1 else "all" if True in known else "none"
             turn = Turn(
                 session_id=session.info.session_id,
                 seq=len(session.turns) + choice.index,
@@ -152,8 +152,8 @@ class Recorder:
                 # None if a server restarted in another mode between two calls.
                 logprobs_of=meanings.pop() if len(meanings) == 1 else None,
                 resumes=tuple(
-                    Resume(start, cause, None if one == engine else one)
-                    for (start, cause), one in zip(choice.resumes, later, strict=True)
+                    Resume(start, cause, None if name == engine else name)
+                    for (start, cause), name in zip(choice.resumes, later, strict=True)
                 ),
                 adapter=choice.sampling.adapter,
             )
@@ -205,18 +205,21 @@ class Recorder:
 
 def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
     """Return the engine's per-token payloads of each turn, cut to the tokens that the turn added."""
-    context, found = len(prompt.context_ids), list[TurnPayload | None]()
+    context, payloads = len(prompt.context_ids), list[TurnPayload | None]()
     for turn, choice in zip(turns, choices, strict=True):
         session_id, seq = turn.session_id, turn.seq
-        found += (turn_payload(session_id, seq, one.name, context, one.start, one.rows) for one in choice.payloads)
+        payloads += (
+            turn_payload(session_id, seq, payload.name, context, payload.start, payload.rows)
+            for payload in choice.payloads
+        )
         if any(choice.supports):
             supports = np.array(choice.supports, object)
-            found.append(TurnPayload(session_id, seq, SUPPORTS, len(turn.added_ids), supports))
-    return [one for one in found if one is not None]
+            payloads.append(TurnPayload(session_id, seq, SUPPORTS, len(turn.added_ids), supports))
+    return [payload for payload in payloads if payload is not None]
 
 
 _NOT_RECORDED = ("session_id", "payloads_from", "supports")
-_RECORDED = tuple(one.name for one in fields(SamplingParams) if one.name not in _NOT_RECORDED)
+_RECORDED = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_RECORDED)
 """Sampling parameters that are recorded with a turn."""
 
 _values = attrgetter(*_RECORDED)
@@ -225,10 +228,10 @@ _values = attrgetter(*_RECORDED)
 @lru_cache(maxsize=256)
 def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
     """Return the parameters to record. Turns with equal parameters share one mapping."""
-    named = zip(_RECORDED, values, strict=True)
+    pairs = zip(_RECORDED, values, strict=True)
     return {
         name: value
-        for name, value in named
+        for name, value in pairs
         if value is not None or name not in ("json_schema", "structural_tag", "adapter")
     }
 

@@ -104,12 +104,12 @@ class SplitStopFinder:
         self._text += self._spell(token_id)
         if self._count <= self._min_tokens:
             return None
-        found = {
-            string: at
+        offsets = {
+            string: offset
             for string, data in self._strings.items()
-            if (at := self._text.find(data, max(before - len(data) + 1, 0))) >= 0
+            if (offset := self._text.find(data, max(before - len(data) + 1, 0))) >= 0
         }
-        return min(found, key=lambda string: found[string], default=None)
+        return min(offsets, key=lambda string: offsets[string], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ class CompletionSampler:
         cause = "paused" if self.gate.closed else "engine_abort"
         if self._is_over(choice):
             return False
-        more = aborts <= self.limits.resumes and not choice.captured
-        if more and len(choice.ids) == choice.part:
+        may_resume = aborts <= self.limits.resumes and not choice.captured
+        if may_resume and len(choice.ids) == choice.part:
             # If the cancelled call was not streamed, its tokens are lost and sampled again.
             self._note(choice, "resampled" if choice.lost else "again", cause, "not streamed" if choice.lost else "")
             choice.go_on(None)
@@ -167,7 +167,7 @@ class CompletionSampler:
         elif choice.captured:
             why = "captured"
         else:
-            why = (resume_obstacle(choice.sampling, self.engine.info) or "") if more else "resumes"
+            why = (resume_obstacle(choice.sampling, self.engine.info) or "") if may_resume else "resumes"
         if not choice.ids or self.on_abort == "resample":
             self._note(choice, "resampled", cause, why or "resumes")
             raise EngineAborted("the engine aborted this call before it was finished; send it again", cause)
@@ -207,12 +207,12 @@ class CompletionSampler:
         task = asyncio.current_task()
         assert task is not None
         until = asyncio.get_running_loop().time() + self.limits.pause_patience
-        left = False
+        cancelled = False
 
         def interrupt() -> None:
-            nonlocal left
+            nonlocal cancelled
             if not (isinstance(self.engine, Interruptible) and self.engine.interrupt(_request_id(choice, aborts))):
-                left = True
+                cancelled = True
                 task.cancel()
 
         while True:
@@ -222,7 +222,7 @@ class CompletionSampler:
                         yield delta
                 return
             except asyncio.CancelledError:
-                if not left or task.uncancel():
+                if not cancelled or task.uncancel():
                     raise
                 choice.finish_reason, choice.lost = "abort", not choice.stream
                 return
@@ -267,6 +267,6 @@ def _up_to_stop(delta: SampleDelta, finder: SplitStopFinder) -> SampleDelta:
     for end, token_id in enumerate(delta.token_ids, 1):
         stop = finder.push(token_id)
         if stop is not None:
-            kept: dict[str, Any] = {name: getattr(delta, name)[:end] for name in PER_TOKEN}
-            return replace(delta, **kept, finish_reason="stop", stop=stop, weight_spans=(), payloads=())
+            fields: dict[str, Any] = {name: getattr(delta, name)[:end] for name in PER_TOKEN}
+            return replace(delta, **fields, finish_reason="stop", stop=stop, weight_spans=(), payloads=())
     return delta

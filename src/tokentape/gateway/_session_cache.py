@@ -85,35 +85,35 @@ class OpenSession:
         """
         for answer in answers:
             self.remember(answer)
-            read = answer.created_at >= known_since or any(map(self.session.is_continued, answer.turns))
-            if read and self.session.unread.isdisjoint(answer.turns):
+            was_read = answer.created_at >= known_since or any(map(self.session.is_continued, answer.turns))
+            if was_read and self.session.unread.isdisjoint(answer.turns):
                 self.delivered.add(answer.reply_id)
 
-    def check_turns(self, more: int, most: int) -> None:
-        """Raise `LimitReached` if `more` turns would bring the session over `most`, turns in flight included.
+    def check_turns(self, new_turns: int, most: int) -> None:
+        """Raise `LimitReached` if `new_turns` would bring the session over `most`, turns in flight included.
 
         `most` 0 means no limit.
         """
         turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
-        if most and turns + under_way + more > most:
-            found = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
-            if turns + more > most:
-                raise LimitReached(f"{found}; begin another session")
+        if most and turns + under_way + new_turns > most:
+            problem = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
+            if turns + new_turns > most:
+                raise LimitReached(f"{problem}; begin another session")
             # A call in flight may fail and free its turns.
-            raise LimitReached(f"{found}; wait, or begin another session", retry_after=1.0)
+            raise LimitReached(f"{problem}; wait, or begin another session", retry_after=1.0)
 
     def call_in_flight(self, attempt: Attempt) -> InFlightCall | None:
         """Return the call in flight that `attempt` repeats. Raises like `Attempt.repeats`."""
         for call in reversed(self.calls):
-            known = None if call.aborted else call.attempt
-            if known is not None and attempt.repeats(known.key, known.body_digest):
+            attempted = None if call.aborted else call.attempt
+            if attempted is not None and attempt.repeats(attempted.key, attempted.body_digest):
                 return call
         return None
 
     def answer_to(self, attempt: Attempt) -> RecordedReply | None:
         """Return the recorded answer to the call that `attempt` repeats. Raises like `Attempt.repeats`."""
         answers = reversed(self.answers.values()) if attempt.key or attempt.retried else ()
-        return next((one for one in answers if attempt.repeats(one.key, one.body_digest)), None)
+        return next((answer for answer in answers if attempt.repeats(answer.key, answer.body_digest)), None)
 
 
 class SessionCache:
@@ -175,10 +175,10 @@ class SessionCache:
 
     async def get(self, session_id: str, owner: str | None) -> OpenSession:
         """Return the session. Raises `NotFound` if it does not exist or belongs to another owner."""
-        found = await self.find(session_id, owner)
-        if found is None:
+        opened = await self.find(session_id, owner)
+        if opened is None:
             raise not_found(session_id)
-        return found
+        return opened
 
     async def find_or_begin(self, session_id: str, owner: str, *, begin: bool = True) -> OpenSession:
         """Return the session. With `begin`, create a missing one, to be stored with its first turn.
@@ -186,14 +186,14 @@ class SessionCache:
         Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a dropped session.
         """
         # Another gateway may have dropped a session that is in memory here.
-        found = await self.find(session_id, owner) if session_id in self._open else None
-        if found is None and begin:
+        opened = await self.find(session_id, owner) if session_id in self._open else None
+        if opened is None and begin:
             await self._refuse_dropped(session_id, owner)
         # No await between a miss and the new session, so that two first turns create one session.
-        found = found or await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
-        if found is None and not begin:
+        opened = opened or await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
+        if opened is None and not begin:
             raise not_found(session_id)
-        return found or self._begin(SessionInfo(session_id, time.time(), {}, owner))
+        return opened or self._begin(SessionInfo(session_id, time.time(), {}, owner))
 
     async def catch_up(self, opened: OpenSession) -> bool:
         """Load turns of a session that other gateways have recorded. Return whether there were any.
@@ -201,14 +201,14 @@ class SessionCache:
         The session's lock must be held. If another gateway has deleted the session, drop it here too, even if it exists
         again.
         """
-        session, known = opened.session, len(opened.session.turns)
-        state = await asyncio.to_thread(self._store.session_state, opened.session_id, known - 1)
+        session, turns = opened.session, len(opened.session.turns)
+        state = await asyncio.to_thread(self._store.session_state, opened.session_id, turns - 1)
         if state is None and not opened.stored:
             return False
-        own = session.turns[-1].digest if known else None, session.info.created_at
+        expected = session.turns[-1].digest if turns else None, session.info.created_at
         newer = None
-        if state is not None and (not opened.stored or (state.digest, state.created_at) == own):
-            if opened.stored and state.turns == known:
+        if state is not None and (not opened.stored or (state.digest, state.created_at) == expected):
+            if opened.stored and state.turns == turns:
                 return False
             with suppress(NotFound):
                 newer = await asyncio.to_thread(self._store.load_newer, opened.session_id, tuple(session.turns))
@@ -229,10 +229,10 @@ class SessionCache:
     async def create(self, session_id: str, metadata: Mapping[str, Any], owner: str) -> SessionInfo:
         """Create and store a session. Raises `Conflict` if the id is taken, and `LimitReached`."""
         self._make_room(owner)
-        taken = True
+        exists = True
         with suppress(NotFound):
-            taken = await self.find(session_id, owner) is not None
-        if taken:
+            exists = await self.find(session_id, owner) is not None
+        if exists:
             raise Conflict(f"session {session_id!r} exists already; use another id or none")
         info = SessionInfo(session_id, time.time(), metadata, owner)
         # In memory first, and locked, so that a concurrent turn does not store the session too.
@@ -296,19 +296,19 @@ class SessionCache:
         self._at_hand[opened.session_id] = opened
         self._at_hand.move_to_end(opened.session_id)
         if len(self._at_hand) > _CONTEXTS_AT_HAND:
-            _, other = self._at_hand.popitem(last=False)
-            other.session.forget_context()
+            _, evicted = self._at_hand.popitem(last=False)
+            evicted.session.forget_context()
         return opened
 
     def _make_room(self, owner: str) -> None:
         """Drop idle sessions from memory. Raises `LimitReached` if `owner` still has too many sessions there."""
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
-        for opened in list(takewhile(lambda one: one.used_at < cutoff, self._open.values())):
+        for opened in list(takewhile(lambda opened: opened.used_at < cutoff, self._open.values())):
             if not opened.calls and not opened.unmarked and not opened.lock.locked():
                 self.drop(opened)
-        if most and sum(one.session.info.owner == owner for one in self._open.values()) >= most:
-            oldest = next(one for one in self._open.values() if one.session.info.owner == owner)
+        if most and sum(opened.session.info.owner == owner for opened in self._open.values()) >= most:
+            oldest = next(opened for opened in self._open.values() if opened.session.info.owner == owner)
             wait = max(oldest.used_at - cutoff, 1.0)
             raise LimitReached(
                 f"this key has {most} open sessions, which is the limit; delete one, or wait until one has been idle "
@@ -370,14 +370,14 @@ class UnreadMarks:
         self._start()
 
     async def written(self) -> None:
-        """Wait until every pending mark is recorded or has failed once more."""
+        """Wait until every pending mark is recorded or has failed again."""
         self._start()
         await asyncio.gather(*self._writing)
 
     async def recorded(self, session_id: str | None = None) -> None:
         """Wait until all marks are recorded. Raises `StoreError` if a mark, of `session_id` if given, can't be."""
         await self.written()
-        if any(session_id in (None, one) for one, _ in self._refused):
+        if any(session_id in (None, refused) for refused, _ in self._refused):
             raise StoreError("could not record which replies were received; check the database's disk and try again")
 
     def _start(self) -> None:

@@ -66,17 +66,17 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def create(request: Request) -> Response:
         caller = gateway.caller(request)
-        wanted = await gateway.read(request, NewSession, NewSession())
-        session_id = address(request, caller, wanted.session_id) or new_session_id()
+        body = await gateway.read(request, NewSession, NewSession())
+        session_id = address(request, caller, body.session_id) or new_session_id()
         check_session_id(session_id)
-        metadata = wanted.metadata or {}
-        if wanted.pin or wanted.default:
-            metadata = {**metadata, METADATA: {"pin": wanted.pin or {}, "default": wanted.default or {}}}
+        metadata = body.metadata or {}
+        if body.pin or body.default:
+            metadata = {**metadata, METADATA: {"pin": body.pin or {}, "default": body.default or {}}}
         check_depth(metadata, "metadata")
         if caller.session_id is not None:
             raise Forbidden("a session's own key opens that session and creates none; use an API key")
         info = None
-        if wanted.exist_ok:
+        if body.exist_ok:
             with suppress(NotFound):
                 info = (await turns.session(session_id, caller.owner)).info
         status = 201 if info is None or info.metadata != metadata else 200
@@ -93,9 +93,9 @@ def routes(gateway: Gateway) -> list[Route]:
         limit = query_number(request, "limit", range(1, MAX_PAGE + 1)) or 100
         after = query_number(request, "after", range(2**63)) or 0
         page = await asyncio.to_thread(turns.store.sessions, limit=limit + 1, after=after, owner=caller.sees)
-        shown, more = page[:limit], len(page) > limit
-        found = {"object": "list", "data": [_summary(summary) for summary in shown], "has_more": more}
-        return json_response({**found, "next_after": shown[-1].position if more else None})
+        shown, has_more = page[:limit], len(page) > limit
+        body = {"object": "list", "data": [_summary(summary) for summary in shown], "has_more": has_more}
+        return json_response({**body, "next_after": shown[-1].position if has_more else None})
 
     async def show(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
@@ -105,22 +105,22 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def show_trajectories(request: Request) -> Response:
         leaf = query_number(request, "leaf", range(2**63))
-        verdicts = request.query_params.get("verdict")
-        wanted = None if verdicts is None else [one.strip() for one in verdicts.split(",")]
-        check_verdicts(wanted or ())
+        listed = request.query_params.get("verdict")
+        verdicts = None if listed is None else [verdict.strip() for verdict in listed.split(",")]
+        check_verdicts(verdicts or ())
         _, session_id = await addressed(gateway, request)
         await turns.wait_checks([session_id], query_number(request, "wait_checks", range(61)) or 0)
         await turns.unread.recorded(session_id)
         unread = query_flag(request, "unread")
-        found = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, wanted, unread=unread)
-        return await asyncio.to_thread(_written, found, PARQUET in request.headers.get("accept", ""))
+        trajectories = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, verdicts, unread=unread)
+        return await asyncio.to_thread(_written, trajectories, PARQUET in request.headers.get("accept", ""))
 
     async def show_media(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
-        found = await asyncio.to_thread(turns.store.load_media, session_id, request.path_params["sha256"])
+        media = await asyncio.to_thread(turns.store.load_media, session_id, request.path_params["sha256"])
         # The bytes come from a caller: browsers should save them and not show them as a page of this origin.
         headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
-        return Response(found.data, media_type=found.mime, headers=headers)
+        return Response(media.data, media_type=media.mime, headers=headers)
 
     async def delete(request: Request) -> Response:
         force = query_flag(request, "force")
@@ -199,13 +199,13 @@ def _tree(store: Store, session_id: str) -> dict[str, Any]:
         "turns": [_turn_view(turn) for turn in stored.turns],
         "leaves": [
             {
-                "turn": one.leaf,
-                "verdict": one.verdict,
-                "tokens": len(one.token_ids),
-                "reward": one.reward,
-                "role": one.role,
+                "turn": trajectory.leaf,
+                "verdict": trajectory.verdict,
+                "tokens": len(trajectory.token_ids),
+                "reward": trajectory.reward,
+                "role": trajectory.role,
             }
-            for one in stored.trajectories(unread=True, edges=edges)
+            for trajectory in stored.trajectories(unread=True, edges=edges)
         ],
         "aborted": [
             {
@@ -251,19 +251,21 @@ def _trajectories(
     store: Store, session_id: str, leaf: int | None, verdicts: Collection[str] | None, *, unread: bool
 ) -> list[Trajectory]:
     stored = store.load_session(session_id, per_token=True)
-    found = stored.trajectories(unread=unread, edges=lineage_of(store.load_session, stored))
+    trajectories = stored.trajectories(unread=unread, edges=lineage_of(store.load_session, stored))
     if leaf is not None:
-        found = [one for one in found if one.leaf == leaf]
-        if not found:
+        trajectories = [trajectory for trajectory in trajectories if trajectory.leaf == leaf]
+        if not trajectories:
             raise NotFound(f"session {session_id!r} has no leaf {leaf}; GET the session to see its leaves")
-    return found if verdicts is None else [one for one in found if wanted_verdict(one.verdict, verdicts)]
+    if verdicts is None:
+        return trajectories
+    return [trajectory for trajectory in trajectories if wanted_verdict(trajectory.verdict, verdicts)]
 
 
-def _written(found: list[Trajectory], parquet: bool) -> Response:
+def _written(trajectories: list[Trajectory], parquet: bool) -> Response:
     if not parquet:
-        return json_response({"object": "list", "data": [trajectory_to_json(one) for one in found]})
+        return json_response({"object": "list", "data": [*map(trajectory_to_json, trajectories)]})
     sink = io.BytesIO()
-    write_parquet(found, sink)
+    write_parquet(trajectories, sink)
     return Response(sink.getvalue(), media_type=PARQUET)
 
 
@@ -304,44 +306,46 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
         return session
 
     async def reward(request: Request) -> Response:
-        wanted = await gateway.read(request, NewReward)
+        body = await gateway.read(request, NewReward)
         _, session_id = await addressed(gateway, request)
         session = await current(session_id)
-        if wanted.turn is not None and wanted.leaf is not None:
+        if body.turn is not None and body.leaf is not None:
             raise InvalidRequest("a reward is for a turn or for the path that ends with a leaf; give one", "leaf")
-        if wanted.turn is not None:
-            _turn(session, wanted.turn)
-        elif wanted.leaf is not None:
-            _check_leaf(session, wanted.leaf)
+        if body.turn is not None:
+            _turn(session, body.turn)
+        elif body.leaf is not None:
+            _check_leaf(session, body.leaf)
         warning = {}
         if not (session.turns or session.info.metadata or turns.store.shared):
             # It may come before the first turn, but more often the name is wrong and has just been created. A session
             # with metadata was made on purpose.
             warning = {"warning": f"session {session_id!r} gets a reward and has no turns yet: is its name right?"}
             _log.warning(warning["warning"])
-        given = Reward(session_id, wanted.turn, wanted.value, time.time(), wanted.leaf)
-        await turns.store.write(given)
-        return json_response(reward_view(given) | warning, 201)
+        new_reward = Reward(session_id, body.turn, body.value, time.time(), body.leaf)
+        await turns.store.write(new_reward)
+        return json_response(reward_view(new_reward) | warning, 201)
 
     async def columns(request: Request) -> Response:
-        turn, leaf, given = await _read_columns(gateway, request)
+        turn, leaf, values_by_name = await _read_columns(gateway, request)
         _, session_id = await addressed(gateway, request)
         session = await current(session_id)
-        known = (await asyncio.to_thread(turns.store.extra_names, [session_id])).columns
-        if len({*known, *given}) > MAX_COLUMNS:
+        names = (await asyncio.to_thread(turns.store.extra_names, [session_id])).columns
+        if len({*names, *values_by_name}) > MAX_COLUMNS:
             raise LimitReached(f"a session has at most {MAX_COLUMNS} columns; use the names of those that it has")
-        records = [record for name, values in given.items() for record in _records(session, name, values, turn, leaf)]
+        records = [
+            record for name, values in values_by_name.items() for record in _records(session, name, values, turn, leaf)
+        ]
         await turns.store.write(*records)
-        written = sorted({record.turn for record in records})
-        return json_response({"columns": sorted(given), "turns": written}, 201)
+        turn_numbers = sorted({record.turn for record in records})
+        return json_response({"columns": sorted(values_by_name), "turns": turn_numbers}, 201)
 
     place = {"name": {"type": "string"}, "turn": WHOLE_NUMBER, "leaf": WHOLE_NUMBER}
-    given: dict[str, Any] = {"body": NewColumns, "binary_body": True, "query": place, "status": 201}
+    options: dict[str, Any] = {"body": NewColumns, "binary_body": True, "query": place, "status": 201}
     return [
         ApiRoute(
             "POST", SESSION + "/reward", reward, "Give a session, a path or a turn a reward", body=NewReward, status=201
         ),
-        ApiRoute("POST", SESSION + "/columns", columns, "Give tokens named values", **given),
+        ApiRoute("POST", SESSION + "/columns", columns, "Give tokens named values", **options),
     ]
 
 
@@ -351,17 +355,17 @@ async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None,
         name = request.query_params.get("name")
         if name is None:
             raise InvalidRequest("a binary body holds one column; give its name as a query parameter", "name")
-        body = await read_body(request, gateway.turns.limits.body_bytes)
-        if len(body) % 4:
-            raise InvalidRequest(f"the body has {len(body)} bytes; expected a multiple of 4, the size of a float32")
-        values = {name: np.frombuffer(body, "<f4").astype(np.float32, copy=False)}
+        data = await read_body(request, gateway.turns.limits.body_bytes)
+        if len(data) % 4:
+            raise InvalidRequest(f"the body has {len(data)} bytes; expected a multiple of 4, the size of a float32")
+        values = {name: np.frombuffer(data, "<f4").astype(np.float32, copy=False)}
         turn, leaf = query_number(request, "turn", range(2**63)), query_number(request, "leaf", range(2**63))
     else:
-        wanted = await gateway.read(request, NewColumns)
+        body = await gateway.read(request, NewColumns)
         # A double that is too large for float32 becomes infinite and is refused below.
         with np.errstate(over="ignore"):
-            values = {name: np.array(numbers, np.float32) for name, numbers in wanted.columns.items()}
-        turn, leaf = wanted.turn, wanted.leaf
+            values = {name: np.array(numbers, np.float32) for name, numbers in body.columns.items()}
+        turn, leaf = body.turn, body.leaf
     if (turn is None) == (leaf is None):
         raise InvalidRequest("columns need either a turn or a leaf; give one of the two", "turn")
     if not values:
@@ -374,8 +378,8 @@ async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None,
                 "columns",
             )
         if not np.isfinite(numbers).all():
-            at = int(np.flatnonzero(~np.isfinite(numbers))[0])
-            raise InvalidRequest(f"column {name}: value {at} is not a finite float32", "columns")
+            index = int(np.flatnonzero(~np.isfinite(numbers))[0])
+            raise InvalidRequest(f"column {name}: value {index} is not a finite float32", "columns")
     return turn, leaf, values
 
 
@@ -403,11 +407,11 @@ def _records(
             f"column {name} has {len(values)} values; the trajectory of leaf {leaf} has {ends[-1]} tokens", "columns"
         )
     # A turn that is trained on an earlier branch keeps the values of that branch, because its loss uses them.
-    own = {turn.seq for turn in trained_turns(session, leaf)}
+    trained = {turn.seq for turn in trained_turns(session, leaf)}
     return [
         TurnColumn(session_id, turn.seq, name, part, now)
         for turn, part in zip(path, np.split(values, ends[:-1]), strict=True)
-        if turn.seq in own
+        if turn.seq in trained
     ]
 
 

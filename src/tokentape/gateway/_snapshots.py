@@ -62,18 +62,18 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def create(request: Request) -> Response:
         caller = asking(request)
-        wanted = await gateway.read(request, NewSnapshot, NewSnapshot())
-        check_depth(wanted.metadata or {}, "metadata")
-        named = None if wanted.session_ids is None else tuple(wanted.session_ids)
-        selection = Selection(named, wanted.since, wanted.idle_seconds, wanted.metadata or {})
-        await turns.wait_checks(selection.session_ids, wanted.wait_checks)
+        body = await gateway.read(request, NewSnapshot, NewSnapshot())
+        check_depth(body.metadata or {}, "metadata")
+        session_ids = None if body.session_ids is None else tuple(body.session_ids)
+        selection = Selection(session_ids, body.since, body.idle_seconds, body.metadata or {})
+        await turns.wait_checks(selection.session_ids, body.wait_checks)
         await turns.unread.recorded()
         snapshot = await snapshots.take(selection, caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
 
     async def show_all(request: Request) -> Response:
-        found = await asyncio.to_thread(snapshots.all, asking(request).sees)
-        return json_response({"object": "list", "data": [_summary(snapshot) for snapshot in found]})
+        visible = await asyncio.to_thread(snapshots.all, asking(request).sees)
+        return json_response({"object": "list", "data": [_summary(snapshot) for snapshot in visible]})
 
     async def show(request: Request) -> Response:
         return json_response(_manifest(await snapshots.snapshot(_id(request), asking(request).sees)))
@@ -92,9 +92,9 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def confirm(request: Request) -> Response:
         caller, snapshot_id = asking(request), _id(request)
-        wanted = await gateway.read(request, Confirmation)
-        await snapshots.confirm(snapshot_id, caller.sees, wanted.digest)
-        if wanted.drop_sessions:
+        body = await gateway.read(request, Confirmation)
+        await snapshots.confirm(snapshot_id, caller.sees, body.digest)
+        if body.drop_sessions:
             return await drop(snapshot_id, caller)
         return json_response(_summary(await snapshots.snapshot(snapshot_id, caller.sees)))
 
@@ -108,22 +108,22 @@ def routes(gateway: Gateway) -> list[Route]:
     async def drop(snapshot_id: int, caller: Caller) -> Response:
         # Sessions with a reply that a retry has just received must be kept: the snapshot lacks that reply.
         await turns.unread.recorded()
-        dropped, kept = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
+        dropped, reasons = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
         turns.forget(dropped)
         snapshot = await snapshots.snapshot(snapshot_id, caller.sees)
-        reasons = [{"session_id": session_id, "reason": reason} for session_id, reason in kept.items()]
-        return json_response({**_summary(snapshot), "dropped": dropped, "kept": reasons})
+        kept = [{"session_id": session_id, "reason": reason} for session_id, reason in reasons.items()]
+        return json_response({**_summary(snapshot), "dropped": dropped, "kept": kept})
 
-    one = "/snapshots/{snapshot_id}"
+    path = "/snapshots/{snapshot_id}"
     new: dict[str, Any] = {"body": NewSnapshot, "body_required": False, "status": 201}
     rows, drops = (JSON_LINES, PARQUET), {"drop_sessions": {"type": "boolean"}}
     return [
         ApiRoute("POST", "/snapshots", create, "Take a snapshot of sessions", **new),
         ApiRoute("GET", "/snapshots", show_all, "List snapshots"),
-        ApiRoute("GET", one, show, "A snapshot"),
-        ApiRoute("DELETE", one, delete, "Release a snapshot", query=drops),
-        ApiRoute("GET", one + "/trajectories", show_trajectories, "A snapshot's trajectories", media=rows),
-        ApiRoute("POST", one + "/confirm", confirm, "Confirm that a snapshot is safe elsewhere", body=Confirmation),
+        ApiRoute("GET", path, show, "A snapshot"),
+        ApiRoute("DELETE", path, delete, "Release a snapshot", query=drops),
+        ApiRoute("GET", path + "/trajectories", show_trajectories, "A snapshot's trajectories", media=rows),
+        ApiRoute("POST", path + "/confirm", confirm, "Confirm that a snapshot is safe elsewhere", body=Confirmation),
     ]
 
 

@@ -374,9 +374,9 @@ class LiveDrift:
             metrics.drift_tokens.labels("unknown").inc(unknown)
         changed = 0
         if trip.drifted:
-            found = retokenizer.compare(trip)
-            changed = int(found.changed().sum())
-            for difference in found.differences:
+            comparison = retokenizer.compare(trip)
+            changed = int(comparison.changed().sum())
+            for difference in comparison.differences:
                 metrics.drift_stretches.labels(difference.change).inc()
         metrics.drift_completions.labels("drifted" if trip.drifted else "same").inc()
         metrics.drift_tokens.labels("changed").inc(changed)

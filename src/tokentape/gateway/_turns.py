@@ -201,7 +201,7 @@ class Turns:
         answer = opened.answers.get(reply_id)
         if answer is None:
             stored = await asyncio.to_thread(self.store.load_session, session_id)
-            answer = next((one for one in stored.answers if one.reply_id == reply_id), None)
+            answer = next((answer for answer in stored.answers if answer.reply_id == reply_id), None)
         if answer is None:
             raise not_found(session_id)
         path = opened.session.path(answer.turns[0])
@@ -214,8 +214,8 @@ class Turns:
         """
         opened = await self.sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
-        request, setup, found = await self._locate(request, session)
-        prompt = await asyncio.to_thread(self._prompts.build, request, session, setup, found, fits=False)
+        request, setup, point = await self._locate(request, session)
+        prompt = await asyncio.to_thread(self._prompts.build, request, session, setup, point, fits=False)
         return len(prompt.ids)
 
     async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
@@ -268,24 +268,24 @@ class Turns:
         """Build the prompt of a call, sample its choices, record them, and publish the events."""
         with self.telemetry.call():
             session = opened.session
-            request, setup, found = await self._locate(request, session)
+            request, setup, point = await self._locate(request, session)
             if request.span is not None:
-                opened.prefixes.append(ParsedPrefix(request.span, setup.digest, found.key))
-            async with AsyncExitStack() as held:
+                opened.prefixes.append(ParsedPrefix(request.span, setup.digest, point.key))
+            async with AsyncExitStack() as stack:
                 sample: Sample = self.engine.sample
                 captured = None
                 if self._capture is not None and request.prompt_ids is None:
                     # Pass the gate first: the server reports its prompt only when it begins to sample.
-                    await held.enter_async_context(self.gate.passing())
+                    await stack.enter_async_context(self.gate.passing())
                     captured = ServerRenderedCall(self._capture, request)
-                    prompt_ids = await captured.begin(held, self._prompts.sampling(request, setup, 0))
-                    prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, found, prompt_ids)
+                    prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
+                    prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
                     sample = captured.sample
                 else:
                     with self.telemetry.stage("prepare"):
                         # A quick build costs less than starting and awaiting a thread.
-                        quick = self._prompts.is_quick(request, setup, found)
-                        build = partial(self._prompts.build, request, session, setup, found)
+                        quick = self._prompts.is_quick(request, setup, point)
+                        build = partial(self._prompts.build, request, session, setup, point)
                         prompt = build() if quick else await asyncio.to_thread(build)
                     if prompt.media:
                         sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
@@ -294,8 +294,10 @@ class Turns:
                 if captured is not None:
                     choices[0].request_id = captured.request_id
                 # Count the tokens even if all clients have left the call.
-                held.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(one.ids for one in choices)]))
-                await self._sample(call, opened, request, prompt, choices, held)
+                stack.callback(
+                    lambda: self.calls.spend(request.owner, [prompt.ids, *(choice.ids for choice in choices)])
+                )
+                await self._sample(call, opened, request, prompt, choices, stack)
 
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
         """Return a request with its images received, its setup, and the point of the session that it continues.
@@ -308,17 +310,17 @@ class Turns:
             request = await asyncio.to_thread(self._prompts.receive, request)
         if request.prompt_ids is not None:
             return request, setup, session.continuation_of_ids(request.prompt_ids, PROMPT)
-        found = session.continuation(request.messages, setup.digest)
-        if self._capture is not None or all(message["role"] != "assistant" for message in found.new_messages):
-            return request, setup, found
+        point = session.continuation(request.messages, setup.digest)
+        if self._capture is not None or all(message["role"] != "assistant" for message in point.new_messages):
+            return request, setup, point
         messages = session.with_recorded_ids(request.messages, setup.digest)
         if messages is None:
-            return request, setup, found
+            return request, setup, point
         renamed = session.continuation(messages, setup.digest)
-        deeper = len(renamed.new_messages) < len(found.new_messages)
+        deeper = len(renamed.new_messages) < len(point.new_messages)
         if deeper and await asyncio.to_thread(self._prompts.render_alike, request.messages, messages, setup):
             return replace(request, messages=messages), setup, renamed
-        return request, setup, found
+        return request, setup, point
 
     async def _sample(
         self,
@@ -327,7 +329,7 @@ class Turns:
         request: TurnRequest,
         prompt: Prompt,
         choices: Sequence[Choice],
-        held: AsyncExitStack,
+        stack: AsyncExitStack,
     ) -> None:
         started = TurnStarted(
             secrets.token_hex(12),
@@ -343,7 +345,7 @@ class Turns:
                 await self.gate.opened()
             with self.telemetry.engine_stage(self.engine.info, prompt, choices):
                 asked_at: float | None = time.perf_counter()
-                async with held, aclosing(sample_choices(choices, self._sampler.sample)) as deltas:
+                async with stack, aclosing(sample_choices(choices, self._sampler.sample)) as deltas:
                     async for delta in deltas:
                         if asked_at is not None:
                             self.telemetry.metrics.first_token.observe(time.perf_counter() - asked_at)
@@ -372,18 +374,18 @@ class Turns:
             call.publish(done)
 
     def _choice(self, index: int, prompt: Prompt, request: TurnRequest, sample: Sample) -> Choice:
-        sampling, own = prompt.sampling, dict[str, Any]()
+        sampling, changes = prompt.sampling, dict[str, Any]()
         if sampling.seed is not None:
-            own["seed"] = sampling.seed + index
+            changes["seed"] = sampling.seed + index
         if "session_id" in self.engine.info.sampling:
-            own["session_id"] = request.session_id
+            changes["session_id"] = request.session_id
         if self._payloads:
             # The parent's last id has not been an input before, so its row comes with this call.
-            own["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
+            changes["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
         if self._supports and truncates(sampling):
-            own["supports"] = self._supports
-        if own:
-            sampling = replace(sampling, **own)
+            changes["supports"] = self._supports
+        if changes:
+            sampling = replace(sampling, **changes)
         return Choice(
             index,
             sampling,

@@ -61,14 +61,14 @@ def routes(gateway: Gateway) -> list[Route]:
     reader = RecordReader(turns.renderer.tokenizer, turns.renderer)
     source = StoreSource(turns.store, gateway.model_id)
     viewer = Viewer(source, reader, visit, lambda: _values(turns.telemetry.metrics))
-    return [ApiRoute("GET", one.path, one.endpoint, **_DESCRIBED[one.path]) for one in viewer_routes(viewer)]
+    return [ApiRoute("GET", route.path, route.endpoint, **_DESCRIBED[route.path]) for route in viewer_routes(viewer)]
 
 
 def _values(metrics: Metrics) -> dict[str, Any]:
     """Return the values of counters and gauges and the sums and counts of histograms, by their names in /metrics."""
     return {
         sample.name: [
-            {"labels": other.labels, "value": other.value} for other in family.samples if other.name == sample.name
+            {"labels": value.labels, "value": value.value} for value in family.samples if value.name == sample.name
         ]
         for family in metrics.whole().collect()
         for sample in family.samples

@@ -79,7 +79,7 @@ class Supervisor:
         on_end: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         self._serve, self._settings, self._drain_seconds = serve, settings, drain_seconds
-        self._workers = [_Worker(number, one) for number, one in enumerate(listeners)]
+        self._workers = [_Worker(number, listener) for number, listener in enumerate(listeners)]
         self._inherited = [_Descriptor(fd) for fd in inherited]
         # Keep workers from importing modules from the working directory.
         self._environment = {"PYTHONSAFEPATH": "1", **(environment or {})}
@@ -91,7 +91,7 @@ class Supervisor:
 
         Raises `TokentapeError` if a worker fails to start, after it has ended all of them.
         """
-        handlers = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         ready = False
         try:
             os.environ.update(self._environment)
@@ -176,7 +176,9 @@ class Supervisor:
             signal.signal(signal.SIGINT, handler)
 
     def _living(self) -> list[SpawnProcess]:
-        return [one.process for one in self._workers if one.process is not None and one.process.exitcode is None]
+        return [
+            worker.process for worker in self._workers if worker.process is not None and worker.process.exitcode is None
+        ]
 
     def _send(self, number: int) -> None:
         for process in self._living():

@@ -13,8 +13,9 @@ from urllib.parse import unquote
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
+from starlette.datastructures import Headers
 
-from tokentape.gateway._keys import may_be_session_id, session_in_key
+from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, key_in, may_be_session_id, session_in_key
 
 _IN_PATH = re.compile(r"/sessions/([^/]+)(?:/|$)")
 
@@ -28,9 +29,9 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
         """Return the replica of the request's session, then those to try if it is full."""
         if pending_request is not None and pending_request.metadata.is_http_request:
             # Serve's proxy sends the ASGI scope in the pickled first argument.
-            (sent,) = pending_request.args or (None,)
-            if isinstance(sent, bytes):
-                scope = pickle.loads(sent).asgi_scope
+            (pickled,) = pending_request.args or (None,)
+            if isinstance(pickled, bytes):
+                scope = pickle.loads(pickled).asgi_scope
                 pending_request.metadata.session_id = affinity_key(scope["path"], scope["headers"]) or ""
         ranked: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         return ranked
@@ -38,11 +39,10 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
 
 def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Return the session id of a call, else its Idempotency-Key, else None. Calls with the same key go together."""
-    given = {name.lower(): value.decode("latin-1") for name, value in headers}
+    texts = Headers({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
     in_path = _IN_PATH.search(path)
-    key = given.get(b"x-api-key") or given.get(b"authorization", "").partition(" ")[2].strip()
-    for session_id in (in_path and unquote(in_path[1]), given.get(b"x-session-id"), session_in_key(key)):
+    for session_id in (in_path and unquote(in_path[1]), texts.get(SESSION_HEADER), session_in_key(key_in(texts))):
         if session_id and may_be_session_id(session_id):
             return session_id
     # A retry goes to the replica where the call may still be running.
-    return given.get(b"idempotency-key") or None
+    return texts.get(IDEMPOTENCY_HEADER) or None

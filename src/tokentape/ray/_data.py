@@ -73,10 +73,10 @@ def export(
     part.mkdir(parents=True)
     try:
         opened = partial(_exporting, location, part, extra, verdicts, sessions is not None)
-        for one in _in_order(pieces, opened, actors, cpus):
-            counts.add(one)
-        for left in part.glob(".*"):
-            left.unlink()
+        for piece_counts in _in_order(pieces, opened, actors, cpus):
+            counts.add(piece_counts)
+        for unfinished in part.glob(".*"):
+            unfinished.unlink()
         os.replace(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -84,7 +84,7 @@ def export(
 
 
 def _exporting(
-    location: str | Path, folder: Path, extra: ExtraNames, verdicts: Sequence[str] | None, named: bool
+    location: str | Path, folder: Path, extra: ExtraNames, verdicts: Sequence[str] | None, selected: bool
 ) -> Callable[[tuple[str, list[str]]], ExportCounts]:
     store = open_record(location, read_only=True)
 
@@ -93,7 +93,7 @@ def _exporting(
             try:
                 yield store.load_session(session_id, per_token=True)
             except NotFound:
-                if named:  # else it was deleted after the list was made
+                if selected:  # else it was deleted after the list was made
                     raise
 
     def write(piece: tuple[str, list[str]]) -> ExportCounts:
@@ -186,7 +186,7 @@ def _absolute(side: str | Path | Backend) -> str | Backend:
 
 
 def _listed(paths: Paths) -> list[Path]:
-    return [Path(one) for one in ([paths] if isinstance(paths, str | Path) else paths)]
+    return [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
 
 
 def _in_order(

@@ -35,14 +35,14 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
         expected = "name a PostgreSQL database as store, postgresql://user@host/database"
         raise InvalidRequest(f"replicas share their record: {expected}", "store")
     if config.workers != 1:
-        found = f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are"
-        raise InvalidRequest(found, "workers")
+        reason = f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are"
+        raise InvalidRequest(reason, "workers")
     # Raise errors here rather than when replicas start.
     config.all_keys()
     require_ray()
     from ray import serve
 
-    own = {
+    defaults = {
         "name": "Tokentape",
         # Serve's default of 5 is for models; these calls mostly wait.
         "max_ongoing_requests": 1000,
@@ -50,7 +50,7 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
         "graceful_shutdown_timeout_s": config.drain_seconds + 15.0,
         "request_router_config": {"request_router_class": "tokentape.ray._affinity.SessionRouter"},
     }
-    return serve.deployment(serve.ingress()(GatewayReplica)).options(**own | options).bind(config)
+    return serve.deployment(serve.ingress()(GatewayReplica)).options(**defaults | options).bind(config)
 
 
 def app(args: Mapping[str, Any]) -> Application:
@@ -60,13 +60,13 @@ def app(args: Mapping[str, Any]) -> Application:
     such a file. Other settings come from the environment and the file, as with `tokentape serve`. Raises
     `InvalidRequest` like `resolve` and `gateway_app`, and for an unknown setting.
     """
-    given, file = dict(args), args.get("config")
-    given.pop("config", None)
-    if unknown := [name for name in given if name not in settings()]:
+    values, file = dict(args), args.get("config")
+    values.pop("config", None)
+    if unknown := [name for name in values if name not in settings()]:
         raise InvalidRequest(f"there is no setting {', '.join(unknown)}; expected those of tokentape.toml", "args")
     # `serve run` passes strings, a config file any YAML value. Convert both to environment variables.
-    said = {env_name(name): _text(value) for name, value in given.items()}
-    return gateway_app(resolve({}, {**os.environ, **said}, None if file is None else Path(file)).config)
+    variables = {env_name(name): _text(value) for name, value in values.items()}
+    return gateway_app(resolve({}, {**os.environ, **variables}, None if file is None else Path(file)).config)
 
 
 class GatewayReplica:
@@ -100,5 +100,5 @@ class GatewayReplica:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ",".join(f"{name}={one}" for name, one in value.items())
+        return ",".join(f"{name}={item}" for name, item in value.items())
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

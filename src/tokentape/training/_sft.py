@@ -28,7 +28,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import InvalidRequest, TemplateRefused
-from tokentape.gateway._wire.openai_fields import tool_arguments
+from tokentape.gateway._wire.shared_fields import tool_arguments
 from tokentape.training._samples import Sample
 from tokentape.types import Codes, Message, Provenance, Setup
 

@@ -18,7 +18,7 @@ from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines._base import SampleDelta
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway._wire.chat_completions import ChatCompletions
-from tokentape.gateway._wire.openai_fields import logprob_entries
+from tokentape.gateway._wire.shared_fields import logprob_entries
 
 STARTED = TurnStarted("0" * 24, 1700000000.5, np.array([5, 6, 7], np.int32))
 TEXT = st.sampled_from(["", "", " fox", 'say "so"\n', "\u00e9\u4e2d\U0001f642", "\\u0000\x00</script>\u2028"])

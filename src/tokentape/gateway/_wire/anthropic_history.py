@@ -73,11 +73,11 @@ class AnthropicMessage(Struct):
 
 def takes_later_system(template: ChatTemplate) -> bool:
     """Return whether a template renders system messages after a user's. Some templates refuse or omit them."""
-    asked = [{"role": "user", "content": "question"}, {"role": "system", "content": _ASKED}]
+    messages = [{"role": "user", "content": "question"}, {"role": "system", "content": _ASKED}]
     names = {"bos_token": "", "eos_token": ""}
     try:
         return _ASKED in template.render(
-            asked, tools=(), add_generation_prompt=True, date="2000-01-01", variables=names
+            messages, tools=(), add_generation_prompt=True, date="2000-01-01", variables=names
         )
     except TemplateRefused:
         return False
@@ -135,8 +135,8 @@ def _add_system(read: list[dict[str, Any]], text: str, later_system: bool) -> No
 
 def _user(blocks: Sequence[Block], where: str, takes_images: bool) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = []
-    for at, block in enumerate(blocks):
-        here = f"{where}[{at}]"
+    for index, block in enumerate(blocks):
+        here = f"{where}[{index}]"
         if block.type == "tool_result":
             call_id = _own_id(_needed(block.tool_use_id, here, "tool_use_id"))
             content = (
@@ -148,23 +148,23 @@ def _user(blocks: Sequence[Block], where: str, takes_images: bool) -> list[dict[
                 content = append_content("Error: ", content)
             read.append({"role": "tool", "tool_call_id": call_id, "content": content})
             continue
-        said = [_image(block, here)] if takes_images and block.type == "image" else _text([block], where, at)
+        content = [_image(block, here)] if takes_images and block.type == "image" else _text([block], where, index)
         if read and read[-1]["role"] == "user":
-            read[-1]["content"] = append_content(read[-1]["content"], said)
+            read[-1]["content"] = append_content(read[-1]["content"], content)
         else:
-            read.append({"role": "user", "content": said})
+            read.append({"role": "user", "content": content})
     return read
 
 
 def _result(parts: Sequence[Part], where: str, takes_images: bool) -> Any:
     """Return the content of a tool result: adjacent texts joined with line breaks, images in their places."""
     content: Any = ""
-    for at, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if takes_images and part.type == "image":
-            content = append_content(content, [_image(part, f"{where}[{at}]")])
+            content = append_content(content, [_image(part, f"{where}[{index}]")])
         else:
-            after_text = at > 0 and parts[at - 1].type == "text"
-            content = append_content(content, ("\n" if after_text else "") + _text([part], where, at))
+            after_text = index > 0 and parts[index - 1].type == "text"
+            content = append_content(content, ("\n" if after_text else "") + _text([part], where, index))
     return content
 
 
@@ -178,17 +178,17 @@ def _image(block: Part | Block, where: str) -> dict[str, str]:
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
-    said, thought, calls = [], [], []
-    for at, block in enumerate(blocks):
-        here = f"{where}[{at}]"
+    texts, thought, calls = [], [], []
+    for index, block in enumerate(blocks):
+        here = f"{where}[{index}]"
         if block.type == "thinking":
             thought.append(_needed(block.thinking, here, "thinking"))
         elif block.type == "tool_use":
             function = {"name": _needed(block.name, here, "name"), "arguments": _arguments(block.input, here)}
             calls.append({"id": _own_id(_needed(block.id, here, "id")), "type": "function", "function": function})
         elif block.type != "redacted_thinking":
-            said.append(_text([block], where, at))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(said)}
+            texts.append(_text([block], where, index))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if any(thought):
         message["reasoning_content"] = "".join(thought)
     if calls:
@@ -196,22 +196,22 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     return message
 
 
-def _join(message: dict[str, Any], more: dict[str, Any]) -> None:
-    for name, value in more.items():
+def _join(message: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in other.items():
         if name != "role":
             message[name] = message[name] + value if name in message else value
 
 
 def _text(blocks: Iterable[Part | Block], where: str, start: int = 0) -> str:
     texts = []
-    for at, block in enumerate(blocks, start):
+    for index, block in enumerate(blocks, start):
         if block.type != "text":
             raise UnsupportedParameter(
-                f"{where}[{at}] is a block of type {block.type[:64]!r}, which is not supported here; "
+                f"{where}[{index}] is a block of type {block.type[:64]!r}, which is not supported here; "
                 "this model takes text only",
                 where.partition("[")[0],
             )
-        texts.append(_needed(block.text, f"{where}[{at}]", "text"))
+        texts.append(_needed(block.text, f"{where}[{index}]", "text"))
     return "".join(texts)
 
 

@@ -31,7 +31,7 @@ from tokentape.gateway._http import check_depth, encode_event, json_response, pa
 from tokentape.gateway._keys import new_session_id
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count, Seed, StopString, Temperature, TopP
-from tokentape.gateway._wire import openai_fields as shared
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.gateway._wire.anthropic_history import (
     BLOCK_FIELDS,
     AnthropicMessage,
@@ -40,7 +40,7 @@ from tokentape.gateway._wire.anthropic_history import (
     takes_later_system,
     tool_use,
 )
-from tokentape.gateway._wire.openai_fields import call_rule, reasoning_tokens, recorded
+from tokentape.gateway._wire.shared_fields import call_rule, reasoning_tokens, recorded
 from tokentape.types import Tool
 
 IGNORED = frozenset(
@@ -138,12 +138,25 @@ _API_NAMES = {"stop_strings": "stop_sequences"}
 """Fields of `SamplingParams` with another name in requests."""
 
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class AnthropicMessages(Dialect):
     """Anthropic's Messages API for a model with this `template`."""
 
     path = "/v1/messages"
     summary = "Anthropic's Messages"
     body, ignored = MessagesBody, IGNORED
+    lists = ("messages", "system", "tools")
 
     def __init__(self, model_id: str, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         super().__init__(model_id, tokenizer)
@@ -161,7 +174,7 @@ class AnthropicMessages(Dialect):
         rule = _rule(read, context)
         turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
         shared.refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
-        contents = [content for one in body["messages"] if isinstance(content := one["content"], list)]
+        contents = [content for message in body["messages"] if isinstance(content := message["content"], list)]
         blocks = [block for content in contents for block in content]
         ignored = (
             *self._ignored_params(read, rule),
@@ -173,8 +186,25 @@ class AnthropicMessages(Dialect):
 
         return DecodedRequest(turn, partial(AnthropicEncoder, read, self, ignored), ignored)
 
+    def claims(self, request: Request) -> bool:
+        """Also claim unknown paths below /messages, and those that Anthropic's clients request."""
+        unknown = "endpoint" not in request.scope
+        of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
+        return super().claims(request) or (unknown and of_anthropic)
+
+    def error_body(self, error: TokentapeError) -> dict[str, Any]:
+        """Return an error body for Anthropic's clients. `details.error_code` is the gateway's error code."""
+        kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        details: dict[str, Any] = {"error_code": error.code}
+        if isinstance(error, InvalidRequest):
+            details["param"] = error.param
+            if error.param == "thread":
+                # With this code the client's tool runner continues without a thread and sends the whole conversation.
+                details["error_code"] = "thread_unsupported_request"
+        return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
+
     def error_event(self, error: TokentapeError) -> bytes:
-        return encode_event(error_body(error), "error")
+        return encode_event(self.error_body(error), "error")
 
     def turn(self, body: MessagesBody, session_id: str, *, takes_images: bool) -> TurnRequest:
         check_depth(body.chat_template_kwargs, "chat_template_kwargs")
@@ -242,8 +272,8 @@ def _read(body: Any) -> MessagesBody:
     empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
     read, _ = shared.read_fields(body, MessagesBody, IGNORED | empty, "messages")
     if read.tool_choice.type in ("any", "tool"):
-        named = [read.tool_choice.name] if read.tool_choice.type == "tool" else []
-        shared.refuse_unknown_tools(named, [tool.name for tool in read.tools])
+        names = [read.tool_choice.name] if read.tool_choice.type == "tool" else []
+        shared.refuse_unknown_tools(names, [tool.name for tool in read.tools])
     return read
 
 
@@ -273,36 +303,12 @@ def _tool(index: int, tool: AnthropicTool) -> Tool:
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: TokentapeError) -> dict[str, Any]:
-    """Return an error body for Anthropic's clients. `details.error_code` is the gateway's error code."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    details: dict[str, Any] = {"error_code": error.code}
-    if isinstance(error, InvalidRequest):
-        details["param"] = error.param
-        if error.param == "thread":
-            # With this code the client's tool runner continues without a thread and sends the whole conversation.
-            details["error_code"] = "thread_unsupported_request"
-    return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
-
-
 class AnthropicEncoder:
     def __init__(self, body: MessagesBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
         self._body, self._ignored, self._tokenizer = body, ignored, dialect.tokenizer
         self._prompt_ids = started.prompt_ids
-        named = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
-        self._head: dict[str, Any] = named
+        head = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
+        self._head: dict[str, Any] = head
         if body.return_token_ids:
             self._head["prompt_token_ids"] = self._prompt_ids.tolist()
         self._signature = f"tokentape-{started.reply_id}"
@@ -331,11 +337,11 @@ class AnthropicEncoder:
             async for event in events:
                 if isinstance(event, TurnDone):
                     done = event
-                for written in blocks.grow(event.rest if isinstance(event, TurnDone) else event.reply):
-                    yield written
+                for chunk in blocks.grow(event.rest if isinstance(event, TurnDone) else event.reply):
+                    yield chunk
         assert done is not None
-        for written in blocks.close():
-            yield written
+        for chunk in blocks.close():
+            yield chunk
         yield _event("message_delta", delta=self._stop(done), **self._end(done))
         yield _event("message_stop")
 
@@ -350,24 +356,24 @@ class AnthropicEncoder:
     def _usage(self, done: TurnDone | None = None) -> dict[str, Any]:
         # In this API `input_tokens` excludes cached tokens, which are only known at the end.
         cached = 0 if done is None else done.cached_tokens or 0
-        written: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "input_tokens": len(self._prompt_ids) - cached,
             "output_tokens": 0 if done is None else len(done.turn.completion_ids),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
         }
         if done is not None and (thought := reasoning_tokens(done.turn, self._tokenizer)):
-            written["output_tokens_details"] = {"thinking_tokens": thought}
-        return written
+            usage["output_tokens_details"] = {"thinking_tokens": thought}
+        return usage
 
     def _end(self, done: TurnDone) -> dict[str, Any]:
         turn = done.turn
-        more: dict[str, Any] = {"usage": self._usage(done), "tokentape": recorded(turn, self._ignored)}
+        fields: dict[str, Any] = {"usage": self._usage(done), "tokentape": recorded(turn, self._ignored)}
         if self._body.return_token_ids:
-            more["token_ids"] = turn.completion_ids.tolist()
+            fields["token_ids"] = turn.completion_ids.tolist()
         if self._body.logprobs:
-            more["logprobs"] = turn.logprobs.tolist()
-        return more
+            fields["logprobs"] = turn.logprobs.tolist()
+        return fields
 
 
 class _OpenBlock:

@@ -23,8 +23,8 @@ from tokentape.gateway._http import check_depth, encode_json, parse_json
 from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._recording import function_call
-from tokentape.gateway._wire import openai_fields as shared
-from tokentape.gateway._wire.openai_fields import call_rule, forced_tools
+from tokentape.gateway._wire import shared_fields as shared
+from tokentape.gateway._wire.shared_fields import call_rule, forced_tools
 from tokentape.types import Message
 
 IGNORED = shared.HINTS | {"metadata", "store", "user"}
@@ -119,7 +119,7 @@ class ChatCompletions(Dialect):
     body, ignored = ChatCompletionsBody, IGNORED
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        read, given = _read(body)
+        read, fields = _read(body)
         if read.top_logprobs and not read.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         max_tokens = read.max_completion_tokens or read.max_tokens or 0
@@ -135,12 +135,12 @@ class ChatCompletions(Dialect):
         )
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # Keep tools as the caller wrote them: templates print them with all keys, in their order.
-        given_tools = given.get("tools", [])
+        given_tools = fields.get("tools", [])
         check_depth(given_tools, "tools")
         tools = () if read.tool_choice == "none" else tuple(map(_shown, given_tools))
         choice = None if read.tool_choice in ("auto", "none") else read.tool_choice
         forced = forced_tools(choice, [tool["function"]["name"] for tool in tools])
-        strict = _strict(given) if tools else ()
+        strict = _strict(fields) if tools else ()
         rule = call_rule(context, choice, forced, strict, parallel=read.parallel_tool_calls)
         turn = TurnRequest(
             session_id=context.session_id,
@@ -152,7 +152,7 @@ class ChatCompletions(Dialect):
             stream=read.stream,
             calls=rule,
         )
-        ignored = (*_ignored_params(read, given, rule), *shared.ignored_fields(read, context.engine, self.model_id))
+        ignored = (*_ignored_params(read, fields, rule), *shared.ignored_fields(read, context.engine, self.model_id))
         return DecodedRequest(turn, partial(_ChatEncoder, read, self, ignored), ignored)
 
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
@@ -161,9 +161,9 @@ class ChatCompletions(Dialect):
 
 def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
     """Return a decoded body, and the JSON body without fields that are null."""
-    read, given = shared.read_fields(body, ChatCompletionsBody, IGNORED, "messages")
+    read, fields = shared.read_fields(body, ChatCompletionsBody, IGNORED, "messages")
     _refuse_unserved(read)
-    return read, given
+    return read, fields
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
@@ -172,12 +172,12 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": function}
 
 
-def _strict(given: dict[str, Any]) -> list[str]:
+def _strict(fields: dict[str, Any]) -> list[str]:
     """Return the names of the strict tools."""
-    return [tool["function"]["name"] for tool in given.get("tools", ()) if tool["function"].get("strict")]
+    return [tool["function"]["name"] for tool in fields.get("tools", ()) if tool["function"].get("strict")]
 
 
-def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any], rule: CallRule | None) -> tuple[str, ...]:
+def _ignored_params(body: ChatCompletionsBody, fields: dict[str, Any], rule: CallRule | None) -> tuple[str, ...]:
     """Return the names of parameters that are accepted but not enforced, and of message fields with no effect."""
     names = []
     if body.tool_choice not in ("auto", "none") and rule is None:
@@ -185,9 +185,9 @@ def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any], rule: Call
     if not body.parallel_tool_calls and not (rule and rule.required):
         names.append("parallel_tool_calls")
     names += [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
-    if rule is None and _strict(given):
+    if rule is None and _strict(fields):
         names.append("tools.strict")
-    return (*names, *shared.unknown_fields("messages", given["messages"], _MESSAGE_FIELDS))
+    return (*names, *shared.unknown_fields("messages", fields["messages"], _MESSAGE_FIELDS))
 
 
 def _refuse_unserved(body: ChatCompletionsBody) -> None:
@@ -204,7 +204,7 @@ def _refuse_unserved(body: ChatCompletionsBody) -> None:
 
 
 def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Message, ...]:
-    return tuple(_message(index, one, context.takes_images) for index, one in enumerate(body.messages))
+    return tuple(_message(index, message, context.takes_images) for index, message in enumerate(body.messages))
 
 
 def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, Any]:
@@ -214,13 +214,13 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
             raise UnsupportedParameter(f"messages[{index}].{unserved} is not supported", "messages")
     images = {}
     if isinstance(message.content, list):
-        for at, part in enumerate(message.content):
-            where = f"messages[{index}].content[{at}]"
+        for part_index, part in enumerate(message.content):
+            where = f"messages[{index}].content[{part_index}]"
             if takes_images and part.type == "image_url" and part.image_url is not None:
-                images[at] = image_part(part.image_url.url, where, detail=part.image_url.detail)
+                images[part_index] = image_part(part.image_url.url, where, detail=part.image_url.detail)
             elif part.type != "text" or part.text is None:
-                taken = "text and images" if takes_images else "text only"
-                raise UnsupportedParameter(f"{where} is not a text part; this model takes {taken}", "messages")
+                supported = "text and images" if takes_images else "text only"
+                raise UnsupportedParameter(f"{where} is not a text part; this model takes {supported}", "messages")
     for call in message.tool_calls or ():
         call.function.arguments = shared.tool_arguments(call.function.arguments, "messages")
     if message.reasoning == message.reasoning_content:
@@ -231,8 +231,8 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
     if message.role == "developer":
         # As in Responses: most templates have no developer role.
         plain["role"] = "system"
-    for at, image in images.items():
-        plain["content"][at] = image
+    for part_index, image in images.items():
+        plain["content"][part_index] = image
     return plain
 
 
@@ -259,7 +259,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         if "reasoning_content" in message:
             # The name in newer versions of vLLM.
             message["reasoning"] = message["reasoning_content"]
-        written: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "index": choice.done.choice,
             "message": message,
             "logprobs": self._logprobs(choice.sampled) if self._body.logprobs else None,
@@ -267,8 +267,8 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
             "tokentape": shared.recorded(turn, self._ignored),
         }
         if self._body.return_token_ids:
-            written["token_ids"] = turn.completion_ids.tolist()
-        return written
+            fields["token_ids"] = turn.completion_ids.tolist()
+        return fields
 
     def _logprobs(self, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
         as_ids = self._body.return_tokens_as_token_ids
@@ -297,8 +297,8 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
             delta["reasoning_content"] = delta["reasoning"] = reply.reasoning
         if reply.tool_calls:
             delta["tool_calls"] = [
-                {"index": at, **function_call(call.id, call.name, call.arguments)}
-                for at, call in enumerate(reply.tool_calls, self._calls[choice])
+                {"index": call_index, **function_call(call.id, call.name, call.arguments)}
+                for call_index, call in enumerate(reply.tool_calls, self._calls[choice])
             ]
             self._calls[choice] += len(reply.tool_calls)
         tokens: dict[str, Any] = {}
@@ -316,9 +316,9 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         where = choice, field
         if where not in self._before_text:
             self._before_text[where] = self._delta(choice, {field: ""}).removesuffix(_AFTER_TEXT)
-        written = encode_json(text)
-        again = _AGAIN + written if field == "reasoning_content" else b""
-        return self._before_text[where] + written[1:] + again + _AFTER_TEXT[1:]
+        encoded = encode_json(text)
+        again = _AGAIN + encoded if field == "reasoning_content" else b""
+        return self._before_text[where] + encoded[1:] + again + _AFTER_TEXT[1:]
 
     def _finish(self, done: TurnDone) -> bytes:
         where = shared.recorded(done.turn, self._ignored)

@@ -27,7 +27,7 @@ from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnSt
 from tokentape.gateway._http import json_response, parse_json, read_as, read_json_body
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire import openai_fields as shared
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.types import TokenIds
 
 IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_tokens", "user"})
@@ -63,7 +63,7 @@ class _Ids(Struct):
 class Completions(Dialect):
     path = "/v1/completions"
     summary = "OpenAI's completions"
-    body, ignored = CompletionsBody, IGNORED
+    body, ignored, lists = CompletionsBody, IGNORED, ()
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         read, _ = shared.read_fields(body, CompletionsBody, IGNORED, "prompt")
@@ -113,15 +113,15 @@ def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
 
 
 def _one_prompt(prompt: str | list[Any]) -> str | list[Any]:
-    if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
         if len(prompt) > 1:
             raise UnsupportedParameter(
                 f"prompt holds {len(prompt)} prompts; a call takes one. Send a call for each, or n for several "
                 "completions of one prompt",
                 "prompt",
             )
-        one: str | list[Any] = prompt[0]
-        return one
+        only: str | list[Any] = prompt[0]
+        return only
     return prompt
 
 
@@ -173,15 +173,15 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         so_far = _Progress()
         text = choice.done.reply.content
         if self._spells_all:
-            text = "".join(self._spelled(so_far, one) for one in choice.sampled) + so_far.rest()
-        written = {
+            text = "".join(self._spelled(so_far, delta) for delta in choice.sampled) + so_far.rest()
+        fields = {
             "index": choice.done.choice,
             "text": text,
             "logprobs": None,
             **self._sampled_fields(so_far, choice.sampled),
             **self._end(choice.done),
         }
-        return {**written, **self._prompt_fields()}
+        return {**fields, **self._prompt_fields()}
 
     def _grown(self, event: SampleEvent) -> Iterator[bytes]:
         more: dict[str, Any] = {} if event.choice in self._progress else self._prompt_fields()
@@ -200,10 +200,10 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
     def _end(self, done: TurnDone) -> dict[str, Any]:
         stop = done.turn.stop
         # As in vLLM, a stop id that the request does not list (the model's own) has no stop_reason.
-        asked = isinstance(stop, str) or stop in self._body.stop_token_ids
+        requested = isinstance(stop, str) or stop in self._body.stop_token_ids
         return {
             "finish_reason": done.finish,
-            "stop_reason": stop if asked else None,
+            "stop_reason": stop if requested else None,
             "tokentape": shared.recorded(done.turn, self._ignored),
         }
 
@@ -211,12 +211,12 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         return {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
 
     def _sampled_fields(self, so_far: _Progress, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
-        written: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._body.logprobs is not None:
-            written["logprobs"] = self._logprobs(so_far, sampled)
+            fields["logprobs"] = self._logprobs(so_far, sampled)
         if self._body.return_token_ids:
-            written["token_ids"] = [token_id for delta in sampled for token_id in delta.token_ids]
-        return written
+            fields["token_ids"] = [token_id for delta in sampled for token_id in delta.token_ids]
+        return fields
 
     def _logprobs(self, so_far: _Progress, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
         """Return parallel lists over the tokens. Alternatives always include the sampled token."""
@@ -225,13 +225,13 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         tops: list[dict[str, float]] = []
         logprobs = [logprob for delta in sampled for logprob in delta.logprobs]
         for delta in sampled:
-            for at, pair in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+            for index, pair in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
                 tokens.append(self._name(pair[0]))
                 offsets.append(so_far.offset)
                 so_far.offset += len(self._spelling(pair[0]))
-                alternatives = delta.top_logprobs[at] if delta.top_logprobs else ()
+                alternatives = delta.top_logprobs[index] if delta.top_logprobs else ()
                 # Best first. Of alternatives with the same spelling the first one stays.
-                tops.append({self._name(one): value for one, value in reversed([*alternatives, pair])})
+                tops.append({self._name(alternative): value for alternative, value in reversed([*alternatives, pair])})
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _name(self, token_id: int) -> str:
@@ -280,18 +280,18 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response({"version": f"tokentape-{__version__}"})
 
     async def tokenize(request: Request) -> Response:
-        asked, _ = shared.read_fields(await body_of(request), TokenizeBody, frozenset(), "prompt")
-        special = asked.add_special_tokens
-        ids = await asyncio.to_thread(tokenizer.encode_plain, asked.prompt, add_special_tokens=special)
-        written: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.info.max_context, "tokens": ids}
-        if asked.return_token_strs:
-            written["token_strs"] = [tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
-        return json_response(written)
+        body, _ = shared.read_fields(await body_of(request), TokenizeBody, frozenset(), "prompt")
+        special = body.add_special_tokens
+        ids = await asyncio.to_thread(tokenizer.encode_plain, body.prompt, add_special_tokens=special)
+        reply: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.info.max_context, "tokens": ids}
+        if body.return_token_strs:
+            reply["token_strs"] = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
+        return json_response(reply)
 
     async def detokenize(request: Request) -> Response:
-        asked, _ = shared.read_fields(await body_of(request), DetokenizeBody, frozenset(), "tokens")
-        known_ids(asked.tokens, tokenizer.vocab_size, "tokens")
-        return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens)})
+        body, _ = shared.read_fields(await body_of(request), DetokenizeBody, frozenset(), "tokens")
+        known_ids(body.tokens, tokenizer.vocab_size, "tokens")
+        return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
     return [
         *also_below_sessions("GET", "/version", version, "The gateway's version"),

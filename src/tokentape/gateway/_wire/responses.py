@@ -25,8 +25,7 @@ from tokentape.gateway._events import TurnRequest, TurnStarted
 from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire import openai_fields as shared
-from tokentape.gateway._wire.openai_fields import call_rule, forced_tools
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.gateway._wire.responses_items import (
     ITEM_FIELDS,
     PART_FIELDS,
@@ -39,6 +38,7 @@ from tokentape.gateway._wire.responses_items import (
     without_instructions,
 )
 from tokentape.gateway._wire.responses_stream import ResponseEncoder, ended
+from tokentape.gateway._wire.shared_fields import call_rule, forced_tools
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 
@@ -86,16 +86,17 @@ class ResponseId(NamedTuple):
     @classmethod
     def read(cls, text: str) -> ResponseId:
         """Parse a response id. Raises `NotFound` if it has not the format of this gateway's ids."""
-        found = _RESPONSE_ID.fullmatch(text)
-        if found is None:
+        match = _RESPONSE_ID.fullmatch(text)
+        if match is None:
             raise _no_response()
-        return cls(found[1], found[2], int(found[3]))
+        return cls(match[1], match[2], int(match[3]))
 
 
 class Responses(Dialect):
     path = "/v1/responses"
     summary = "OpenAI's Responses"
     body, ignored = ResponsesBody, IGNORED
+    lists, parts = ("input", "tools"), ("content", "output", "summary")
 
     def session_of(self, body: Any) -> str | None:
         previous = body.get("previous_response_id") if isinstance(body, dict) else None
@@ -140,10 +141,10 @@ class Responses(Dialect):
         ignored = (*_ignored_params(read, tools, rule), *shared.ignored_fields(read, context.engine, self.model_id))
 
         def encoder(started: TurnStarted) -> ResponseEncoder:
-            named = ResponseId(context.session_id, started.reply_id, len(read.instructions or ""))
-            head = _head(named, started.created_at, self.model_id, read, started.sampling or sampling)
-            given: dict[str, bool] = {"logprobs": logprobs, "return_token_ids": read.return_token_ids}
-            return ResponseEncoder(head, started, self.tokenizer, tools.namespaces, ignored, **given)
+            response_id = ResponseId(context.session_id, started.reply_id, len(read.instructions or ""))
+            head = _head(response_id, started.created_at, self.model_id, read, started.sampling or sampling)
+            options: dict[str, bool] = {"logprobs": logprobs, "return_token_ids": read.return_token_ids}
+            return ResponseEncoder(head, started, self.tokenizer, tools.namespaces, ignored, **options)
 
         return DecodedRequest(turn, encoder, ignored)
 
@@ -157,48 +158,50 @@ def routes(gateway: Gateway) -> list[Route]:
     """Return the endpoints of recorded responses. They show the fields that the record has."""
     turns = gateway.turns
 
-    async def found(request: Request) -> tuple[ResponseId, RecordedReply, Session, StoredSession]:
+    async def addressed_response(request: Request) -> tuple[ResponseId, RecordedReply, Session, StoredSession]:
         caller = gateway.caller(request)
-        named = ResponseId.read(request.path_params["response_id"])
-        address(request, caller, named.session_id)
+        response_id = ResponseId.read(request.path_params["response_id"])
+        address(request, caller, response_id.session_id)
         try:
-            await turns.session(named.session_id, caller.sees)
+            await turns.session(response_id.session_id, caller.sees)
         except NotFound:
             raise _no_response() from None
-        stored = await asyncio.to_thread(turns.store.load_session, named.session_id)
-        answer = next((one for one in stored.answers if one.reply_id == named.reply_id), None)
+        stored = await asyncio.to_thread(turns.store.load_session, response_id.session_id)
+        answer = next((answer for answer in stored.answers if answer.reply_id == response_id.reply_id), None)
         if answer is None:
             raise _no_response()
-        return named, answer, stored.tree(), stored
+        return response_id, answer, stored.tree(), stored
 
     async def retrieve(request: Request) -> Response:
-        named, answer, session, stored = await found(request)
+        response_id, answer, session, stored = await addressed_response(request)
         turn, tokenizer = stored.turns[answer.turns[0]], turns.renderer.tokenizer
         first = session.path(turn.seq)[0].messages[:1]
         system = first[0]["content"] if first and first[0]["role"] == "system" else ""
-        given = ResponsesBody(input="", instructions=system[: named.instructions] or None)
-        given.tools = [{"type": "function", **tool["function"]} for tool in stored.setups[turn.setup].tools]
+        body = ResponsesBody(input="", instructions=system[: response_id.instructions] or None)
+        body.tools = [{"type": "function", **tool["function"]} for tool in stored.setups[turn.setup].tools]
         sampled = {name: turn.sampling[name] for name in ("temperature", "top_p")}
-        head = _head(named, answer.created_at, gateway.model_id, given, SamplingParams(max_tokens=0, **sampled))
+        head = _head(response_id, answer.created_at, gateway.model_id, body, SamplingParams(max_tokens=0, **sampled))
         end = ended(turn, session.context_before(turn.seq), tokenizer)
-        output = output_items(turn.reply, named.reply_id, incomplete=turn.finish_reason == "length")
+        output = output_items(turn.reply, response_id.reply_id, incomplete=turn.finish_reason == "length")
         return json_response({**head, **end, "output": output, "tokentape": shared.recorded(turn, ())})
 
     async def list_input(request: Request) -> Response:
-        named, answer, session, _ = await found(request)
+        response_id, answer, session, _ = await addressed_response(request)
         *earlier, last = session.path(answer.turns[0])
         before = [message for turn in earlier for message in (*turn.messages, turn.reply)]
-        items = input_items(without_instructions((*before, *last.messages), named.instructions), named.reply_id)
+        items = input_items(
+            without_instructions((*before, *last.messages), response_id.instructions), response_id.reply_id
+        )
         if request.query_params.get("order", "desc") == "desc":
             items.reverse()
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
         return json_response({"object": "list", "data": items, "has_more": False, **ends})
 
     async def delete(request: Request) -> Response:
-        named, *_ = await found(request)
+        response_id, *_ = await addressed_response(request)
         raise InvalidRequest(
             "a response is part of its session and can't be deleted alone; delete the session with "
-            f"DELETE /sessions/{named.session_id}",
+            f"DELETE /sessions/{response_id.session_id}",
             "response_id",
         )
 
@@ -229,10 +232,10 @@ async def _messages(body: ResponsesBody, context: RequestContext) -> tuple[Messa
 def _refuse_unserved(body: ResponsesBody) -> None:
     served = ("reasoning.encrypted_content", _LOGPROBS)
     # The other values ask for more output of tools that are not supported here, so they have no effect.
-    more = all(name in served or name.partition(".")[0].endswith("_call") for name in body.include)
+    supported = all(name in served or name.partition(".")[0].endswith("_call") for name in body.include)
     shared.refuse_unserved(
         {
-            "include": (more and "message.input_image.image_url" not in body.include, " and ".join(served)),
+            "include": (supported and "message.input_image.image_url" not in body.include, " and ".join(served)),
             "truncation": (body.truncation in ("auto", "disabled"), '"auto" and "disabled"'),
             "background": (not body.background, "false"),
             "conversation": (body.conversation is None, "null; continue with previous_response_id"),
@@ -243,7 +246,7 @@ def _refuse_unserved(body: ResponsesBody) -> None:
 
 
 def _ignored_params(body: ResponsesBody, tools: Tools, rule: CallRule | None) -> tuple[str, ...]:
-    asked = {
+    flags = {
         "tools": tools.left_out or (rule is None and bool(tools.strict)),
         "tool_choice": body.tool_choice not in ("auto", "none") and rule is None,
         "parallel_tool_calls": not body.parallel_tool_calls and not (rule and rule.required),
@@ -255,7 +258,7 @@ def _ignored_params(body: ResponsesBody, tools: Tools, rule: CallRule | None) ->
     contents = [content for item in items if isinstance(content := item.get("content"), list)]
     parts = [part for content in contents for part in content]
     return (
-        *(name for name, is_asked in asked.items() if is_asked),
+        *(name for name, is_set in flags.items() if is_set),
         *shared.unknown_fields("input", items, ITEM_FIELDS),
         *shared.unknown_fields("input.content", parts, PART_FIELDS),
     )
@@ -277,10 +280,10 @@ _ECHOED = (
 
 
 def _head(
-    named: ResponseId, created_at: float, model_id: str, body: ResponsesBody, sampling: SamplingParams
+    response_id: ResponseId, created_at: float, model_id: str, body: ResponsesBody, sampling: SamplingParams
 ) -> dict[str, Any]:
     return {
-        "id": str(named),
+        "id": str(response_id),
         "object": "response",
         "created_at": int(created_at),
         "model": model_id,

@@ -18,7 +18,7 @@ from tokentape.gateway._endpoint import RequestContext
 from tokentape.gateway._http import check_depth, read_as
 from tokentape.gateway._images import append_content, image_part
 from tokentape.gateway._recording import function_call
-from tokentape.gateway._wire.openai_fields import tool_arguments
+from tokentape.gateway._wire.shared_fields import tool_arguments
 from tokentape.types import Message, Tool
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
@@ -81,46 +81,46 @@ PART_FIELDS = frozenset(_Part.__struct_fields__) | {"annotations", "logprobs"}
 """Known fields of the parts of messages."""
 
 
-async def read_input(given: str | Sequence[Any], context: RequestContext) -> list[dict[str, Any]]:
+async def read_input(items: str | Sequence[Any], context: RequestContext) -> list[dict[str, Any]]:
     """Convert the field `input` to messages.
 
     Raises `InvalidRequest`, `UnsupportedParameter` for unsupported items, and `NotFound` for a reference to an item
     that the session does not have.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     reply_id: str | None = None
-    for at, item in enumerate(given):
-        kind = _kind(item, at)
+    for index, item in enumerate(items):
+        kind = _kind(item, index)
         if kind == "item_reference":
-            item = await _referred(_read_item(item, _Reference, at).id, context, at)
+            item = await _referred(_read_item(item, _Reference, index).id, context, index)
             kind = item["type"]
         if kind == "message":
-            message = _read_item(item, _Message, at)
+            message = _read_item(item, _Message, index)
             is_user = message.role == "user"
-            content = _content(message.content, at, "content", is_user and context.takes_images)
+            content = _content(message.content, index, "content", is_user and context.takes_images)
             if message.role == "assistant":
                 _open(messages, fresh=("content", "tool_calls"))["content"] = content
                 reply_id = _reply_of(message.id)
             else:
                 messages.append({"role": "user" if is_user else "system", "content": content})
         elif kind == "reasoning":
-            reasoning = _read_item(item, _Reasoning, at)
+            reasoning = _read_item(item, _Reasoning, index)
             # Reasoning after the text of the same reply belongs to the same message.
             same = reply_id is not None and _reply_of(reasoning.id) == reply_id
             opened = _open(messages, fresh=() if same else ("content", "tool_calls"))
-            said = "".join(one.text for one in reasoning.content or reasoning.summary or ())
-            if said:
-                opened["reasoning_content"] = opened.get("reasoning_content", "") + said
+            text = "".join(part.text for part in reasoning.content or reasoning.summary or ())
+            if text:
+                opened["reasoning_content"] = opened.get("reasoning_content", "") + text
         elif kind == "function_call":
-            call = _read_item(item, _Call, at)
+            call = _read_item(item, _Call, index)
             name, arguments = flat_name(call.name, call.namespace), tool_arguments(call.arguments, "input")
             calls = _open(messages, fresh=()).setdefault("tool_calls", [])
             calls.append(function_call(call.call_id, name, arguments))
         else:
-            output = _read_item(item, _CallOutput, at)
-            content = _content(output.output, at, "output", context.takes_images)
+            output = _read_item(item, _CallOutput, index)
+            content = _content(output.output, index, "output", context.takes_images)
             messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
     return messages
 
@@ -160,7 +160,7 @@ def output_items(
         items.append(reasoning_item(f"rs_{reply_id}", reply["reasoning_content"]))
     if reply.get("content") or not calls:
         items.append(message_item(reply_id, reply.get("content") or "", incomplete=incomplete, logprobs=logprobs))
-    items += (call_item(reply_id, at, call, namespaces or {}) for at, call in enumerate(calls))
+    items += (call_item(reply_id, index, call, namespaces or {}) for index, call in enumerate(calls))
     return items
 
 
@@ -186,13 +186,13 @@ def message_item(reply_id: str, text: str, *, incomplete: bool, logprobs: Sequen
 
 
 def call_item(
-    reply_id: str, at: int, call: Mapping[str, Any], namespaces: Mapping[str, tuple[str, str]]
+    reply_id: str, index: int, call: Mapping[str, Any], namespaces: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the item of call number `at` of a reply, with the function's name as in the request."""
+    """Return the item of call number `index` of a reply, with the function's name as in the request."""
     function = call["function"]
     namespace, name = namespaces.get(function["name"], (None, function["name"]))
     item = {
-        "id": f"fc_{reply_id}_{at}",
+        "id": f"fc_{reply_id}_{index}",
         "type": "function_call",
         "call_id": call["id"],
         "name": name,
@@ -206,29 +206,29 @@ def input_items(messages: Sequence[Message], reply_id: str) -> list[dict[str, An
     """Return the messages before a recorded reply as items. Their ids are derived from the reply's id."""
     items: list[dict[str, Any]] = []
     for message in messages:
-        at, role, content = len(items), message["role"], message.get("content") or ""
+        index, role, content = len(items), message["role"], message.get("content") or ""
         parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
         if role == "assistant":
-            items += output_items(message, f"{reply_id}_{at}")
+            items += output_items(message, f"{reply_id}_{index}")
         elif role == "tool":
             result = {"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": "".join(parts)}
-            items.append({"id": f"fco_{reply_id}_{at}", "status": "completed", **result})
+            items.append({"id": f"fco_{reply_id}_{index}", "status": "completed", **result})
         else:
             texts = [{"type": "input_text", "text": part} for part in parts]
-            said = {"type": "message", "role": role, "status": "completed", "content": texts}
-            items.append({"id": f"msg_{reply_id}_{at}", **said})
+            fields = {"type": "message", "role": role, "status": "completed", "content": texts}
+            items.append({"id": f"msg_{reply_id}_{index}", **fields})
     return items
 
 
-def _kind(item: Any, at: int) -> str:
+def _kind(item: Any, index: int) -> str:
     if not isinstance(item, dict):
-        raise InvalidRequest(f"input[{at}] must be an object", "input")
+        raise InvalidRequest(f"input[{index}] must be an object", "input")
     kind = item.get("type")
     if kind is None:
         kind = "message" if "role" in item else "item_reference"
     if kind not in ("message", "reasoning", "function_call", "function_call_output", "item_reference"):
         raise UnsupportedParameter(
-            f"input[{at}] is of a type that is not supported; served are message, reasoning, function_call, "
+            f"input[{index}] is of a type that is not supported; served are message, reasoning, function_call, "
             "function_call_output and item_reference",
             "input",
         )
@@ -244,10 +244,10 @@ def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any
     return last
 
 
-def _content(content: str | list[_Part], at: int, name: str, takes_images: bool) -> Any:
+def _content(content: str | list[_Part], item_index: int, name: str, takes_images: bool) -> Any:
     read: Any = content if isinstance(content, str) else ""
     for index, part in enumerate(() if isinstance(content, str) else content):
-        where = f"input[{at}].{name}[{index}]"
+        where = f"input[{item_index}].{name}[{index}]"
         if part.type == "input_image" and takes_images:
             read = append_content(read, [image_part(part.image_url, where, detail=part.detail)])
         elif part.type in _TEXT_PARTS and part.text is not None:
@@ -258,7 +258,7 @@ def _content(content: str | list[_Part], at: int, name: str, takes_images: bool)
     return read
 
 
-async def _referred(item_id: str, context: RequestContext, at: int) -> dict[str, Any]:
+async def _referred(item_id: str, context: RequestContext, index: int) -> dict[str, Any]:
     reply_id = _reply_of(item_id)
     if reply_id is not None:
         try:
@@ -268,24 +268,24 @@ async def _referred(item_id: str, context: RequestContext, at: int) -> dict[str,
         for item in output_items(conversation[-1], reply_id) if conversation else ():
             if item["id"] == item_id:
                 return item
-    raise NotFound(f"input[{at}] refers to an item that this session does not have")
+    raise NotFound(f"input[{index}] refers to an item that this session does not have")
 
 
 def _reply_of(item_id: str | None) -> str | None:
-    found = _ITEM_ID.fullmatch(item_id or "")
-    return None if found is None else found[1]
+    match = _ITEM_ID.fullmatch(item_id or "")
+    return None if match is None else match[1]
 
 
-def _read(value: Any, kind: type[_Item], param: str, at: int) -> _Item:
-    """Decode item `at` of the list `param`. Raises `InvalidRequest` with the name and index."""
+def _read(value: Any, kind: type[_Item], param: str, index: int) -> _Item:
+    """Decode item `index` of the list `param`. Raises `InvalidRequest` with the name and index."""
     try:
         return read_as(value, kind)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{param}[{at}]: {error}", param) from None
+        raise InvalidRequest(f"{param}[{index}]: {error}", param) from None
 
 
-def _read_item(item: Mapping[str, Any], kind: type[_Item], at: int) -> _Item:
-    return _read({name: value for name, value in item.items() if value is not None}, kind, "input", at)
+def _read_item(item: Mapping[str, Any], kind: type[_Item], index: int) -> _Item:
+    return _read({name: value for name, value in item.items() if value is not None}, kind, "input", index)
 
 
 class _Function(Struct):
@@ -312,32 +312,32 @@ class Tools:
     """The names, as in the prompt, of tools with `strict`."""
 
 
-def read_tools(given: Sequence[Any]) -> Tools:
+def read_tools(declared: Sequence[Any]) -> Tools:
     """Decode the field `tools`.
 
     The model sees a function of a namespace as `namespace__function`. Raises `UnsupportedParameter` for tools that are
     not functions. Kinds that harnesses add by default are left out instead.
     """
-    check_depth(given, "tools")
+    check_depth(declared, "tools")
     shown: list[Tool] = []
     namespaces: dict[str, tuple[str, str]] = {}
     left_out, strict = False, set[str]()
-    for at, tool in enumerate(given):
+    for index, tool in enumerate(declared):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "function":
             functions = [("", tool)]
         elif kind == "namespace":
-            group = _read(tool, _NamespaceTool, "tools", at)
-            functions = [(group.name, one) for one in group.tools]
+            group = _read(tool, _NamespaceTool, "tools", index)
+            functions = [(group.name, function) for function in group.tools]
         elif isinstance(kind, str) and kind.startswith(_HOSTED):
             left_out = True
             continue
         else:
             raise UnsupportedParameter(
-                f"tools[{at}] is no function; expected tools of type function, or namespaces of them", "tools"
+                f"tools[{index}] is no function; expected tools of type function, or namespaces of them", "tools"
             )
-        for namespace, one in functions:
-            function = _read(one, _Function, "tools", at)
+        for namespace, value in functions:
+            function = _read(value, _Function, "tools", index)
             name = flat_name(function.name, namespace)
             if namespace:
                 namespaces[name] = namespace, function.name

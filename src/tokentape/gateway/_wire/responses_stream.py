@@ -11,8 +11,8 @@ from tokentape.errors import TokentapeError
 from tokentape.gateway._endpoint import DoneChoice
 from tokentape.gateway._events import SampleEvent, TurnDelta, TurnDone, TurnStarted
 from tokentape.gateway._http import encode_event
-from tokentape.gateway._wire.openai_fields import logprob_entries, reasoning_tokens, recorded
 from tokentape.gateway._wire.responses_items import call_item, message_item, output_items, reasoning_item
+from tokentape.gateway._wire.shared_fields import logprob_entries, reasoning_tokens, recorded
 from tokentape.types import TokenIds, Turn
 
 Item = dict[str, Any]
@@ -67,8 +67,8 @@ class ResponseEncoder:
                 async for event in events:
                     if isinstance(event, TurnDone):
                         done = event
-                    for written in self._grown(event):
-                        yield written
+                    for chunk in self._grown(event):
+                        yield chunk
         except TokentapeError as error:
             code = "server_error" if error.status >= 500 else "invalid_prompt"
             failed = {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._items}
@@ -76,8 +76,8 @@ class ResponseEncoder:
             yield self._event("response.failed", response={**begun, **failed})
             return
         assert done is not None
-        for written in self._end(done):
-            yield written
+        for chunk in self._end(done):
+            yield chunk
         finished = self._response(done, self._items)
         yield self._event(f"response.{finished['status']}", response=finished)
 
@@ -107,8 +107,8 @@ class ResponseEncoder:
             yield from self._begin(reasoning_item(f"rs_{self._reply_id}_1", ""))
             yield self._say("response.reasoning_text.delta", self._late_reasoning)
             yield from self._close()
-        for at, call in enumerate(calls):
-            yield from self._call(call_item(self._reply_id, at, call, self._namespaces))
+        for index, call in enumerate(calls):
+            yield from self._call(call_item(self._reply_id, index, call, self._namespaces))
 
     @property
     def _has_message(self) -> bool:

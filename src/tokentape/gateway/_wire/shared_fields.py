@@ -1,4 +1,4 @@
-"""Code shared by wire APIs: sampling fields, tool choices, schemas, logprobs and usage."""
+"""Fields of requests and replies that several wire APIs share: sampling, tool choices, schemas, logprobs, usage."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class ChoicesEncoder(Generic[_Choices]):
         }
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
-        written = [self._choice(choice) for choice in choices]
+        encoded = [self._choice(choice) for choice in choices]
         counts = usage(self._prompt_ids, [choice.done for choice in choices], self._tokenizer)
-        return {**self._head, "object": self._whole, "choices": written, "usage": counts}
+        return {**self._head, "object": self._whole, "choices": encoded, "usage": counts}
 
     async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
         """Yield chunks while choices grow, and the finish chunk of each choice after the commit."""
@@ -105,9 +105,9 @@ class ChoicesEncoder(Generic[_Choices]):
                     done.append(event)
                 for chunk in self._grown(event):
                     yield chunk
-        done.sort(key=lambda one: one.choice)
-        for one in done:
-            yield self._finish(one)
+        done.sort(key=lambda choice: choice.choice)
+        for choice in done:
+            yield self._finish(choice)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             counts = usage(self._prompt_ids, done, self._tokenizer)
             yield encode_event({**self._head, "object": self._chunks, "choices": [], "usage": counts})
@@ -142,8 +142,8 @@ def sampling_params(
     Raises `InvalidRequest` for a stop id outside the vocabulary, and like `refuse_unsupported` with `names`.
     """
     if any(token_id >= context.vocab_size for token_id in body.stop_token_ids):
-        known = context.vocab_size
-        raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {known}", "stop_token_ids")
+        size = context.vocab_size
+        raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {size}", "stop_token_ids")
     same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
     passed_on = {name: getattr(body, name) for name in _SCHEDULING if name in context.engine.sampling}
     sampling = SamplingParams(
@@ -181,15 +181,15 @@ def read_fields(
     """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in given:
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in fields:
         if name not in kind.__struct_encode_fields__ and name not in ignored:
             near = difflib.get_close_matches(name[:64], kind.__struct_encode_fields__, 1, cutoff=0.8)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported{meant}", name[:64])
-    if required not in given:
+    if required not in fields:
         raise InvalidRequest(f"{required} is missing", required)
-    return read_as(given, kind), given
+    return read_as(fields, kind), fields
 
 
 def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
@@ -202,9 +202,9 @@ def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
             raise UnsupportedParameter(f"{name} with this value is not supported; expected {what}", name)
 
 
-def refuse_unknown_tools(named: Iterable[Any], tools: Collection[str]) -> None:
-    """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `named` has a name not in `tools`."""
-    if not tools or any(name not in tools for name in named):
+def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
+    """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `names` has a name not in `tools`."""
+    if not tools or any(name not in tools for name in names):
         raise InvalidRequest("tool_choice asks for a tool that is not in tools; name one of them", "tool_choice")
 
 
@@ -218,14 +218,16 @@ def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool =
     refuse_unserved({"tool_choice": (kind in ("auto", "none", "required", "function", "allowed_tools"), served)})
     if kind in ("auto", "none"):
         return
-    named: Any = [choice]
+    choices: Any = [choice]
     if kind == "allowed_tools" and isinstance(choice, dict):
         # In chat the fields are one level deeper.
         inner = choice.get(kind, choice)
-        found = inner.get("tools") if isinstance(inner, dict) else None
-        named = found if isinstance(found, list) and found else [{"type": "function"}]
-    functions = [one.get("function", one) for one in named if isinstance(one, dict) and one.get("type") == "function"]
-    names = [one.get("name") if isinstance(one, dict) else None for one in functions]
+        listed = inner.get("tools") if isinstance(inner, dict) else None
+        choices = listed if isinstance(listed, list) and listed else [{"type": "function"}]
+    functions = [
+        entry.get("function", entry) for entry in choices if isinstance(entry, dict) and entry.get("type") == "function"
+    ]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
     if names or not named_only:
         refuse_unknown_tools(names, tools)
 
@@ -268,9 +270,9 @@ def refuse_prefill(param: str) -> None:
     )
 
 
-def unknown_fields(where: str, given: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
-    """Return `where.name` for each field in the `given` objects that has a value and isn't `known`, sorted."""
-    names = {name for one in given if isinstance(one, dict) for name, value in one.items() if value}
+def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
+    """Return `where.name` for each field of the objects that has a value and isn't `known`, sorted."""
+    names = {name for entry in objects if isinstance(entry, dict) for name, value in entry.items() if value}
     # The names go into a header, so only safe characters are allowed.
     unknown = sorted(name for name in names - known if _HEADER_SAFE.fullmatch(name))
     return tuple(f"{where}.{name}" for name in unknown[:_MOST_NAMED])
@@ -305,28 +307,28 @@ def logprob_entries(
     return [
         {
             **token(token_id, logprob),
-            "top_logprobs": [token(*pair) for pair in (delta.top_logprobs[at] if delta.top_logprobs else ())],
+            "top_logprobs": [token(*pair) for pair in (delta.top_logprobs[index] if delta.top_logprobs else ())],
         }
         for delta in sampled
-        for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
+        for index, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
     ]
 
 
 def usage(prompt_ids: TokenIds, choices: Sequence[TurnDone], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a call's token counts. Cached tokens are included only if the engine reports them for all choices."""
     completion = sum(len(done.turn.completion_ids) for done in choices)
-    written: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "prompt_tokens": len(prompt_ids),
         "completion_tokens": completion,
         "total_tokens": len(prompt_ids) + completion,
     }
     cached = [done.cached_tokens for done in choices if done.cached_tokens is not None]
     if cached and len(cached) == len(choices):
-        written["prompt_tokens_details"] = {"cached_tokens": min(cached)}
+        counts["prompt_tokens_details"] = {"cached_tokens": min(cached)}
     if any(reasoning_of(done.turn.reply) for done in choices):
         thought = sum(reasoning_tokens(done.turn, tokenizer) for done in choices)
-        written["completion_tokens_details"] = {"reasoning_tokens": thought}
-    return written
+        counts["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return counts
 
 
 def reasoning_tokens(turn: Turn, tokenizer: Tokenizer) -> int:
@@ -348,8 +350,8 @@ def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapp
 
     `names` maps fields of `SamplingParams` to their names in the API, where these differ.
     """
-    if (own := unsupported(sampling, engine)) is not None:
-        name = names.get(own, own)
+    if (unsupported_field := unsupported(sampling, engine)) is not None:
+        name = names.get(unsupported_field, unsupported_field)
         raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}", name)
 
 
@@ -368,11 +370,11 @@ def forced_tools(choice: Any, tools: Sequence[str]) -> tuple[str, ...]:
     inner = choice.get(kind, choice) if isinstance(choice, dict) else None
     if not isinstance(inner, dict):
         return ()
-    named: Any = [inner] if kind == "function" else []
+    choices: Any = [inner] if kind == "function" else []
     if kind == "allowed_tools" and inner.get("mode") == "required":
-        named = inner.get("tools")
-    functions = [one.get("function", one) for one in named or () if isinstance(one, dict)]
-    names = [one.get("name") for one in functions if isinstance(one, dict)]
+        choices = inner.get("tools")
+    functions = [entry.get("function", entry) for entry in choices or () if isinstance(entry, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
     return tuple(name for name in tools if name in names)
 
 
