@@ -51,9 +51,9 @@ class Group:
     changed_tokens: int
     trajectories: int
     retokenized_trajectories: int
-    """Trajectories whose text encodes to other ids."""
+    """Trajectories with text that encodes to other ids."""
     rerendered_trajectories: int
-    """Trajectories whose messages render to other ids, also because templates rewrite history."""
+    """Trajectories with messages that render to other ids, also because templates rewrite history."""
     example: Example | None
     """A changed word if there is one, else the change with the most ids."""
 
