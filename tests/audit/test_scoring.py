@@ -17,7 +17,7 @@ import tokentape
 from tests.audit.planted import forward, load
 from tests.conftest import ServeTiny
 from tests.test_client import talk
-from tokentape.audit._scoring import Recorded, ScoreReport, open_and_score, recorded_sessions, score_sessions
+from tokentape.audit._scoring import ScoreReport, SessionToScore, open_and_score, recorded_sessions, score_sessions
 from tokentape.engines._base import EngineInfo
 from tokentape.engines._scoring import Scores
 from tokentape.errors import EngineUnavailable, InvalidRequest
@@ -159,7 +159,7 @@ def test_turns_behind_an_image_are_not_scored(recorded: SqliteStore) -> None:
         written.extend(columns)
 
     report = asyncio.run(
-        score_sessions([Recorded("a", [seen], (), {})], CountingScorer(), write, column="c", precision=None)
+        score_sessions([SessionToScore("a", [seen], (), {})], CountingScorer(), write, column="c", precision=None)
     )
     assert ([column.turn for column in written], report.not_scored.total()) == ([0], 2)
 

@@ -162,7 +162,7 @@ def test_what_slime_gets_is_what_its_router_sampled(router: Router) -> None:
 def test_slime_passes_on_whether_it_evaluates_and_miles_its_whole_input() -> None:
     names = list(inspect.signature(generating("tests.training.live.agent")).parameters)
     # Miles takes a function of three parameters or more for an older one.
-    assert names == ["given", "evaluation"]
+    assert names == ["call_args", "evaluation"]
 
 
 @pytest.mark.parametrize(("number", "why"), [(5, "the agent failed"), (6, "nothing was sampled"), (8, "took too long")])

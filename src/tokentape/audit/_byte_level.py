@@ -148,7 +148,7 @@ def bytes_logprob(
     stops = np.array(sorted(stop_ids), np.int64)
     # Prefixes to extend: minus the log-probability, the number of bytes, the ids.
     open_: list[tuple[float, int, tuple[int, ...]]] = [(-0.0, 0, ())]
-    found, lower, evaluations = 0, -math.inf, 0
+    completed, lower, evaluations = 0, -math.inf, 0
 
     def upper() -> float:
         return float(np.logaddexp.reduce([lower, *(-cost for cost, _, _ in open_)]))
@@ -162,22 +162,22 @@ def bytes_logprob(
         while open_ and open_[0][0] <= furthest and len(batch) < min(_BATCH, max_evaluations - evaluations):
             batch.append(heapq.heappop(open_))
         evaluations += len(batch)
-        for (cost, at, ids), row in zip(batch, model.next_logprobs([ids for _, _, ids in batch]), strict=True):
-            rest = text[at:]
+        for (cost, offset, ids), row in zip(batch, model.next_logprobs([ids for _, _, ids in batch]), strict=True):
+            rest = text[offset:]
             last: Sequence[int] | npt.NDArray[np.int64] = ()
             if not rest:
                 last = stops
-                found += 1
+                completed += 1
             elif not len(stops):
-                last = [one for one in spellings.covering(rest) if allowed((*ids, one))]
-                found += len(last)
+                last = [token_id for token_id in spellings.covering(rest) if allowed((*ids, token_id))]
+                completed += len(last)
             if rest or len(stops):
                 lower = float(np.logaddexp.reduce([lower, *(row[list(last)] - cost)]))
             for token_id, length in spellings.within(rest):
                 ends_it = length == len(rest) and not len(stops)  # already in `last`
                 if not ends_it and row[token_id] > -math.inf and allowed((*ids, token_id)):
-                    heapq.heappush(open_, (cost - float(row[token_id]), at + length, (*ids, token_id)))
-    return Bounds(lower, upper() if open_ else lower, not open_, found, evaluations)
+                    heapq.heappush(open_, (cost - float(row[token_id]), offset + length, (*ids, token_id)))
+    return Bounds(lower, upper() if open_ else lower, not open_, completed, evaluations)
 
 
 def price(
@@ -241,13 +241,13 @@ class TransformersModel:
         """See `TokenModel`. Prefixes of the same length are one batch."""
         rows = np.empty((len(prefixes), len(self._first)))
         for length in {len(prefix) for prefix in prefixes}:
-            places = [at for at, prefix in enumerate(prefixes) if len(prefix) == length]
+            places = [n for n, prefix in enumerate(prefixes) if len(prefix) == length]
             if not length:
                 rows[places] = self._first
                 continue
             cache = copy.deepcopy(self._cache)
             cache.batch_repeat_interleave(len(places))
-            rows[places] = self._logprobs(self._run([list(prefixes[at]) for at in places], cache).logits[:, -1])
+            rows[places] = self._logprobs(self._run([list(prefixes[n]) for n in places], cache).logits[:, -1])
         return rows
 
     def logprobs_of(self, ids: Sequence[int]) -> npt.NDArray[np.float64]:

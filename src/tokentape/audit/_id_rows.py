@@ -115,18 +115,19 @@ def trajectory_rows(
     trajectories: Iterable[Trajectory], temperatures: Mapping[int, Any] | None = None
 ) -> Iterator[IdRow]:
     """Yield a row for each trajectory of a session. `temperatures` maps turns to their sampling temperature."""
-    for one in trajectories:
+    for trajectory in trajectories:
         spans = []
-        turns = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
-        for n, (turn, start, end) in enumerate(turns):
-            labels = {"turn": _turn_label(n), "weights": one.weight_versions[n]}
+        for n, (turn, start, end) in enumerate(trajectory.completions()):
+            labels = {"turn": _turn_label(n), "weights": trajectory.weight_versions[n]}
             if temperatures is not None:
                 temperature = temperatures.get(turn)
                 labels["temperature"] = "unknown" if temperature is None else f"{temperature:g}"
-            if one.loss_mask[start:end].any():
+            if trajectory.loss_mask[start:end].any():
                 spans.append(Span(start, end, labels))
-        name, values = f"{one.session_id}:{one.leaf}", (one.loss_mask, one.logprobs)
-        yield IdRow(name, one.token_ids, tuple(spans), one.provenance, 1, *values, session=one.session_id)
+        name, values = f"{trajectory.session_id}:{trajectory.leaf}", (trajectory.loss_mask, trajectory.logprobs)
+        yield IdRow(
+            name, trajectory.token_ids, tuple(spans), trajectory.provenance, 1, *values, session=trajectory.session_id
+        )
 
 
 def _turn_label(n: int) -> str:
@@ -146,18 +147,18 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
             return
         names = file.schema_arrow.names
         chosen = _chosen(columns, names, str(path))
-        wanted = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
-        wanted += [name for name in LOGPROB_COLUMNS if name in names][:1]
+        selected = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
+        selected += [name for name in LOGPROB_COLUMNS if name in names][:1]
         groups = None if row_group is None else [row_group]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
-        for number, row in enumerate(_batches(file, list(dict.fromkeys(wanted)), groups), first):
+        for number, row in enumerate(_batches(file, list(dict.fromkeys(selected)), groups), first):
             yield _foreign_row(row, chosen, number, f"{path}, row {number}")
 
 
 def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) -> Iterator[_Row]:
     for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names, row_groups=row_groups):
-        for at in range(batch.num_rows):
-            yield {name: _value(batch.column(name)[at]) for name in batch.schema.names}
+        for index in range(batch.num_rows):
+            yield {name: _value(batch.column(name)[index]) for name in batch.schema.names}
 
 
 def _value(scalar: Any) -> Any:
@@ -186,13 +187,13 @@ def _json_row(line: bytes, columns: Columns, number: int, where: str) -> IdRow:
 
 
 def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
-    given = (columns.ids, columns.mask, columns.prompt, columns.name, *columns.by)
-    absent = [name for name in given if name is not None and name not in names]
+    explicit = (columns.ids, columns.mask, columns.prompt, columns.name, *columns.by)
+    absent = [name for name in explicit if name is not None and name not in names]
     if absent:
         raise InvalidRequest(f"{where}: no column {', '.join(absent)}; there are {', '.join(names)}")
 
-    def first(named: str | None, usual: Sequence[str]) -> str | None:
-        return named or next((name for name in usual if name in names), None)
+    def first(requested: str | None, usual: Sequence[str]) -> str | None:
+        return requested or next((name for name in usual if name in names), None)
 
     paired = "prompt_ids" in names and "completion_ids" in names
     ids = first(columns.ids, ("completion_ids",) if paired else IDS_COLUMNS)
@@ -209,8 +210,8 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     own = _ids(value.get(columns.ids or ""), where)
     prompt = _ids(value.get(columns.prompt), where) if columns.prompt else own[:0]
     ids = np.concatenate([prompt, own])
-    given = value.get(columns.mask) if columns.mask else None
-    mask = None if given is None else _mask(given, f"{where}: {columns.mask}")
+    mask_values = value.get(columns.mask) if columns.mask else None
+    mask = None if mask_values is None else _mask(mask_values, f"{where}: {columns.mask}")
     if mask is not None and len(mask) == len(own):
         mask = np.concatenate([np.zeros(len(prompt), np.bool_), mask])
     if mask is not None and len(mask) != len(ids):
@@ -219,26 +220,27 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     codes = np.where(sampled, Provenance.SAMPLED, Provenance.TEMPLATE).astype(np.uint8)
     labels = {name: str(value.get(name)) for name in columns.by}
     spans = [(len(prompt), len(ids))] if mask is None else _runs(mask)
-    found = [
+    row_spans = [
         Span(start, end, labels if mask is None else {**labels, "turn": _turn_label(n)})
         for n, (start, end) in enumerate(spans)
     ]
     name = value.get(columns.name) if columns.name else None
     row = str(number) if name is None else str(name)
     provenance = None if mask is None and not len(prompt) else codes
-    logprobs = _logprobs(value.get(next((one for one in LOGPROB_COLUMNS if one in value), "")), len(own), len(prompt))
-    return IdRow(row, ids, tuple(found), provenance, 1, mask, logprobs, session=row)
+    column = next((column for column in LOGPROB_COLUMNS if column in value), "")
+    logprobs = _logprobs(value.get(column), len(own), len(prompt))
+    return IdRow(row, ids, tuple(row_spans), provenance, 1, mask, logprobs, session=row)
 
 
 def _logprobs(values: Any, tokens: int, prompt: int) -> Logprobs | None:
     """Return logprobs for a prompt and `tokens` ids, NaN if missing. Return None if `values` don't fit their number."""
     try:
-        found = np.asarray(values, np.float32)  # null in JSON is NaN here
+        logprobs = np.asarray(values, np.float32)  # null in JSON is NaN here
     except (TypeError, ValueError):
         return None
-    if found.shape == (tokens,):
-        found = np.concatenate([np.full(prompt, np.nan, np.float32), found])
-    return found if found.shape == (prompt + tokens,) else None
+    if logprobs.shape == (tokens,):
+        logprobs = np.concatenate([np.full(prompt, np.nan, np.float32), logprobs])
+    return logprobs if logprobs.shape == (prompt + tokens,) else None
 
 
 def _ids(value: Any, where: str) -> TokenIds:
@@ -255,12 +257,12 @@ def _ids(value: Any, where: str) -> TokenIds:
 
 def _mask(value: Any, where: str) -> npt.NDArray[np.bool_]:
     try:
-        found: npt.NDArray[np.bool_] = np.asarray(value, np.float64) > 0
+        mask: npt.NDArray[np.bool_] = np.asarray(value, np.float64) > 0
     except (TypeError, ValueError):
-        found = np.zeros((), np.bool_)
-    if found.ndim != 1:
+        mask = np.zeros((), np.bool_)
+    if mask.ndim != 1:
         raise InvalidRequest(f"{where}: expected a list of numbers, 1 where a token was sampled")
-    return found
+    return mask
 
 
 def _runs(which: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

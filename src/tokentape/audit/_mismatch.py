@@ -119,8 +119,8 @@ class _Group:
     def joined(self) -> _Tokens | None:
         if not self.scored:
             return None
-        width = min(one.top.shape[1] for one in self.scored)
-        parts = [(one.recorded, one.own, one.top[:, :width]) for one in self.scored]
+        width = min(tokens.top.shape[1] for tokens in self.scored)
+        parts = [(tokens.recorded, tokens.own, tokens.top[:, :width]) for tokens in self.scored]
         return _Tokens(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
@@ -137,26 +137,26 @@ class Mismatch:
         """Tokens that were not compared, by reason."""
         self._numbers = NumbersTally()
 
-    def rules(self, one: Trajectory, sampling: Sampling | None = None) -> list[Rule | str]:
-        return recorded_rules(one, sampling, self.adapter)
+    def rules(self, trajectory: Trajectory, sampling: Sampling | None = None) -> list[Rule | str]:
+        return recorded_rules(trajectory, sampling, self.adapter)
 
-    def top_for(self, one: Trajectory, sampling: Sampling | None = None) -> int:
+    def top_for(self, trajectory: Trajectory, sampling: Sampling | None = None) -> int:
         """Return the number of alternatives per position that comparing a trajectory needs."""
-        return TOP if any(isinstance(rule, Rule) and rule != RAW for rule in self.rules(one, sampling)) else 0
+        return TOP if any(isinstance(rule, Rule) and rule != RAW for rule in self.rules(trajectory, sampling)) else 0
 
     def add(
         self,
-        one: Trajectory,
-        wanted: npt.NDArray[np.bool_],
+        trajectory: Trajectory,
+        mask: npt.NDArray[np.bool_],
         start: int,
         scores: Scores,
         sampling: Sampling | None = None,
     ) -> Logprobs:
-        """Compare the tokens in the mask `wanted` with `scores` from `start` on. Return what was expected."""
-        expected = np.full(len(one.token_ids), np.nan, np.float32)
-        for at, rule in enumerate(self.rules(one, sampling)):
-            first, last = int(one.completion_starts[at]), int(one.completion_ends[at])
-            positions = np.flatnonzero(wanted[first:last] & np.isfinite(one.logprobs[first:last])) + first
+        """Compare the tokens in `mask` with `scores` from `start` on. Return what was expected."""
+        expected = np.full(len(trajectory.token_ids), np.nan, np.float32)
+        for n, rule in enumerate(self.rules(trajectory, sampling)):
+            first, last = int(trajectory.completion_starts[n]), int(trajectory.completion_ends[n])
+            positions = np.flatnonzero(mask[first:last] & np.isfinite(trajectory.logprobs[first:last])) + first
             positions = positions[(positions >= start) & (positions < start + len(scores.logprobs))]
             if not len(positions):
                 continue
@@ -165,24 +165,24 @@ class Mismatch:
                 continue
             top = scores.top[positions - start] if rule != RAW else np.empty((len(positions), 0))
             value, error = under(scores.logprobs[positions - start], top, rule, self._vocab)
-            known = error <= self._limits.delta / 10
-            if not known.all():
+            reliable = error <= self._limits.delta / 10
+            if not reliable.all():
                 why = f"{rule}: this engine returns too few alternatives to normalize by"
-                self.not_comparable[why] += int((~known).sum())
-            positions, value = positions[known], value[known]
+                self.not_comparable[why] += int((~reliable).sum())
+            positions, value = positions[reliable], value[reliable]
             expected[positions] = value
-            for version, within in _versions(one, positions):
+            for version, within in _versions(trajectory, positions):
                 group = self._groups.setdefault((version, rule), _Group(rule))
-                group.sampled |= _sampled_with(one, at, sampling)
-                self._count(group, one, positions[within], value[within])
-        self._numbers.add((expected.astype(np.float64) - one.logprobs)[~np.isnan(expected)])
+                group.sampled |= _sampled_with(trajectory, n, sampling)
+                self._count(group, trajectory, positions[within], value[within])
+        self._numbers.add((expected.astype(np.float64) - trajectory.logprobs)[~np.isnan(expected)])
         return expected
 
     def numbers(self) -> Numbers:
         return self._numbers.numbers()
 
-    def _count(self, group: _Group, one: Trajectory, positions: npt.NDArray[np.int64], value: Values) -> None:
-        recorded = one.logprobs[positions].astype(np.float64)
+    def _count(self, group: _Group, trajectory: Trajectory, positions: npt.NDArray[np.int64], value: Values) -> None:
+        recorded = trajectory.logprobs[positions].astype(np.float64)
         apart = ~(np.abs(recorded - value) <= self._limits.delta)
         group.tokens += len(positions)
         group.apart += int(apart.sum())
@@ -191,7 +191,7 @@ class Mismatch:
             group.sequences.append((recorded, value))
         if apart.any() and len(group.doubts) < _LOOKED_AT:
             some = positions[:_TOKENS]
-            group.doubts.append(Doubt(one, int(some[0]), int(some[-1]) + 1, some))
+            group.doubts.append(Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some))
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield sequences to score again, with up to `LOOK_TOP` alternatives."""
@@ -200,18 +200,18 @@ class Mismatch:
 
     def look(self, doubt: Doubt, scores: Scores) -> None:
         """Add the scores of a doubt, with alternatives. They begin at `doubt.start`."""
-        at = doubt.positions - doubt.start
+        offsets = doubt.positions - doubt.start
         recorded = doubt.trajectory.logprobs[doubt.positions].astype(np.float64)
-        tokens = _Tokens(recorded, scores.logprobs[at].astype(np.float64), scores.top[at])
+        tokens = _Tokens(recorded, scores.logprobs[offsets].astype(np.float64), scores.top[offsets])
         next(group for group in self._groups.values() if doubt in group.doubts).scored.append(tokens)
 
     def causes(self) -> tuple[Attribution, ...]:
-        found = []
+        attributions = []
         for (version, declared), group in self._groups.items():
             if group.too_far(self._limits):
                 causes, detail = self._causes_of(version, group)
-                found.append(Attribution(causes, detail, version, str(declared), group.tokens, group.apart))
-        return tuple(found)
+                attributions.append(Attribution(causes, detail, version, str(declared), group.tokens, group.apart))
+        return tuple(attributions)
 
     def _causes_of(self, version: str, group: _Group) -> tuple[tuple[Cause, ...], str]:
         joined = group.joined()
@@ -233,7 +233,7 @@ class Mismatch:
             if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
                 few = f"this engine returns too few alternatives to try {tried}"
                 return ("temperature", "truncation", "weights"), f"{few}; score with transformers to tell them apart"
-        others = [one.too_far(self._limits) for key, one in self._groups.items() if key[0] != version]
+        others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
         if others and not any(others) and group.apart > group.tokens / 4:
             return ("weights",), "the logprobs of other versions of the weights agree"
         if self._limits.share == 0 and _like_rounding(group.sequences, self._limits):
@@ -242,18 +242,18 @@ class Mismatch:
         return _ids_or_weights(group.sequences, self._limits, version != "unknown")
 
 
-def _versions(one: Trajectory, positions: npt.NDArray[np.int64]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    found: dict[str, npt.NDArray[np.bool_]] = {}
-    for start, end, version in one.weight_spans:
+def _versions(trajectory: Trajectory, positions: npt.NDArray[np.int64]) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+    by_version: dict[str, npt.NDArray[np.bool_]] = {}
+    for start, end, version in trajectory.weight_spans:
         within = (positions >= start) & (positions < end)
         if within.any():
-            found[version] = found.get(version, np.zeros(len(positions), bool)) | within
-    yield from found.items()
+            by_version[version] = by_version.get(version, np.zeros(len(positions), bool)) | within
+    yield from by_version.items()
 
 
-def _sampled_with(one: Trajectory, at: int, sampling: Sampling | None) -> set[Rule]:
+def _sampled_with(trajectory: Trajectory, n: int, sampling: Sampling | None) -> set[Rule]:
     """Return the rules that a turn may have been sampled with, by its recorded parameters. They are tried first."""
-    of, params = one.sampled_from[at], (sampling or {}).get(one.turns[at])
+    of, params = trajectory.sampled_from[n], (sampling or {}).get(trajectory.turns[n])
     if of is None or not of.temperature:
         return set()
     if params is None:
@@ -282,14 +282,15 @@ class _Explaining:
         declared, sampled = self._group.declared, self._group.sampled
         temperatures = dict.fromkeys(rule.temperature for rule in (RAW, declared, *sampled))
         fitted = self._fitted_temperature()
-        plain = [Rule(one) for one in (*temperatures, *([] if fitted is None else [fitted]))]
-        cuts = [Rule(one, **cut) for one in temperatures for cut in _CUTS]
+        plain = [Rule(temperature) for temperature in (*temperatures, *([] if fitted is None else [fitted]))]
+        cuts = [Rule(temperature, **cut) for temperature in temperatures for cut in _CUTS]
         for candidates in (plain, [rule for rule in sampled if rule.truncates], cuts):
             shares = [(self._explained(rule), rule) for rule in candidates if rule != declared]
-            share, best = max(shares, key=lambda one: one[0], default=(0.0, RAW))
+            share, best = max(shares, key=lambda pair: pair[0], default=(0.0, RAW))
             if share >= _EXPLAINED:
                 return best
-        return next((Rule(one, top_p=np.nan) for one in temperatures if self._never_lower(Rule(one))), None)
+        cut = [temperature for temperature in temperatures if self._never_lower(Rule(temperature))]
+        return Rule(cut[0], top_p=np.nan) if cut else None
 
     def _never_lower(self, rule: Rule) -> bool:
         """Return True if no recorded logprob is below that under a rule: any truncation raises what it keeps."""
@@ -304,12 +305,12 @@ class _Explaining:
     def _explained(self, rule: Rule) -> float:
         """Return the share of tokens that a rule explains, or of agreeing tokens that it keeps, if that is smaller."""
         value, error = self._under(rule)
-        known = np.isfinite(error) & (error < 0.3)
-        left = np.abs(self._tokens.recorded - value)
-        fits = left <= self._limits.delta + error
-        counted, others = known & self._telling, known & ~self._telling
+        reliable = np.isfinite(error) & (error < 0.3)
+        distance = np.abs(self._tokens.recorded - value)
+        fits = distance <= self._limits.delta + error
+        counted, others = reliable & self._telling, reliable & ~self._telling
         few = counted.sum() < max(8, 0.2 * self._telling.sum())
-        if few or np.median(left[counted]) > 0.4 * np.median(self._before[counted]):
+        if few or np.median(distance[counted]) > 0.4 * np.median(self._before[counted]):
             return 0.0
         return float(min(fits[counted].mean(), fits[others].mean() if others.any() else 1.0))
 
@@ -318,17 +319,17 @@ class _Explaining:
 
         def distance(temperature: float) -> float:
             value, error = self._under(Rule(float(temperature)))
-            known = error < 0.3
-            return float(np.abs(self._tokens.recorded - value)[known].mean()) if known.sum() >= 8 else np.inf
+            reliable = error < 0.3
+            return float(np.abs(self._tokens.recorded - value)[reliable].mean()) if reliable.sum() >= 8 else np.inf
 
         grid = np.exp(np.linspace(np.log(0.2), np.log(4.0), 41))
         for _ in range(5):
-            found = [distance(one) for one in grid]
-            at = int(np.argmin(found))
-            if not np.isfinite(found[at]):
+            distances = [distance(temperature) for temperature in grid]
+            index = int(np.argmin(distances))
+            if not np.isfinite(distances[index]):
                 return None
-            best = float(grid[at])
-            grid = np.linspace(grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)], 13)
+            best = float(grid[index])
+            grid = np.linspace(grid[max(index - 1, 0)], grid[min(index + 1, len(grid) - 1)], 13)
         return best
 
 
@@ -337,15 +338,15 @@ def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision
     coarse = PRECISIONS["bfloat16"]
     apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]
     together = np.concatenate(apart)
-    early = [(one[:4] > limits.delta).any() for one in apart if len(one) >= 4]
+    early = [(sequence[:4] > limits.delta).any() for sequence in apart if len(sequence) >= 4]
     small = together.mean() <= coarse.mean and (together > coarse.delta).mean() <= coarse.share
     return bool(small and early and np.mean(early) >= 0.75)
 
 
 def _ids_or_weights(
-    sequences: Iterable[tuple[Values, Values]], limits: Precision, known: bool
+    sequences: Iterable[tuple[Values, Values]], limits: Precision, versions_known: bool
 ) -> tuple[tuple[Cause, ...], str]:
-    """Return the cause and the reason. `known`: the record names the version of the weights of all sequences."""
+    """Return the cause and the reason. With `versions_known`, the record names all sequences' weights."""
     clean = broken = within = 0
     for recorded, expected in sequences:
         telling = (recorded < -_CERTAIN) | (expected < -_CERTAIN)
@@ -355,11 +356,11 @@ def _ids_or_weights(
             continue
         broken += 1
         # Rounding moves a few tokens beyond the limit too, but seldom two of four.
-        thick = [at for at in np.flatnonzero(apart) if apart[at : at + 4].mean() >= 0.5] if limits.share else []
+        thick = [n for n in np.flatnonzero(apart) if apart[n : n + 4].mean() >= 0.5] if limits.share else []
         within += (int(thick[0]) if thick else int(np.argmax(apart))) >= 3
     if within * 2 >= max(broken, 1):
         return ("ids",), f"{within} of {broken} sequences agree at first and differ from some token on"
-    if clean and known:
+    if clean and versions_known:
         return ("ids",), f"{clean} sequences of the same weights agree, {broken} differ from their first token on"
     if clean:
         where = f"{clean} sequences agree, {broken} differ from their first sampled token on"

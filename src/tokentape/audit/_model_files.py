@@ -37,26 +37,26 @@ Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Values by file and key."""
 
 
-def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (value in `one`, value in `other`) of each key that differs, sorted by key; None for a missing value."""
-    pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return (value in `ours`, value in `theirs`) of each key that differs, sorted by key; None for a missing value."""
+    pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def model_configuration(folder: Path) -> dict[str, Any] | None:
     """Return ids, stop strings and rows in `CONFIG_FILES` or `text_config`, by file and key; None without files."""
     present = [name for name in CONFIG_FILES if (folder / name).is_file()]
-    found: dict[str, Any] = {}
+    configuration: dict[str, Any] = {}
     for name in present:
         whole = read_json(folder / name)
         nested = whole.get("text_config")
         for part in (whole, nested if isinstance(nested, Mapping) else {}):
             for key, value in part.items():
                 if value is not None and (key.endswith("_token_id") or (key in SAMPLED and name != CONFIG_FILES[0])):
-                    found.setdefault(f"{name} {key}", _ids(value))
+                    configuration.setdefault(f"{name} {key}", _ids(value))
                 elif value is not None and f"{name} {key}" == ROWS:
-                    found.setdefault(ROWS, value)
-    return found if present else None
+                    configuration.setdefault(ROWS, value)
+    return configuration if present else None
 
 
 def max_length(folder: Path) -> int | float | None:
@@ -67,38 +67,41 @@ def max_length(folder: Path) -> int | float | None:
 
 def _ids(value: Any) -> list[Any]:
     listed = value if isinstance(value, list) else [value]
-    return [json.loads(one) for one in sorted({json.dumps(one) for one in listed}, key=lambda one: (len(one), one))]
+    return [json.loads(text) for text in sorted(set(map(json.dumps, listed)), key=lambda text: (len(text), text))]
 
 
 def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return settings, by file, with which transformers may change the tokenizer of `spec`, and no repetitions."""
     config = read_json(folder / CONFIG)
-    read = {CONFIG: config}
+    by_file = {CONFIG: config}
     if "added_tokens_decoder" not in config:
-        read |= {name: read_json(folder / name) for name in _LEGACY}
+        by_file |= {name: read_json(folder / name) for name in _LEGACY}
     added = {token["content"]: token for token in spec.get("added_tokens") or ()}
     named = named_special_tokens(config)
-    found: dict[str, dict[str, Any]] = {}
-    for file, settings in read.items():
-        kept = {key: _kept(file, key, value, added, named) for key, value in settings.items() if key not in _ELSEWHERE}
-        if kept := {key: value for key, value in kept.items() if value is not None}:
-            found[file] = kept
-    return found
+    loading: dict[str, dict[str, Any]] = {}
+    for file, settings in by_file.items():
+        own = {key: value for key, value in settings.items() if key not in _ELSEWHERE}
+        values = {key: _unrepeated(file, key, value, added, named) for key, value in own.items()}
+        if values := {key: value for key, value in values.items() if value is not None}:
+            loading[file] = values
+    return loading
 
 
-def _kept(file: str, key: str, value: Any, added: Mapping[str, Mapping[str, Any]], named: Mapping[str, str]) -> Any:
+def _unrepeated(
+    file: str, key: str, value: Any, added: Mapping[str, Mapping[str, Any]], special_tokens: Mapping[str, str]
+) -> Any:
     """Return the part of a setting that does not repeat tokenizer.json; None if nothing is left."""
     if file == "added_tokens.json":
         return None if added.get(key, {}).get("id") == value else value
     text = named_special_tokens({key: value}).get(key)
-    if text is not None and text in added and named.get(key) == text:
+    if text is not None and text in added and special_tokens.get(key) == text:
         return None
     if key == "added_tokens_decoder" and isinstance(value, Mapping):
-        return {number: one for number, one in value.items() if not _repeats(number, one, added)} or None
+        return {number: token for number, token in value.items() if not _repeats(number, token, added)} or None
     if key in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list | tuple):
-        texts = [one.get("content") if isinstance(one, Mapping) else one for one in value]
+        texts = [entry.get("content") if isinstance(entry, Mapping) else entry for entry in value]
         new = [not added.get(str(text), {}).get("special") for text in texts]
-        return [one for one, is_new in zip(value, new, strict=True) if is_new] or None
+        return [entry for entry, is_new in zip(value, new, strict=True) if is_new] or None
     return None if (key in _OFF_BY_DEFAULT and not value) or value == {} else value
 
 
@@ -110,11 +113,11 @@ def _repeats(number: str, token: Any, added: Mapping[str, Mapping[str, Any]]) ->
 def named_templates(folder: Path) -> dict[str, str]:
     """Return the named chat templates of a folder, without `default` and `tool_use`."""
     files = sorted((folder / TEMPLATES).glob("*.jinja"))
-    found = {file.stem: read_source(file) for file in files}
+    templates = {file.stem: read_source(file) for file in files}
     listed = read_json(folder / CONFIG).get("chat_template")
-    if isinstance(listed, list) and not found and not (folder / "chat_template.jinja").is_file():
-        found = {entry["name"]: entry["template"] for entry in listed}
-    return {name: source for name, source in found.items() if name not in ("default", "tool_use")}
+    if isinstance(listed, list) and not templates and not (folder / "chat_template.jinja").is_file():
+        templates = {entry["name"]: entry["template"] for entry in listed}
+    return {name: source for name, source in templates.items() if name not in ("default", "tool_use")}
 
 
 def require_known_files(settings: Settings) -> None:
@@ -128,9 +131,10 @@ def require_known_files(settings: Settings) -> None:
 
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
     """Describe the settings that differ. `words` is the format of one: name, value in `ours`, value in `theirs`."""
-    flat = ({f"{file} {key}": v for file, keys in each.items() for key, v in keys.items()} for each in (ours, theirs))
-    said = [words.format(name, *map(_brief, pair)) for name, pair in unlike(*flat).items()]
-    return "; ".join([*said[:_SHOWN], *([f"{len(said) - _SHOWN} more differ"] if len(said) > _SHOWN else [])])
+    flat = ({f"{file} {key}": v for file, keys in side.items() for key, v in keys.items()} for side in (ours, theirs))
+    differences = [words.format(name, *map(_brief, pair)) for name, pair in unlike(*flat).items()]
+    more = len(differences) - _SHOWN
+    return "; ".join([*differences[:_SHOWN], *([f"{more} more differ"] if more > 0 else [])])
 
 
 def _brief(value: Any) -> str:
@@ -140,8 +144,8 @@ def _brief(value: Any) -> str:
 
 def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder: Path, like: Path) -> None:
     """Write files to `folder` from which `AutoTokenizer` loads what it would load from `like` with these settings."""
-    named = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
-    for file, keys in {**settings, **named}.items():
+    config = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
+    for file, keys in {**settings, **config}.items():
         if file in _FILES:  # a lock from elsewhere may name any path: write only known files
             (folder / file).write_text(json.dumps(keys), encoding="utf-8")
     for name in ("tokenizer.json", "config.json"):

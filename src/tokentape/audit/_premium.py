@@ -115,7 +115,7 @@ def measure_premium(
     return Premium(tuple(_rows(languages, base)), tuple(_rows(scripts, {})), baseline)
 
 
-def premium_layout(found: Premium) -> Report:
+def premium_layout(premium: Premium) -> Report:
     blocks: list[Block] = [
         Paragraph(
             "Tokens of a text, per character (code point) and per UTF-8 byte. Fewer is cheaper. Tokens per character "
@@ -123,15 +123,15 @@ def premium_layout(found: Premium) -> Report:
             "information, so compare languages by translations only."
         )
     ]
-    names = list(dict.fromkeys(row.tokenizer for row in found.languages))
-    kinds = {"language": found.languages, "script": found.scripts}
+    names = list(dict.fromkeys(row.tokenizer for row in premium.languages))
+    kinds = {"language": premium.languages, "script": premium.scripts}
     for name in names:
         tables = [_table([row for row in rows if row.tokenizer == name], what) for what, rows in kinds.items()]
         blocks += [Heading(name), *tables]
     plots = [(f"By {what}", rows, "tokens per character", "tokens_per_character") for what, rows in kinds.items()]
-    if found.baseline is not None:
-        over = f"tokens over those of {found.baseline}"
-        plots.append((f"Premium over {found.baseline}", found.languages, over, "premium"))
+    if premium.baseline is not None:
+        over = f"tokens over those of {premium.baseline}"
+        plots.append((f"Premium over {premium.baseline}", premium.languages, over, "premium"))
     for title, rows, unit, field in plots:
         bars = [
             Bar(f"{row.name}, {row.tokenizer}", getattr(row, field) or 0.0, group=names.index(row.tokenizer))
@@ -160,7 +160,7 @@ def _line(path: Path, text: str) -> Line:
         fields = json.loads(text)
         language = str(next((fields[key] for key in ("language", "lang") if key in fields), language))
         # JSON escapes may spell halves of surrogate pairs.
-        valid = [one.encode("utf-8", "replace").decode() for one in (language, fields["text"])]
+        valid = [value.encode("utf-8", "replace").decode() for value in (language, fields["text"])]
         return Line(*valid)
     except (ValueError, TypeError, LookupError, AttributeError):
         raise InvalidRequest(f'{path} has a line that is not {{"text": …}}') from None
@@ -187,11 +187,11 @@ def script_of(char: str) -> str:
 
 def scripts_of(text: str) -> list[str]:
     """Return a script per character. Characters without one get that of the letter before, or else of the next."""
-    found = [script_of(char) for char in text]
-    last = next((script for script in found if script != COMMON), COMMON)
-    for at, script in enumerate(found):
-        found[at] = last = last if script == COMMON else script
-    return found
+    scripts = [script_of(char) for char in text]
+    last = next((script for script in scripts if script != COMMON), COMMON)
+    for index, script in enumerate(scripts):
+        scripts[index] = last = last if script == COMMON else script
+    return scripts
 
 
 def _by_script(text: str) -> dict[str, tuple[int, int]]:
@@ -211,8 +211,8 @@ def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: To
     lengths = np.array(list(map(len, pieces)))
     spelled = b"".join(pieces).decode("utf-8", "replace")
     numbers = {script: n for n, script in enumerate(scripts)}
-    both = zip(spelled, scripts_of(spelled), strict=True)
-    of_bytes = [numbers.get(script, 0) for char, script in both for _ in char.encode()]
+    pairs = zip(spelled, scripts_of(spelled), strict=True)
+    of_bytes = [numbers.get(script, 0) for char, script in pairs for _ in char.encode()]
     weights = np.repeat(1 / np.maximum(lengths, 1), lengths)
     # U+FFFD, which replaces invalid bytes, is longer than these bytes.
     least = min(len(of_bytes), len(weights))

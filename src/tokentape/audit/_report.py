@@ -154,12 +154,12 @@ def escape_for_terminal(text: str) -> str:
 def json_value(value: Any) -> Any:
     """Return dataclasses (a `Rate` with its share), mappings and sequences as JSON values, NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = {one.name: json_value(getattr(value, one.name)) for one in fields(value)}
-        return {**found, "share": value.share} if isinstance(value, Rate) else found
+        values = {attribute.name: json_value(getattr(value, attribute.name)) for attribute in fields(value)}
+        return {**values, "share": value.share} if isinstance(value, Rate) else values
     if isinstance(value, Mapping):
-        return {str(key): json_value(one) for key, one in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(one) for one in value]
+        return [json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -332,24 +332,24 @@ def _junit(tool: str, cases: Iterable[CiCase], fail_on: str) -> str:
     """Return JUnit XML with a test case per case, which is failed, skipped or passed, with the case's findings."""
     suite = ElementTree.Element("testsuite", name=tool)
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for one in cases:
+    for case in cases:
         counts["tests"] += 1
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=tool.replace(" ", "."), name=escape_invisible(one.name)
+        element = ElementTree.SubElement(
+            suite, "testcase", classname=tool.replace(" ", "."), name=escape_invisible(case.name)
         )
-        if one.skipped:
+        if case.skipped:
             counts["skipped"] += 1
-            ElementTree.SubElement(case, "skipped", message=escape_invisible(one.skipped))
-        if not one.findings:
+            ElementTree.SubElement(element, "skipped", message=escape_invisible(case.skipped))
+        if not case.findings:
             continue
-        lines = [escape_invisible(line) for line in one.details or [finding.text for finding in one.findings]]
-        many = len(one.findings)
-        said = escape_invisible(one.summary or f"{many} finding{'s' if many > 1 else ''}")
-        if any(finding.level in ("error", fail_on) for finding in one.findings):
+        lines = [escape_invisible(line) for line in case.details or [finding.text for finding in case.findings]]
+        many = len(case.findings)
+        summary = escape_invisible(case.summary or f"{many} finding{'s' if many > 1 else ''}")
+        if any(finding.level in ("error", fail_on) for finding in case.findings):
             counts["failures"] += 1
-            ElementTree.SubElement(case, "failure", message=said, type="tokens").text = "\n".join(lines)
+            ElementTree.SubElement(element, "failure", message=summary, type="tokens").text = "\n".join(lines)
         else:
-            ElementTree.SubElement(case, "system-out").text = "\n".join([said, *lines])
+            ElementTree.SubElement(element, "system-out").text = "\n".join([summary, *lines])
     suite.attrib.update({name: str(value) for name, value in counts.items()})
     ElementTree.indent(suite)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}'
@@ -362,7 +362,7 @@ def _sarif(tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase
         "semanticVersion": __version__,
         "rules": [{"id": rule, "shortDescription": {"text": meaning}} for rule, meaning in rules.items()],
     }
-    results = [_result(one, finding, uri, names) for one in cases for finding in one.findings]
+    results = [_result(case, finding, uri, names) for case in cases for finding in case.findings]
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -389,9 +389,9 @@ def _result(case: CiCase, finding: CiFinding, uri: str, rules: Sequence[str]) ->
 
 
 def _github(path: str, cases: Iterable[CiCase]) -> Iterator[str]:
-    for one in cases:
-        for finding in one.findings[:_MOST_ANNOTATIONS]:
-            place = f"file={_property(path)},line={one.line},title={_property(finding.title)}"
+    for case in cases:
+        for finding in case.findings[:_MOST_ANNOTATIONS]:
+            place = f"file={_property(path)},line={case.line},title={_property(finding.title)}"
             yield f"::{finding.level} {place}::{_escaped(escape_invisible(finding.text))}"
 
 

@@ -60,8 +60,8 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
         return np.full(len(own), np.nan), np.full(len(own), np.inf)
     power = 1 / rule.temperature
     scaled = top * power
-    known = _log_of_sum(scaled)
-    low = high = known
+    partial = _log_of_sum(scaled)
+    low = high = partial
     missing = vocab_size - top.shape[1]
     if missing > 0:
         rest = 1 - np.exp(top).sum(1)
@@ -72,8 +72,8 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
             (size * np.exp(top[:, -1] * (power - 1)), size**power * float(missing) ** (1 - power)) for size in sizes
         ]
         with np.errstate(divide="ignore"):
-            low = np.logaddexp(known, np.log(np.minimum(*spread[0])))
-            high = np.logaddexp(known, np.log(np.maximum(*spread[1])))
+            low = np.logaddexp(partial, np.log(np.minimum(*spread[0])))
+            high = np.logaddexp(partial, np.log(np.maximum(*spread[1])))
     norm = (low + high) / 2
     if not rule.truncates:
         return own * power - norm, (high - low) / 2
@@ -86,31 +86,31 @@ def _truncated(
     """Return what `under` does after truncation. `norm` may be off by `error`. `more`: `scaled` lacks likely tokens."""
     likely = np.exp(scaled - norm[:, None])
     floor = rule.min_p * likely[:, :1]
-    kept = likely >= floor
+    included = likely >= floor
     edge = (np.abs(likely - floor) < _EDGE * floor).any(1) if rule.min_p else np.zeros(len(own), bool)
     total, unsure = np.ones((len(own), 1)), _EDGE + np.expm1(error[:, None])
     if rule.top_k:
-        kept[:, rule.top_k :] = False
+        included[:, rule.top_k :] = False
     if rule.min_p or rule.top_k:
-        total = np.where(kept, likely, 0).sum(1, keepdims=True)
+        total = np.where(included, likely, 0).sum(1, keepdims=True)
         # If tokens beyond the returned ones would be kept, the total that top-p refers to is unknown.
-        unsure = np.where(kept[:, -1:] & more, np.inf, _EDGE)
+        unsure = np.where(included[:, -1:] & more, np.inf, _EDGE)
     if rule.top_p < 1:
         before = np.cumsum(likely, 1) - likely
-        edge |= (kept & (np.abs(before - rule.top_p * total) < unsure)).any(1)
-        kept &= before < rule.top_p * total
-    kept[:, 0] = True
-    last = np.take_along_axis(scaled, kept.sum(1, keepdims=True) - 1, 1)[:, 0]
-    value = own - _log_of_sum(np.where(kept, scaled, -np.inf))
+        edge |= (included & (np.abs(before - rule.top_p * total) < unsure)).any(1)
+        included &= before < rule.top_p * total
+    included[:, 0] = True
+    last = np.take_along_axis(scaled, included.sum(1, keepdims=True) - 1, 1)[:, 0]
+    value = own - _log_of_sum(np.where(included, scaled, -np.inf))
     value[own < last - _EDGE] = -np.inf
-    return value, np.where(edge | (kept[:, -1] & more), np.inf, 0.0)
+    return value, np.where(edge | (included[:, -1] & more), np.inf, 0.0)
 
 
 def recorded_rules(
-    one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None, adapter: str | None = None
+    trajectory: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None, adapter: str | None = None
 ) -> list[Rule | str]:
     """Return, per turn, the rule of its logprobs, or why scores by `adapter` can't be compared."""
-    turns = zip(one.turns, one.logprobs_of, one.adapters, strict=True)
+    turns = zip(trajectory.turns, trajectory.logprobs_of, trajectory.adapters, strict=True)
     return [other_adapter(own, adapter) or _rule(of, (sampling or {}).get(turn)) for turn, of, own in turns]
 
 
@@ -118,7 +118,7 @@ def other_adapter(own: str | None, adapter: str | None) -> str | None:
     """Return why a turn that `own` sampled can't be compared with scores by `adapter`; None if it can."""
     if own == adapter:
         return None
-    sampled, scored = (f"adapter {one!r}" if one else "the model without an adapter" for one in (own, adapter))
+    sampled, scored = (f"adapter {name!r}" if name else "the model without an adapter" for name in (own, adapter))
     return f"sampled with {sampled}, and scores are of {scored}"
 
 
@@ -127,8 +127,8 @@ def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> R
         return "the record does not say which distribution its log-probabilities belong to"
     for what, applied in (("penalties", of.penalties), ("a grammar", of.grammar)):
         if applied is not False:
-            known = "are" if applied else "may be"
-            return f"recorded log-probabilities {known} those after {what}, and scores are from before it"
+            verb = "are" if applied else "may be"
+            return f"recorded log-probabilities {verb} those after {what}, and scores are from before it"
     if of.truncation is False:
         return Rule(of.temperature)
     if of.truncation is None or sampling is None:
@@ -143,5 +143,5 @@ def _log_of_sum(logs: Values) -> Values:
     most = logs.max(1, keepdims=True)
     most[np.isinf(most)] = 0.0
     with np.errstate(divide="ignore"):
-        found: Values = np.log(np.exp(logs - most).sum(1)) + most[:, 0]
-    return found
+        sums: Values = np.log(np.exp(logs - most).sum(1)) + most[:, 0]
+    return sums

@@ -27,7 +27,7 @@ SCORED = TokenDistribution(penalties=False, temperature=1.0, truncation=False, g
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class SessionToScore:
     """A session to score."""
 
     session_id: str
@@ -64,7 +64,7 @@ Write = Callable[[Sequence[TurnColumn]], Awaitable[None]]
 
 
 async def score_sessions(
-    sessions: Iterable[Recorded],
+    sessions: Iterable[SessionToScore],
     scorer: Scorer,
     write: Write,
     *,
@@ -107,17 +107,17 @@ async def score_sessions(
 
 
 async def _score(
-    session: Recorded, scorer: Scorer, write: Write, report: ScoreReport, compared: Mismatch | None
+    session: SessionToScore, scorer: Scorer, write: Write, report: ScoreReport, compared: Mismatch | None
 ) -> None:
     done = set(session.done)
     columns: list[TurnColumn] = []
-    report.had_it += len({turn for one in session.trajectories for turn in one.turns} & done)
-    for one in session.trajectories:
-        due = [(turn, start, end) for turn, start, end in one.completions() if turn not in done and end > start]
+    report.had_it += len({turn for trajectory in session.trajectories for turn in trajectory.turns} & done)
+    for trajectory in session.trajectories:
+        due = [(turn, start, end) for turn, start, end in trajectory.completions() if turn not in done and end > start]
         # A text model can't score tokens that follow an image.
-        before_images = min((span.start for span in one.media), default=len(one.token_ids))
+        before_images = min((span.start for span in trajectory.media), default=len(trajectory.token_ids))
         scorable = []
-        adapters = dict(zip(one.turns, one.adapters, strict=True))
+        adapters = dict(zip(trajectory.turns, trajectory.adapters, strict=True))
         for turn, start, end in due:
             why = None if compared is None else other_adapter(adapters[turn], compared.adapter)
             if why is None and end > before_images:
@@ -131,39 +131,39 @@ async def _score(
             continue
         # The first token of a sequence has no context.
         start, end = max(scorable[0][1], 1), scorable[-1][2]
-        top = 0 if compared is None else compared.top_for(one, session.sampling)
+        top = 0 if compared is None else compared.top_for(trajectory, session.sampling)
         try:
-            scores = await scorer.score(one.token_ids[:end], start, top=top)
+            scores = await scorer.score(trajectory.token_ids[:end], start, top=top)
         except InvalidRequest as error:
             report.not_scored[str(error)] += len(scorable)
             continue
-        wanted = np.zeros(len(one.token_ids), bool)
+        mask = np.zeros(len(trajectory.token_ids), bool)
         for turn, first, last in scorable:
             values = np.zeros(last - first, np.float32)
             values[max(start - first, 0) :] = scores.logprobs[max(first, start) - start : last - start]
             # A column has finite numbers. Logprobs of sampled tokens do not come near this bound.
             columns.append(TurnColumn(session.session_id, turn, report.column, np.maximum(values, -1e4), time.time()))
-            wanted[first:last] = True
+            mask[first:last] = True
         report.turns += len(scorable)
-        report.tokens += int(wanted.sum())
+        report.tokens += int(mask.sum())
         if compared is not None:
-            compared.add(one, wanted, start, scores, session.sampling)
+            compared.add(trajectory, mask, start, scores, session.sampling)
     if columns:
         await write(columns)
     report.sessions += 1
 
 
-def recorded_sessions(store: Store, column: str, *, again: bool = False) -> Iterable[Recorded]:
+def recorded_sessions(store: Store, column: str, *, again: bool = False) -> Iterable[SessionToScore]:
     """Yield the sessions of a store, one at a time. With `again`, turns that have the column are scored again."""
     for stored in store.iter_sessions():
         session_id = stored.info.session_id
         done = frozenset() if again else store.turns_with_column(session_id, column)
         sampling = {turn.seq: turn.sampling for turn in stored.turns}
-        yield Recorded(session_id, stored.trajectories(), done, sampling)
+        yield SessionToScore(session_id, stored.trajectories(), done, sampling)
 
 
 async def open_and_score(
-    sessions: Iterable[Recorded],
+    sessions: Iterable[SessionToScore],
     write: Write,
     kind: str,
     model: Path | str,
@@ -172,9 +172,9 @@ async def open_and_score(
     engine_model: str | None = None,
     options: Mapping[str, Any] | None = None,
     adapter: tuple[str, Path] | None = None,
-    **asked: Any,
+    **arguments: Any,
 ) -> ScoreReport:
-    """Open an engine and call `score_sessions` with it. `asked` has the further arguments of `score_sessions`.
+    """Open an engine and call `score_sessions` with it and with the further `arguments`.
 
     `kind` is `transformers`, with the weights in the folder `model`, or `vllm` or `sglang` at `url`. The recorded ids
     must be ids of the tokenizer in `model`; a server with another tokenizer is refused. `engine_model` is the name of
@@ -200,9 +200,9 @@ async def open_and_score(
         scorer = await open_engine(kind, url, vocab_size=size, model=engine_model, **(options or {}))
     try:
         if url is not None:
-            found = await same_tokenizer(kind, scorer.http, scorer.info.model, renderer)
-            if found.status == "fail":
-                raise InvalidRequest(f"the engine's ids are not those of the record: {found.found}", "url")
-        return await score_sessions(sessions, scorer, write, adapter=adapter and adapter[0], **asked)
+            check = await same_tokenizer(kind, scorer.http, scorer.info.model, renderer)
+            if check.status == "fail":
+                raise InvalidRequest(f"the engine's ids are not those of the record: {check.found}", "url")
+        return await score_sessions(sessions, scorer, write, adapter=adapter and adapter[0], **arguments)
     finally:
         await scorer.close()

@@ -102,8 +102,8 @@ class FolderModel:
             config = json.loads((folder / "config.json").read_bytes())
         except (OSError, ValueError):
             config = {}
-        found = {str(folder.absolute()), str(folder.resolve()), *names}
-        return cls(frozenset(found), config if isinstance(config, dict) else {})
+        all_names = {str(folder.absolute()), str(folder.resolve()), *names}
+        return cls(frozenset(all_names), config if isinstance(config, dict) else {})
 
 
 async def serves_model(
@@ -120,7 +120,10 @@ async def serves_model(
         runs = f"It serves {', '.join(sorted(served.names))}; the folder is {min(folder.names, key=len)}."
         return [replace(tokenizer, advice=f"{tokenizer.advice} {runs} {_OWN_FOLDER}"), findings[1]]
     findings.append(await likely_text(http, info, renderer))
-    return [replace(one, advice=f"{one.advice} {_ANYWAY}") if one.status == "fail" else one for one in findings]
+    return [
+        replace(finding, advice=f"{finding.advice} {_ANYWAY}") if finding.status == "fail" else finding
+        for finding in findings
+    ]
 
 
 async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
@@ -128,8 +131,8 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
     controls = "\n".join(control.content for control in renderer.tokenizer.controls)
     texts = [text for text in (*TEXTS.values(), controls) if text]
     try:
-        asked = (server_text_ids(kind, http, model, text, controls=text is controls) for text in texts)
-        answers = await asyncio.gather(*asked)
+        requests = (server_text_ids(kind, http, model, text, controls=text is controls) for text in texts)
+        answers = await asyncio.gather(*requests)
         more = None if None in answers else await _more_text(kind, http, model, renderer.tokenizer.vocab_size)
     except errors.TokentapeError as error:
         return CheckResult(name, "warn", f"not compared: asking the server to tokenize failed: {error}")
@@ -141,8 +144,8 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
             shown = "the text of all control tokens" if text is controls else repr(text)
             return CheckResult(name, "fail", f"{shown} has the ids {around(ours, theirs)}", _OTHER_FOLDER)
     if more:
-        found = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
-        return CheckResult(name, "fail", found, _OLDER_FOLDER)
+        message = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
+        return CheckResult(name, "fail", message, _OLDER_FOLDER)
     return CheckResult(name, "ok", f"the server's ids are ours for {len(TEXTS)} texts and all control tokens")
 
 
@@ -158,11 +161,11 @@ async def _whole_vocabulary(
     now = process, served, renderer.tokenizer.sha256
     if _COMPARED.get(http) != now:
         try:
-            status, found = await same_vocabulary(kind, http, model, renderer.tokenizer)
+            status, message = await same_vocabulary(kind, http, model, renderer.tokenizer)
         except errors.TokentapeError as error:
-            status, found = "warn", f"not compared: asking the server for its vocabulary failed: {error}"
+            status, message = "warn", f"not compared: asking the server for its vocabulary failed: {error}"
         if status != "ok":
-            return CheckResult(name, status, found, _OTHER_FOLDER if status == "fail" else "")
+            return CheckResult(name, status, message, _OTHER_FOLDER if status == "fail" else "")
         _COMPARED[http] = now
     size = renderer.tokenizer.vocab_size
     return CheckResult(name, "ok", f"the server's ids are ours for texts, control tokens and {size} vocabulary entries")
@@ -196,19 +199,19 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
         return CheckResult(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
     others = [other_ids(ids, renderer.tokenizer.vocab_size, seed) for seed in range(_SAMPLES)]
     try:
-        asked = (server_scores(http, info, one, max(1, len(one) - SCORED_TOKENS)) for one in (ids, *others))
-        scored = await asyncio.gather(*asked)
+        requests = (server_scores(http, info, row, max(1, len(row) - SCORED_TOKENS)) for row in (ids, *others))
+        scored = await asyncio.gather(*requests)
     except (errors.EngineContractError, errors.InvalidRequest) as error:
         return CheckResult(name, "warn", f"not scored: {error}")
-    means = [float(one.logprobs.mean()) for one in scored if one is not None]
+    means = [float(scores.logprobs.mean()) for scores in scored if scores is not None]
     if len(means) != len(scored):
         return CheckResult(name, "warn", "not scored: this server returns no logprobs of a prompt")
     margin = means[0] - float(np.mean(means[1:]))
-    found = f"{margin:.1f} nats per token likelier than random ids (at least {MARGIN} expected)"
+    message = f"{margin:.1f} nats per token likelier than random ids (at least {MARGIN} expected)"
     if not margin >= MARGIN:
-        found = f"the server's model predicts plain text hardly better than noise: it is {found}"
-        return CheckResult(name, "fail", found, _UNTRAINED)
-    return CheckResult(name, "ok", found)
+        message = f"the server's model predicts plain text hardly better than noise: it is {message}"
+        return CheckResult(name, "fail", message, _UNTRAINED)
+    return CheckResult(name, "ok", message)
 
 
 def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
@@ -232,15 +235,15 @@ def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None
         if expected in served.ids:
             return CheckResult(name, "ok", f"the server serves {expected}, as it has to")
         return CheckResult(name, "fail", f"{says}, not {expected}", advice)
-    if {_short(one) for one in served.names} & {_short(one) for one in folder.names}:
+    if {_short(label) for label in served.names} & {_short(label) for label in folder.names}:
         return CheckResult(name, "ok", says)
-    found = f"{says}; the folder is {min(folder.names, key=len)}"
+    message = f"{says}; the folder is {min(folder.names, key=len)}"
     if any(map(_telling, served.names)) and any(map(_telling, folder.names)):
-        return CheckResult(name, "fail", found, advice)
+        return CheckResult(name, "fail", message, advice)
     room = config.get("max_position_embeddings")
     if isinstance(room, int) and served.max_model_len is not None and served.max_model_len > room:
-        return CheckResult(name, "fail", f"{found}; its context of {served.max_model_len} exceeds {room}", advice)
-    return CheckResult(name, "warn", f"{found}: the names do not show if that is the same model", advice)
+        return CheckResult(name, "fail", f"{message}; its context of {served.max_model_len} exceeds {room}", advice)
+    return CheckResult(name, "warn", f"{message}: the names do not show if that is the same model", advice)
 
 
 def _hub_name(name: str) -> str:
@@ -281,8 +284,8 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
             continue
         compared += 1
         if theirs != ours:
-            found = f"the server's chat template gives other ids for {what}: {around(ours, theirs)}"
-            return CheckResult(name, "warn", found, advice)
+            message = f"the server's chat template gives other ids for {what}: {around(ours, theirs)}"
+            return CheckResult(name, "warn", message, advice)
     if not compared:
         return CheckResult(name, "warn", "not compared: this server renders none of the conversations")
     return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")
@@ -308,8 +311,8 @@ async def same_vocabulary(kind: str, http: HttpClient, model: str, tokenizer: To
         text = await server_text(kind, http, model, [*chain.from_iterable(sequences)])
         if text is None:
             return "warn", f"not compared: the server does not decode the {len(sequences)} ids that no text has"
-        if found := _decoded_otherwise(tokenizer, sequences, text):
-            return "fail", found
+        if difference := _decoded_otherwise(tokenizer, sequences, text):
+            return "fail", difference
     return "ok", ""
 
 
@@ -327,13 +330,13 @@ def _vocabulary(tokenizer: Tokenizer) -> tuple[list[tuple[list[str], TokenIds]],
     lines = [f"{text}\n" for text in entries]
     if tokenizer.looks_words_up:
         lines += [f"{merged_text(text)}\n" for text in entries]
-    texts = [lines[at : at + _ENTRIES] for at in range(0, len(lines), _ENTRIES)]
-    ids = [tokenizer.array(one) for one in tokenizer.encode_plain_batch(["".join(parts) for parts in texts])]
-    seen = {control.id for control in tokenizer.controls}.union(*(one.tolist() for one in ids))
+    texts = [lines[start : start + _ENTRIES] for start in range(0, len(lines), _ENTRIES)]
+    ids = [tokenizer.array(encoding) for encoding in tokenizer.encode_plain_batch(["".join(parts) for parts in texts])]
+    seen = {control.id for control in tokenizer.controls}.union(*(array.tolist() for array in ids))
     single = {piece: token_id for token_id, piece in pieces.items() if len(piece) == 1}
-    found = (_completed(token_id, piece, single) for token_id, piece in pieces.items() if token_id not in seen)
-    sequences = [*filter(None, found)]
-    undecoded = [sequences[at : at + _ENTRIES] for at in range(0, len(sequences), _ENTRIES)]
+    completed = (_completed(token_id, piece, single) for token_id, piece in pieces.items() if token_id not in seen)
+    sequences = [*filter(None, completed)]
+    undecoded = [sequences[start : start + _ENTRIES] for start in range(0, len(sequences), _ENTRIES)]
     return list(zip(texts, ids, strict=True)), undecoded
 
 
@@ -360,21 +363,21 @@ async def _encoded_otherwise(
 ) -> Outcome:
     text = "".join(parts)
     ours = tokenizer.encode_plain(text)
-    at = first_difference(ours, theirs)
+    position = first_difference(ours, theirs)
     # The number of parts before the difference. Each step encodes a text.
-    n = bisect_left(range(len(parts)), at, key=lambda n: len(tokenizer.encode_plain("".join(parts[: n + 1]))) - 1)
+    n = bisect_left(range(len(parts)), position, key=lambda n: len(tokenizer.encode_plain("".join(parts[: n + 1]))) - 1)
     for small in (parts[n][:-1], parts[n], "".join(parts[max(0, n - 1) : n + 2])):
         answer = await server_text_ids(kind, http, model, small, controls=True)
         if answer is not None and answer != tokenizer.encode_plain(small):
             text, ours, theirs = small, tokenizer.encode_plain(small), answer
             break
-    at = first_difference(ours, theirs)
-    shown = text if len(text) < 200 else tokenizer.decode(ours[max(0, at - 3) : at + 4])
-    found = f"{shown!r} has the ids {around(ours, theirs)}"
+    position = first_difference(ours, theirs)
+    shown = text if len(text) < 200 else tokenizer.decode(ours[max(0, position - 3) : position + 4])
+    message = f"{shown!r} has the ids {around(ours, theirs)}"
     # llama.cpp splits some rare texts otherwise. Its tokenizer is not used, so only the meaning of ids counts.
     if kind == "llamacpp" and await server_text(kind, http, model, ours) == text:
-        return "warn", f"{found}, which decodes both to this text"
-    return "fail", found
+        return "warn", f"{message}, which decodes both to this text"
+    return "fail", message
 
 
 def _decoded_otherwise(tokenizer: Tokenizer, sequences: list[list[int]], text: str) -> str:
@@ -383,16 +386,16 @@ def _decoded_otherwise(tokenizer: Tokenizer, sequences: list[list[int]], text: s
     theirs = "".join(text.split())
     if theirs == "".join(ours):
         return ""
-    at = len(os.path.commonprefix(["".join(ours), theirs]))
+    offset = len(os.path.commonprefix(["".join(ours), theirs]))
     ends = [*accumulate(map(len, ours))]
-    n = min(bisect_right(ends, at), len(ours) - 1)
+    n = min(bisect_right(ends, offset), len(ours) - 1)
     there = theirs[ends[n] - len(ours[n]) :][: len(ours[n]) + 8]
     return f"the ids {sequences[n]} are {ours[n]!r} here and begin {there!r} at the server"
 
 
 def around(ours: Sequence[int], theirs: Sequence[int]) -> str:
-    at = first_difference(ours, theirs)
+    start = first_difference(ours, theirs)
     return (
-        f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
-        f"(tokens in all: {len(ours)} here, {len(theirs)} at the server)"
+        f"{list(ours[start : start + 4])} here and {list(theirs[start : start + 4])} at the server from token {start} "
+        f"on (tokens in all: {len(ours)} here, {len(theirs)} at the server)"
     )

@@ -68,14 +68,14 @@ class Shares:
 
     def add(self, cluster: str, counts: Iterable[tuple[Key, int, int]]) -> None:
         """Add (key, changed, total) counts of a cluster. Calls for the same cluster add up."""
-        at = self._clusters.get(cluster)
-        if at is None:
+        row = self._clusters.get(cluster)
+        if row is None:
             many = len(self._clusters)
-            at = self._clusters.setdefault(cluster, many) if many < _GROUPS else crc32(cluster.encode()) % _GROUPS
+            row = self._clusters.setdefault(cluster, many) if many < _GROUPS else crc32(cluster.encode()) % _GROUPS
         for key, changed, total in counts:
-            if (found := self._counts.get(key)) is None:
-                found = self._counts[key] = np.zeros((_GROUPS, 2), np.int64)
-            found[at] += changed, total
+            if (table := self._counts.get(key)) is None:
+                table = self._counts[key] = np.zeros((_GROUPS, 2), np.int64)
+            table[row] += changed, total
 
     def keys(self) -> list[Key]:
         return list(self._counts)
@@ -94,8 +94,8 @@ def rate_of(counts: npt.NDArray[np.int64]) -> Rate:
     own, size = counts.T.astype(np.float64)
     few = min(int((own > 0).sum()), int((own < size).sum())) < _FEW
     # `spread`: the variance relative to that of independent trials. `within`: the correlation within clusters.
-    one = share * (1 - share)
-    spread = float((((own - share * size) / (1 - size / total)) ** 2).sum()) / one / total if one else 1.0
+    variance = share * (1 - share)
+    spread = float((((own - share * size) / (1 - size / total)) ** 2).sum()) / variance / total if variance else 1.0
     pairs = float((size * (size - 1)).sum())
     within = 1.0 if few or not pairs else min(max((spread - 1) * total / pairs, 0.0), 1.0)
     variances = size * (1 + (size - 1) * within)
@@ -201,6 +201,6 @@ class NumbersTally:
 def logprob_numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
     """Return the statistics of differences, trainer - recorded, given as one array per sequence."""
     tally = NumbersTally()
-    for one in sequences:
-        tally.add(one)
+    for sequence in sequences:
+        tally.add(sequence)
     return tally.numbers()

@@ -138,15 +138,15 @@ class Client:
 
         >>> report = client.score("vllm", "http://127.0.0.1:8000", model="path/to/model")    # doctest: +SKIP
         """
-        from tokentape.audit._scoring import Recorded, open_and_score
+        from tokentape.audit._scoring import SessionToScore, open_and_score
 
         ids = (entry.session_id for entry in self.sessions()) if session_ids is None else session_ids
 
-        def recorded() -> Iterator[Recorded]:
+        def recorded() -> Iterator[SessionToScore]:
             for session_id in ids:
                 trajectories = ClientSession(self, session_id).trajectories()
                 done = () if again else _turns_with(trajectories, column)
-                yield Recorded(session_id, trajectories, done, {})
+                yield SessionToScore(session_id, trajectories, done, {})
 
         async def write(columns: Sequence[TurnColumn]) -> None:
             for values in columns:

@@ -51,9 +51,9 @@ class Group:
     changed_tokens: int
     trajectories: int
     retokenized_trajectories: int
-    """Trajectories whose text encodes to other ids."""
+    """Trajectories with text that encodes to other ids."""
     rerendered_trajectories: int
-    """Trajectories whose messages render to other ids, also because templates rewrite history."""
+    """Trajectories with messages that render to other ids, also because templates rewrite history."""
     example: Example | None
     """A changed word if there is one, else the change with the most ids."""
 
@@ -101,28 +101,28 @@ def replay(directory: Path) -> DemoReport:
     shutil.copyfile(RECORDED / "tokentape.db", directory / "tokentape.db")
     renderer = Renderer.load(MODEL)
     write_served_model(directory, ServedModel(str(MODEL), renderer.tokenizer.sha256, renderer.fingerprint))
-    made = json.loads((RECORDED / "engine.json").read_text(encoding="utf-8"))
-    return examine(directory, renderer, made["calls"], made["seconds"])
+    engine_log = json.loads((RECORDED / "engine.json").read_text(encoding="utf-8"))
+    return examine(directory, renderer, engine_log["calls"], engine_log["seconds"])
 
 
 def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: float) -> DemoReport:
     """Write the trajectories of a run to a file, and report on the record. `calls` are digests of the engine's log."""
     file = directory / "trajectories.jsonl"
     with SqliteStore.open(directory, read_only=True) as record:
-        stored = sorted(record.iter_sessions(), key=lambda one: one.info.session_id)
-    write_trajectories((row for one in stored for row in one.trajectories()), file)
-    written = read_trajectories(file)
+        sessions = sorted(record.iter_sessions(), key=lambda session: session.info.session_id)
+    write_trajectories((row for session in sessions for row in session.trajectories()), file)
+    trajectories = read_trajectories(file)
     grouped: defaultdict[float, list[StoredSession]] = defaultdict(list)
-    for one in stored:
-        grouped[one.info.metadata["temperature"]].append(one)
+    for session in sessions:
+        grouped[session.info.metadata["temperature"]].append(session)
     return DemoReport(
         directory=directory,
         trajectories_file=file,
-        groups=tuple(group_of(renderer, one, grouped[one]) for one in sorted(grouped)),
-        turns=sum(len(one.turns) for one in stored),
-        tokens=sum(t.added_ids.size + t.completion_ids.size for one in stored for t in one.turns),
-        trajectories=len(written),
-        turns_unlike_engine=turns_unlike_engine(written, calls),
+        groups=tuple(group_of(renderer, temperature, grouped[temperature]) for temperature in sorted(grouped)),
+        turns=sum(len(session.turns) for session in sessions),
+        tokens=sum(t.added_ids.size + t.completion_ids.size for session in sessions for t in session.turns),
+        trajectories=len(trajectories),
+        turns_unlike_engine=turns_unlike_engine(trajectories, calls),
         findings=len(verify(directory).findings),
         seconds=seconds,
     )
@@ -131,32 +131,32 @@ def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: 
 def group_of(renderer: Renderer, temperature: float, sessions: list[StoredSession]) -> Group:
     """Retokenize every completion, render every branch again, and compare with the recorded ids."""
     tokenizer = renderer.tokenizer
-    drift = measure_drift((row for one in sessions for row in session_rows(one)), tokenizer)
-    branches = [(one, trajectory) for one in sessions for trajectory in one.trajectories()]
+    drift = measure_drift((row for session in sessions for row in session_rows(session)), tokenizer)
+    branches = [(session, trajectory) for session in sessions for trajectory in session.trajectories()]
     return Group(
         temperature=temperature,
         sessions=len(sessions),
-        streamed=sum(bool(one.info.metadata.get("stream")) for one in sessions),
-        solved=sum(any(reward.value > 0 for reward in one.rewards) for one in sessions),
+        streamed=sum(bool(session.info.metadata.get("stream")) for session in sessions),
+        solved=sum(any(reward.value > 0 for reward in session.rewards) for session in sessions),
         completions=drift.completions.total,
         changed_completions=drift.completions.changed,
         tokens=drift.tokens.total,
         changed_tokens=drift.tokens.changed,
         trajectories=len(branches),
         retokenized_trajectories=sum(
-            not np.array_equal(one.token_ids, retokenized(tokenizer, one.token_ids)) for _, one in branches
+            not np.array_equal(row.token_ids, retokenized(tokenizer, row.token_ids)) for _, row in branches
         ),
-        rerendered_trajectories=sum(not _comes_back(renderer, stored, one) for stored, one in branches),
+        rerendered_trajectories=sum(not _comes_back(renderer, session, trajectory) for session, trajectory in branches),
         example=max(
-            drift.examples, key=lambda one: ("".join(one.sampled_pieces).isalpha(), len(one.sampled)), default=None
+            drift.examples, key=lambda case: ("".join(case.sampled_pieces).isalpha(), len(case.sampled)), default=None
         ),
     )
 
 
-def _comes_back(renderer: Renderer, stored: StoredSession, one: Trajectory) -> bool:
-    path = stored.tree().path(one.leaf)
+def _comes_back(renderer: Renderer, session: StoredSession, trajectory: Trajectory) -> bool:
+    path = session.tree().path(trajectory.leaf)
     try:
-        return np.array_equal(one.token_ids, through_messages(renderer, path, stored.setups[path[-1].setup]))
+        return np.array_equal(trajectory.token_ids, through_messages(renderer, path, session.setups[path[-1].setup]))
     except TemplateRefused:
         return False
 
@@ -168,10 +168,10 @@ def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]
     token. So 0 also means that every context is the context before it + the completion + the bridge.
     """
     recorded: dict[tuple[str, int], str] = {}
-    for one in trajectories:
-        for seq, start, end in one.completions():
-            recorded[one.session_id, seq] = call_digest(
-                one.token_ids[:start], one.token_ids[start:end], one.logprobs[start:end]
+    for trajectory in trajectories:
+        for seq, start, end in trajectory.completions():
+            recorded[trajectory.session_id, seq] = call_digest(
+                trajectory.token_ids[:start], trajectory.token_ids[start:end], trajectory.logprobs[start:end]
             )
     return (Counter(recorded.values()) - Counter(calls)).total()
 
@@ -180,7 +180,7 @@ def call_digest(prompt_ids: Any, token_ids: Any, logprobs: Any) -> str:
     """Return the hex SHA-256 of a call's prompt, sampled ids and logprobs."""
     prompt, ids = np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)
     arrays = (prompt, ids, np.asarray(logprobs, np.float32))
-    return sha256(b"".join([len(prompt).to_bytes(8, "little"), *(one.tobytes() for one in arrays)])).hexdigest()
+    return sha256(b"".join([len(prompt).to_bytes(8, "little"), *(array.tobytes() for array in arrays)])).hexdigest()
 
 
 def print_report(report: DemoReport, console: Console | None = None) -> None:
@@ -235,7 +235,7 @@ def _blocks(report: DemoReport, example: Example | None) -> Iterator[Block]:
         kind = ARTIFACTS[example.artifact].kind
         yield Heading(f"For example in {example.row}, the same text in other ids ({kind})")
         sides = ((example.sampled, example.sampled_pieces), (example.retokenized, example.retokenized_pieces))
-        spelled = ["  ".join(f"{one} {piece!r}" for one, piece in zip(*side, strict=True)) for side in sides]
+        spelled = ["  ".join(f"{token_id} {piece!r}" for token_id, piece in zip(*side, strict=True)) for side in sides]
         yield Facts(list(zip(("sampled", "retokenized"), spelled, strict=True)))
     yield Heading("The record against the engine's own log of what it sampled")
     yield Paragraph(

@@ -154,8 +154,8 @@ def is_solved(task: Task, final_text: str) -> bool:
     True
     """
     pattern = r"(?<![\w-])-?\d+(?!\w)" if re.fullmatch(r"-?\d+", task.answer) else re.escape(task.answer)
-    found = re.findall(pattern, final_text)
-    return bool(found) and found[-1] == task.answer
+    matches = re.findall(pattern, final_text)
+    return bool(matches) and matches[-1] == task.answer
 
 
 def sample_tasks(seed: int, n: int, split: Split = "train") -> list[Task]:

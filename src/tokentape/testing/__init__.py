@@ -35,11 +35,11 @@ def assert_same_tokens(
     if np.array_equal(np.asarray(expected), np.asarray(recorded)):
         return
     loaded = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(str(tokenizer))
-    found = compare(expected, recorded, loaded, provenance=provenance)
-    if all(one.kind in allow for one in found.differences):
+    result = compare(expected, recorded, loaded, provenance=provenance)
+    if all(difference.kind in allow for difference in result.differences):
         return
-    lines = "\n".join(f"  {line}" for line in comparison_lines(found))
-    raise AssertionError(f"the ids are not the same: {summary(found)}\n{lines}")
+    lines = "\n".join(f"  {line}" for line in comparison_lines(result))
+    raise AssertionError(f"the ids are not the same: {summary(result)}\n{lines}")
 
 
 @cache

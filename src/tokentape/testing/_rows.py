@@ -60,7 +60,7 @@ class Placed:
     @property
     def trained(self) -> dict[int, Token]:
         """Sampled tokens with a weight, by position."""
-        return {at: cell for at, cell in enumerate(self.cells) if cell is not None and self.row.weights[at]}
+        return {n: cell for n, cell in enumerate(self.cells) if cell is not None and self.row.weights[n]}
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
@@ -97,21 +97,21 @@ def _plain(row: Row) -> Row:
 
 def findings(golden: Golden, rows: Sequence[Row]) -> list[RowFinding]:
     """Compare rows with the golden turns."""
-    placed, found = place(golden, rows)
-    for one in placed:
-        found += [*_mask(one), *_logprobs(one), *_labels(one)]
-    return [*found, *_weights(golden, placed), *_rewards(golden, placed), *_advantages(golden, placed)]
+    placed, report = place(golden, rows)
+    for match in placed:
+        report += [*_mask(match), *_logprobs(match), *_labels(match)]
+    return [*report, *_weights(golden, placed), *_rewards(golden, placed), *_advantages(golden, placed)]
 
 
 def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFinding]]:
     """Find the path that each row is a prefix of. Report rows that are a prefix of none."""
     paths = [(session, path) for session in golden.sessions for path in session.paths()]
-    placed, found = [], []
+    placed, report = [], []
     for n, row in enumerate(map(_plain, rows)):
         ids, size = row.token_ids.tolist(), len(row.token_ids)
-        arrays = [getattr(row, one.name) for one in fields(Row)]
+        arrays = [getattr(row, field.name) for field in fields(Row)]
         if any(isinstance(values, np.ndarray) and values.shape != (size,) for values in arrays):
-            found.append(RowFinding("lengths differ", f"row {n} has {size} tokens, and values of another shape"))
+            report.append(RowFinding("lengths differ", f"row {n} has {size} tokens, and values of another shape"))
             continue
         longest, best = 0, None
         for session, path in paths:
@@ -119,72 +119,72 @@ def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFi
             for start in range(size):
                 if ids[:start] != [PAD] * start:
                     break
-                same = next((i for i in range(len(own)) if i + start >= size or ids[start + i] != own[i]), len(own))
-                longest = max(longest, same)
-                if {*ids[start + same :]} <= {PAD} and (best is None or same > best.end - best.start):
-                    cells = [cell if isinstance(cell, Token) else None for cell in path[:same]]
-                    cells = [*[None] * start, *cells, *[None] * (size - start - same)]
-                    best = Placed(row, session, cells, start, start + same)
+                common = next((i for i in range(len(own)) if i + start >= size or ids[start + i] != own[i]), len(own))
+                longest = max(longest, common)
+                if {*ids[start + common :]} <= {PAD} and (best is None or common > best.end - best.start):
+                    cells = [cell if isinstance(cell, Token) else None for cell in path[:common]]
+                    cells = [*[None] * start, *cells, *[None] * (size - start - common)]
+                    best = Placed(row, session, cells, start, start + common)
         if best is None or not any(best.cells):
             rest = {*ids[longest:]}
             padding = f", only {min(rest)}: pad with PAD of golden" if len(rest) == 1 and rest != {PAD} else ""
             text = f"row {n}: no session has these ids after {longest} tokens{padding}"
-            found.append(RowFinding("ids not as recorded", text))
+            report.append(RowFinding("ids not as recorded", text))
         else:
             placed.append(best)
-    return placed, found
+    return placed, report
 
 
-def _mask(one: Placed) -> Iterator[RowFinding]:
-    on = one.row.weights != 0
-    wrong = on & ~one.sampled
-    context = one.real & ~one.sampled
+def _mask(match: Placed) -> Iterator[RowFinding]:
+    on = match.row.weights != 0
+    wrong = on & ~match.sampled
+    context = match.real & ~match.sampled
     # A trainer with a mask of the response only does not invert the prompt.
-    inner = context & ~one.prompt if (context & ~one.prompt).any() else context
-    last_turn = max(cell.turn for cell in one.cells if cell is not None)
-    to_left = not on[-1] and _of_whole_turns(one, np.append(0, on[:-1]))
-    to_right = _of_whole_turns(one, np.append(on[1:], 0)) and not _of_whole_turns(one, on)
-    if wrong.any() and on[inner].all() and all(cell.turn != last_turn for cell in one.trained.values()):
+    inner = context & ~match.prompt if (context & ~match.prompt).any() else context
+    last_turn = max(cell.turn for cell in match.cells if cell is not None)
+    to_left = not on[-1] and _of_whole_turns(match, np.append(0, on[:-1]))
+    to_right = _of_whole_turns(match, np.append(on[1:], 0)) and not _of_whole_turns(match, on)
+    if wrong.any() and on[inner].all() and all(cell.turn != last_turn for cell in match.trained.values()):
         kind = "mask inverted"
     elif on.any() and ((wrong.any() and to_left) or to_right):
         kind = "mask shifted"
     elif not wrong.any():
         return
-    elif not (wrong & one.real).any():
+    elif not (wrong & match.real).any():
         kind = "padding trained"
     else:
-        kind = "prompt trained" if (wrong & one.prompt).any() else "context trained"
-    yield RowFinding(kind, f"a row of session {one.session.name} trains {np.flatnonzero(on).tolist()}")
+        kind = "prompt trained" if (wrong & match.prompt).any() else "context trained"
+    yield RowFinding(kind, f"a row of session {match.session.name} trains {np.flatnonzero(on).tolist()}")
 
 
-def _of_whole_turns(one: Placed, on: npt.NDArray[Any]) -> bool:
+def _of_whole_turns(match: Placed, on: npt.NDArray[Any]) -> bool:
     """Return whether a mask covers whole turns; the last position of the row may be missing."""
-    turns = {cell.turn for cell, is_on in zip(one.cells, on, strict=True) if is_on and cell is not None}
-    whole = np.array([cell is not None and cell.turn in turns for cell in one.cells])
+    turns = {cell.turn for cell, is_on in zip(match.cells, on, strict=True) if is_on and cell is not None}
+    whole = np.array([cell is not None and cell.turn in turns for cell in match.cells])
     return bool((on[:-1] == whole[:-1]).all() and on[-1] <= whole[-1])
 
 
 def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     """Check that each token is trained once, and that all tokens or all sessions have equal weight."""
     where: dict[Token, list[tuple[float, int]]] = {}
-    for one in placed:
-        for at, token in one.trained.items():
-            where.setdefault(token, []).append((one.row.weights[at], len(one.trained)))
-    by_reward = any(one.row.reward is not None or one.row.advantages is not None for one in placed)
-    wanted = {s.name: s for s in golden.sessions if s.reward is not None or not by_reward}
-    missing = [token for session in wanted.values() for token in session.tokens() if token not in where]
+    for match in placed:
+        for position, token in match.trained.items():
+            where.setdefault(token, []).append((match.row.weights[position], len(match.trained)))
+    by_reward = any(match.row.reward is not None or match.row.advantages is not None for match in placed)
+    sessions = {s.name: s for s in golden.sessions if s.reward is not None or not by_reward}
+    missing = [token for session in sessions.values() for token in session.tokens() if token not in where]
     if missing:
-        last = all(token == wanted[token.session].turns[token.turn].sampled[-1] for token in missing)
+        last = all(token == sessions[token.session].turns[token.turn].sampled[-1] for token in missing)
         kind = "last token not trained" if last else "not trained"
         yield RowFinding(kind, f"{len(missing)} sampled tokens, the first in session {missing[0].session}")
     twice = [token for token, rows in where.items() if len(rows) > 1]
     if twice:
         yield RowFinding("trained twice", f"{len(twice)} tokens, the first in session {twice[0].session}")
-    once = [(t.session, *rows[0]) for t, rows in where.items() if len(rows) == 1 and t.session in wanted]
-    by_session = [weight * len(wanted[name].tokens()) for name, weight, _ in once]
+    once = [(t.session, *rows[0]) for t, rows in where.items() if len(rows) == 1 and t.session in sessions]
+    by_session = [weight * len(sessions[name].tokens()) for name, weight, _ in once]
     if _alike([weight for _, weight, _ in once]) or _alike(by_session):
         return
-    by_row = [[weight * size for name, weight, size in once if name == session] for session in wanted]
+    by_row = [[weight * size for name, weight, size in once if name == session] for session in sessions]
     kind = "siblings counted as sessions" if all(map(_alike, by_row)) else "weights out of proportion"
     yield RowFinding(kind, "neither all tokens nor all sessions count alike in the loss")
 
@@ -193,62 +193,65 @@ def _alike(values: Sequence[float]) -> bool:
     return not values or (min(values) > 0 and max(values) <= 1.0001 * min(values))
 
 
-def _logprobs(one: Placed) -> Iterator[RowFinding]:
-    if one.row.logprobs is None:
+def _logprobs(match: Placed) -> Iterator[RowFinding]:
+    if match.row.logprobs is None:
         return
-    trained, given = one.trained, one.row.logprobs.astype(np.float64).tolist()
-    recorded = [0.0 if cell is None else cell.logprob() for cell in one.cells]
+    trained, logprobs = match.trained, match.row.logprobs.astype(np.float64).tolist()
+    recorded = [0.0 if cell is None else cell.logprob() for cell in match.cells]
 
     def fits(expected: Callable[[int], float], within: float = 1e-5) -> bool:
-        return all(abs(given[at] - expected(at)) <= within for at in trained)
+        return all(abs(logprobs[position] - expected(position)) <= within for position in trained)
 
     def moved(by: int) -> Callable[[int], float]:
-        return lambda at: recorded[at + by] if 0 <= at + by < len(recorded) else 0.0
+        return lambda position: recorded[position + by] if 0 <= position + by < len(recorded) else 0.0
 
     def at_temperature(value: float) -> Callable[[int], float]:
-        return lambda at: trained[at].logprob(value)
+        return lambda position: trained[position].logprob(value)
 
-    if fits(moved(0)) and one.row.logprobs.dtype != np.float16:
+    temperatures = (n / 100 for n in range(5, 301))
+    if fits(moved(0)) and match.row.logprobs.dtype != np.float16:
         return
-    if all(abs(given[at] - recorded[at]) <= 2**-8 * abs(recorded[at]) for at in trained):
-        kind, text = "logprobs rounded", f"fewer digits than float32 has, in {one.row.logprobs.dtype}"
-    elif (by := next((by for by in range(-len(given), len(given)) if fits(moved(by))), None)) is not None:
+    if all(abs(logprobs[position] - recorded[position]) <= 2**-8 * abs(recorded[position]) for position in trained):
+        kind, text = "logprobs rounded", f"fewer digits than float32 has, in {match.row.logprobs.dtype}"
+    elif (by := next((by for by in range(-len(logprobs), len(logprobs)) if fits(moved(by))), None)) is not None:
         kind, text = "logprobs shifted", f"those of {by:+} positions on"
-    elif (other := next((n / 100 for n in range(5, 301) if fits(at_temperature(n / 100), 1e-4)), None)) is not None:
+    elif (value := next((t for t in temperatures if fits(at_temperature(t), 1e-4)), None)) is not None:
         own = next(iter(trained.values())).temperature
-        kind, text = "logprobs of another temperature", f"those of {other:g}, sampled at {own:g}"
+        kind, text = "logprobs of another temperature", f"those of {value:g}, sampled at {own:g}"
     else:
         kind, text = "logprobs differ", "others than it was sampled with"
-    yield RowFinding(kind, f"a row of session {one.session.name} has {text}")
+    yield RowFinding(kind, f"a row of session {match.session.name} has {text}")
 
 
-def _labels(one: Placed) -> Iterator[RowFinding]:
+def _labels(match: Placed) -> Iterator[RowFinding]:
     """Check the fields that are not numbers per token."""
-    row, where = one.row, f"a row of session {one.session.name}"
-    last = next(cell for cell in reversed(one.cells) if cell is not None)
-    turn = one.session.turns[last.turn]
+    row, where = match.row, f"a row of session {match.session.name}"
+    last = next(cell for cell in reversed(match.cells) if cell is not None)
+    turn = match.session.turns[last.turn]
     cut = turn.finish == "length" and last == turn.sampled[-1]
     if row.truncated is not None and row.truncated != cut:
         yield RowFinding("truncation hidden" if cut else "truncation claimed", f"{where} ended by {turn.finish}")
     versions = row.weight_versions
-    of_row, of_trained = {cell.version for cell in one.cells if cell}, {cell.version for cell in one.trained.values()}
+    of_row = {cell.version for cell in match.cells if cell}
+    of_trained = {cell.version for cell in match.trained.values()}
     if isinstance(versions, np.ndarray):
-        right = all(versions[at] == token.version for at, token in one.trained.items())
+        consistent = all(versions[position] == token.version for position, token in match.trained.items())
     else:
-        right = versions is None or of_trained <= versions <= of_row
-    if not right:
+        consistent = versions is None or of_trained <= versions <= of_row
+    if not consistent:
         yield RowFinding("version of other weights", f"{where} was sampled by {sorted(of_trained)}")
     if row.temperature is not None and abs(row.temperature - last.temperature) > 1e-6:
         yield RowFinding("temperature differs", f"{where} says {row.temperature:g}, sampled at {last.temperature:g}")
 
 
 def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
-    given = [(one.session, one.row.reward) for one in placed if one.row.reward is not None]
-    for session in golden.sessions if given else ():
-        if session.reward is not None and session not in [one for one, _ in given]:
+    rewards = [(match.session, match.row.reward) for match in placed if match.row.reward is not None]
+    rewarded = [session for session, _ in rewards]
+    for session in golden.sessions if rewards else ():
+        if session.reward is not None and session not in rewarded:
             yield RowFinding("reward missing", f"session {session.name} has {session.reward:g}, and no row says so")
-    for session, value in given:
-        own, others = session.reward, [one.reward for one in golden.sessions if one.reward is not None]
+    for session, value in rewards:
+        own, others = session.reward, [sibling.reward for sibling in golden.sessions if sibling.reward is not None]
         if own is not None and abs(value - own) <= 1e-6:
             continue
         if any(abs(value - other) <= 1e-6 for other in others):
@@ -263,29 +266,30 @@ def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
 
 def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     """Check that a group's advantages are rewards minus their mean over sessions, times a positive factor."""
-    by_session, by_row = golden.advantages(), golden.advantages([one.session.name for one in placed if one.trained])
+    by_session = golden.advantages()
+    by_row = golden.advantages([match.session.name for match in placed if match.trained])
     groups: dict[str, list[tuple[float, float, float]]] = {}
-    for one in placed:
-        name, given = one.session.name, one.row.advantages
-        values = set() if given is None else {float(given[at]) for at in one.trained}
-        if one.scored:
-            groups.setdefault(one.session.group, []).extend((v, by_session[name], by_row[name]) for v in values)
+    for match in placed:
+        name, advantages = match.session.name, match.row.advantages
+        values = set() if advantages is None else {float(advantages[position]) for position in match.trained}
+        if match.scored:
+            groups.setdefault(match.session.group, []).extend((v, by_session[name], by_row[name]) for v in values)
         elif np.isfinite(list(values)).any():
             yield RowFinding("reward invented", f"session {name} has none, and its tokens have an advantage")
-    for group, found in groups.items():
-        given, wanted, of_rows = np.array(found).reshape(-1, 3).T
-        if not found or _proportional(given, wanted):
+    for group, triples in groups.items():
+        actual, expected, of_rows = np.array(triples).reshape(-1, 3).T
+        if not triples or _proportional(actual, expected):
             continue
-        times = given / wanted
+        times = actual / expected
         least = times.min()
-        if _proportional(given, of_rows):
+        if _proportional(actual, of_rows):
             kind = "siblings counted as sessions"
         elif least < 0:
             kind = "reward of another session"
         else:
             whole = least > 0 and np.allclose(times / least, np.round(times / least), atol=1e-4)
             kind = "reward counted several times" if whole else "advantages differ"
-        shown = f"{given.round(4).tolist()}, expected in proportion to {wanted.round(4).tolist()}"
+        shown = f"{actual.round(4).tolist()}, expected in proportion to {expected.round(4).tolist()}"
         yield RowFinding(kind, f"group {group} has advantages {shown}")
 
 

@@ -72,17 +72,17 @@ class GoldenSession:
 
     def paths(self) -> list[list[int | Token]]:
         """Return each root-to-leaf path: ids of the context, and sampled tokens. No path has aborted turns."""
-        kept = [seq for seq, turn in enumerate(self.turns) if turn.finish != "abort"]
-        leaves = [seq for seq in kept if all(self.turns[other].parent != seq for other in kept)]
-        found: list[list[int | Token]] = []
+        seqs = [seq for seq, turn in enumerate(self.turns) if turn.finish != "abort"]
+        leaves = [seq for seq in seqs if all(self.turns[child].parent != seq for child in seqs)]
+        paths: list[list[int | Token]] = []
         for leaf in leaves:
             path: list[int | Token] = []
-            at: int | None = leaf
-            while at is not None:
-                path[:0] = [*self.turns[at].added, *self.turns[at].sampled]
-                at = self.turns[at].parent
-            found.append(path)
-        return found
+            ancestor: int | None = leaf
+            while ancestor is not None:
+                path[:0] = [*self.turns[ancestor].added, *self.turns[ancestor].sampled]
+                ancestor = self.turns[ancestor].parent
+            paths.append(path)
+        return paths
 
     def trajectories(self) -> list[Trajectory]:
         """Return the session's trajectories as Tokentape makes them."""
@@ -93,8 +93,8 @@ class GoldenSession:
         turn = self.turns[seq]
         versions = [token.version for token in turn.sampled]
         temperature = turn.sampled[0].temperature
-        codes = [Provenance.CLOSE if one == PAD else Provenance.TEMPLATE for one in turn.added]
-        sibling = any(one.parent == turn.parent and one.finish != "abort" for one in self.turns[:seq])
+        codes = [Provenance.CLOSE if token_id == PAD else Provenance.TEMPLATE for token_id in turn.added]
+        sibling = any(earlier.parent == turn.parent and earlier.finish != "abort" for earlier in self.turns[:seq])
         return Turn(
             session_id=self.name,
             seq=seq,
@@ -131,8 +131,8 @@ class Golden:
 
     def advantages(self, counted: Iterable[str] | None = None) -> dict[str, float]:
         """Return the reward minus its group's mean per session with one. `counted` may repeat names to average over."""
-        rewards = {one.name: one.reward for one in self.sessions if one.reward is not None}
-        groups = {one.name: one.group for one in self.sessions}
+        rewards = {session.name: session.reward for session in self.sessions if session.reward is not None}
+        groups = {session.name: session.group for session in self.sessions}
         names = [name for name in counted or rewards if name in rewards]
         alike = {name: [rewards[other] for other in names if groups[other] == groups[name]] for name in rewards}
         return {name: reward - sum(alike[name]) / max(1, len(alike[name])) for name, reward in rewards.items()}

@@ -48,13 +48,14 @@ class ConformanceReport:
     @property
     def ok(self) -> bool:
         """Whether every golden session holds and every planted error was found."""
-        return not any(self.goldens.values()) and all(all(one.values()) for one in self.planted.values())
+        return not any(self.goldens.values()) and all(all(caught.values()) for caught in self.planted.values())
 
     def __str__(self) -> str:
         lines = []
-        for name, found in self.goldens.items():
-            text = {one.kind: one.text for one in reversed(found)}
-            shown = [f"{kind} ({number}): {text[kind]}" for kind, number in Counter(one.kind for one in found).items()]
+        for name, row_findings in self.goldens.items():
+            text = {finding.kind: finding.text for finding in reversed(row_findings)}
+            numbers = Counter(finding.kind for finding in row_findings)
+            shown = [f"{kind} ({number}): {text[kind]}" for kind, number in numbers.items()]
             shown = shown or [f"refused: {self.refused[name]}" if name in self.refused else "held"]
             lines += [f"{'' if n else name:34}{line}" for n, line in enumerate(shown)]
         for name, caught in self.planted.items():
@@ -80,10 +81,12 @@ def check_samples(
     session that may be refused.
     """
     report = ConformanceReport(planted={error.name: {} for error in ERRORS})
+    names = [field.name for field in fields(Row)]
     given: set[str] = set()
     for golden in GOLDEN:
         try:
-            rows = list(adapter(samples([one for session in golden.sessions for one in session.trajectories()])))
+            trajectories = [trajectory for session in golden.sessions for trajectory in session.trajectories()]
+            rows = list(adapter(samples(trajectories)))
         except Exception as raised:
             refused = golden.refusable and isinstance(raised, InvalidRequest)
             report.goldens[golden.name] = (
@@ -91,23 +94,25 @@ def check_samples(
             )
             report.refused.update({golden.name: str(raised)} if refused else {})
             continue
-        given.update(one.name for row in rows for one in fields(Row) if getattr(row, one.name) is not None)
-        found = report.goldens[golden.name] = findings(golden, rows)
+        given.update(name for row in rows for name in names if getattr(row, name) is not None)
+        row_findings = report.goldens[golden.name] = findings(golden, rows)
         placed, _ = place(golden, rows)
-        trained = [one for one in placed if one.trained]
-        others = [one.row for one in placed if not one.trained]
+        trained = [match for match in placed if match.trained]
+        others = [match.row for match in placed if not match.trained]
         for error in ERRORS:
             wrong = error.plant(golden, trained)
-            if any(map(_differ, wrong, [one.row for one in trained])):
-                kinds = {one.kind for one in findings(golden, wrong + others)} - {one.kind for one in found}
+            if any(map(_differ, wrong, [match.row for match in trained])):
+                kinds = {finding.kind for finding in findings(golden, wrong + others)}
+                kinds -= {finding.kind for finding in row_findings}
                 # An earlier finding may hide the error, but then this golden session has failed anyway.
-                if error.kind in kinds or not found:
+                if error.kind in kinds or not row_findings:
                     report.planted[error.name][golden.name] = error.kind in kinds
-    return replace(report, not_given=tuple(one.name for one in fields(Row) if one.name not in given))
+    return replace(report, not_given=tuple(name for name in names if name not in given))
 
 
 def _differ(row: Row, other: Row) -> bool:
-    pairs = [(np.asarray(getattr(row, one.name)), np.asarray(getattr(other, one.name))) for one in fields(Row)]
+    names = [attribute.name for attribute in fields(Row)]
+    pairs = [(np.asarray(getattr(row, name)), np.asarray(getattr(other, name))) for name in names]
     return any(a.dtype != b.dtype or a.shape != b.shape or repr(a.tolist()) != repr(b.tolist()) for a, b in pairs)
 
 

@@ -81,8 +81,8 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
 
     Raises `InvalidRequest`, with the offset, if the two have different bytes.
 
-    >>> found = align([b"Hel", b"lo", b" \xf0", b"\x9f\xab\xa0"], [b"Hello", b" ", b"\xf0\x9f\xab\xa0", "eos"])
-    >>> found.left.tolist(), found.right.tolist(), found.ends.tolist()
+    >>> alignment = align([b"Hel", b"lo", b" \xf0", b"\x9f\xab\xa0"], [b"Hello", b" ", b"\xf0\x9f\xab\xa0", "eos"])
+    >>> alignment.left.tolist(), alignment.right.tolist(), alignment.ends.tolist()
     ([0, 0, 1, 1], [0, 1, 1, -1], [5, 10])
     """
     total = _same_bytes(left, right)
@@ -92,16 +92,16 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
     common = np.intersect1d(ends[0][~special[0]], ends[1][~special[1]])
     common = common[common > 0]
     interrupted, indexes = np.zeros(len(common), np.bool_), []
-    for size, end, named in zip(sizes, ends, special, strict=True):
-        interrupted[np.searchsorted(common, end[named & (end > 0) & ~np.isin(end, common)], "right")] = True
+    for size, end, is_special in zip(sizes, ends, special, strict=True):
+        interrupted[np.searchsorted(common, end[is_special & (end > 0) & ~np.isin(end, common)], "right")] = True
         spans = np.searchsorted(common, np.minimum(end - size, total - 1), "right")
-        indexes.append(np.where(named | (total == 0), -1, spans).astype(np.int32))
+        indexes.append(np.where(is_special | (total == 0), -1, spans).astype(np.int32))
     # Several tokens with the same name at the same place are paired in order.
     waiting: dict[tuple[Piece, int], deque[int]] = defaultdict(deque)
     for n in np.flatnonzero(special[1]).tolist():
         waiting[right[n], int(ends[1][n])].append(n)
     places = [(left[n], n, waiting[left[n], int(ends[0][n])]) for n in np.flatnonzero(special[0]).tolist()]
-    pairs = tuple(NamedPair(str(name), n, found.popleft()) for name, n, found in places if name and found)
+    pairs = tuple(NamedPair(str(name), n, queue.popleft()) for name, n, queue in places if name and queue)
     return Alignment(indexes[0], indexes[1], common, interrupted, pairs)
 
 
@@ -113,37 +113,37 @@ def pieces(
     SentencePiece tokenizers add a space before a text that has none. It is removed, unless `keep_space` says that the
     text itself begins with a space. Replace control tokens that are text on the other side (`<think>`) by their bytes.
     """
-    found: list[Piece] = [
-        tokenizer.token_bytes(one) if tokenizer.control_by_id(one) is None else (names or {}).get(one, "")
-        for one in ids
+    token_pieces: list[Piece] = [
+        tokenizer.token_bytes(i) if tokenizer.control_by_id(i) is None else (names or {}).get(i, "") for i in ids
     ]
     first, later = (
         not keep_space and b"".join(map(tokenizer.token_bytes, encode("x").ids)) == b" x"
         for encode in (tokenizer.encode_marked, tokenizer.encode_after_control)
     )
-    for at, piece in enumerate(found):
-        added = later and isinstance(found[at - 1], str) if at else first
+    for n, piece in enumerate(token_pieces):
+        added = later and isinstance(token_pieces[n - 1], str) if n else first
         if added and isinstance(piece, bytes):
-            text = b"".join(one for one in found[at : at + 2] if isinstance(one, bytes))
+            text = b"".join(part for part in token_pieces[n : n + 2] if isinstance(part, bytes))
             if text.startswith(b" ") and not text.startswith(b"  "):  # with two spaces, both are part of the text
-                found[at] = piece[1:]
-    return found
+                token_pieces[n] = piece[1:]
+    return token_pieces
 
 
 def _sums(index: SpanIndex, values: npt.ArrayLike, spans: int) -> npt.NDArray[np.float64]:
-    given = np.asarray(values, np.float64)
-    if given.shape != index.shape:
-        raise InvalidRequest(f"values of shape {given.shape} for {len(index)} tokens: expected one per token")
-    return np.bincount(index[index >= 0], given[index >= 0], spans).astype(np.float64, copy=False)
+    array = np.asarray(values, np.float64)
+    if array.shape != index.shape:
+        raise InvalidRequest(f"values of shape {array.shape} for {len(index)} tokens: expected one per token")
+    return np.bincount(index[index >= 0], array[index >= 0], spans).astype(np.float64, copy=False)
 
 
 def _same_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> int:
     """Return the number of bytes. Raises `InvalidRequest` if the bytes of the two sides differ."""
-    one, other = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
-    if one == other:
-        return len(one)
+    left_bytes, right_bytes = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
+    if left_bytes == right_bytes:
+        return len(left_bytes)
+    offset = len(commonprefix([left_bytes, right_bytes]))
     raise InvalidRequest(
-        f"the two tokenizations spell different bytes from offset {len(commonprefix([one, other]))} on ({len(one)} and "
-        f"{len(other)} bytes): only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a control "
-        "token that is text in one of them, changes them"
+        f"the two tokenizations spell different bytes from offset {offset} on ({len(left_bytes)} and "
+        f"{len(right_bytes)} bytes): only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a "
+        "control token that is text in one of them, changes them"
     )

@@ -83,7 +83,7 @@ class Batch:
         Payloads with rows of unequal length, such as `supports`, are left out.
         """
         dense = {name: payload for name, payload in self.payloads.items() if payload.rows.dtype != object}
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        own = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         return {
             **{name: value for name, value in own.items() if isinstance(value, np.ndarray)},
             **self.columns,
@@ -198,9 +198,9 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
         ids, where = sample.token_ids, f"sample {n} (session {sample.session_id!r}, leaf {sample.leaf})"
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if outside.size:
-            at = int(outside[0])
+            position = int(outside[0])
             raise InvalidRequest(
-                f"{where} has id {int(ids[at])} at {at}, the vocabulary has {vocab_size} ids", "samples"
+                f"{where} has id {int(ids[position])} at {position}, the vocabulary has {vocab_size} ids", "samples"
             )
         if not ids.size or sample.loss_mask[0]:
             raise InvalidRequest(f"{where} begins with a token that carries loss: nothing predicts it", "samples")
@@ -246,7 +246,7 @@ def _fill(
         sample = samples[n]
         row, start, end = map(int, places[n])
         segments[row] += 1
-        at = np.s_[row, start:end]
+        cells = np.s_[row, start:end]
         values: dict[str, Any] = {
             "input_ids": sample.token_ids,
             "attention_mask": 1,
@@ -257,14 +257,14 @@ def _fill(
             "temperatures": _temperatures(sample, check),
         }
         for name, value in values.items():
-            arrays[name][at] = value
+            arrays[name][cells] = value
         for name, value in sample.columns.items():
-            columns[name][at] = value
+            columns[name][cells] = value
         for a, b, version in sample.weight_spans:
             arrays["weight_versions"][row, start + a : start + b] = versions.setdefault(version, len(versions))
         for name, payload in sample.payloads.items():
-            payloads[name].rows[at] = payload.rows
-            payloads[name].known[at] = payload.known
+            payloads[name].rows[cells] = payload.rows
+            payloads[name].known[cells] = payload.known
         boundaries += [row * length + start, row * length + end]
     return Batch(
         **arrays,
@@ -282,15 +282,15 @@ def _fill(
 
 
 def _empty_payloads(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, TokenRows]:
-    found: dict[str, TokenRows] = {}
+    payloads: dict[str, TokenRows] = {}
     for sample in samples:
         for name, payload in sample.payloads.items():
             kind = payload.rows.dtype, payload.rows.shape[1:]
-            if name not in found:
-                found[name] = TokenRows(blank_rows((*shape, *kind[1]), kind[0]), np.zeros(shape, np.bool_))
-            elif (found[name].rows.dtype, found[name].rows.shape[2:]) != kind:
+            if name not in payloads:
+                payloads[name] = TokenRows(blank_rows((*shape, *kind[1]), kind[0]), np.zeros(shape, np.bool_))
+            elif (payloads[name].rows.dtype, payloads[name].rows.shape[2:]) != kind:
                 raise InvalidRequest(f"payload {name!r} has rows of different dtypes or shapes", "samples")
-    return found
+    return payloads
 
 
 def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
@@ -332,7 +332,7 @@ def group_advantages(
         rewards.setdefault(_group_of(sample), {}).setdefault(sample.session_id, []).append(reward_of(sample))
     center: dict[str, tuple[float, float]] = {}
     for group, sessions in rewards.items():
-        of_sessions = [np.mean(one) for one in sessions.values()]
+        of_sessions = [np.mean(of_session) for of_session in sessions.values()]
         center[group] = float(np.mean(of_sessions)), float(np.std(of_sessions)) + epsilon if scale else 1.0
     out = []
     for sample in samples:
@@ -410,13 +410,13 @@ def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.ND
         for span in batch.media[sample]:
             here = slice(start + span.start, start + span.start + span.length)
             arrays = processed(span.sha256, span.settings)
-            found = processor(span.settings).lengths(arrays["image_grid_thw"])[0]
-            if found != span.length or (batch.input_ids[row, here] != processor(span.settings).placeholder_id).any():
+            length = processor(span.settings).lengths(arrays["image_grid_thw"])[0]
+            if length != span.length or (batch.input_ids[row, here] != processor(span.settings).placeholder_id).any():
                 raise InvalidRequest(
-                    f"image {span.sha256} has {found} tokens, the record has {span.length}: process it with the "
+                    f"image {span.sha256} has {length} tokens, the record has {span.length}: process it with the "
                     "versions of transformers and Pillow that its settings name"
                 )
             types[row, here] = IMAGE_TYPE
             images.append(arrays)
-    joined = {name: np.concatenate([one[name] for one in images]) for name in images[0]} if images else {}
+    joined = {name: np.concatenate([image[name] for image in images]) for name in images[0]} if images else {}
     return {**joined, "mm_token_type_ids": types}

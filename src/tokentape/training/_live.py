@@ -78,8 +78,8 @@ class LiveGateway:
         The gateway's `sample` gets `handle` with each call of the session. Its metadata name the group and the attempt;
         `pin` and `default` are its sampling parameters. Sessions of a temporary record are deleted once they are read.
         """
-        named = {"group": group, "attempt": attempt, **(metadata or {})}
-        session = await self.client.session(session_id, metadata=named, pin=pin, default=default)
+        labels = {"group": group, "attempt": attempt, **(metadata or {})}
+        session = await self.client.session(session_id, metadata=labels, pin=pin, default=default)
         self.handles[session.session_id] = handle
         error: Exception | None = None
         try:
@@ -90,18 +90,18 @@ class LiveGateway:
                     await session.reward(float(reward))
             except Exception as raised:
                 error = raised
-            stored, found = await asyncio.to_thread(self._read, session.session_id)
+            stored, trajectories = await asyncio.to_thread(self._read, session.session_id)
         finally:
             # Also where the trainer cancels the rollout.
             del self.handles[session.session_id]
             if not self.keeps:
                 await session.delete()
-        made = assemble(found, group=lambda _: group)
+        assembled = assemble(trajectories, group=lambda _: group)
         if stop_rule is not None:
             # What an agent that failed left is not trained.
-            stop_rule.add(made.samples if error is None else ())
+            stop_rule.add(assembled.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
-        return Rollout(session.session_id, tuple(made.samples), error, replies)
+        return Rollout(session.session_id, tuple(assembled.samples), error, replies)
 
     def _read(self, session_id: str) -> tuple[StoredSession, list[Trajectory]]:
         stored = self.store.load_session(session_id, per_token=True)
@@ -180,16 +180,16 @@ async def _hold(
         await asyncio.to_thread(gateway.__exit__, None, None, None)
 
 
-def imported(given: Any, param: str) -> Any:
+def imported(target: Any, param: str) -> Any:
     """Return an object, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
-    if not isinstance(given, str):
-        return given
-    module, _, name = given.rpartition(".")
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidRequest(
-            f"{param} {given!r} can't be imported ({error}); expected package.module.name: write the full name, and "
+            f"{param} {target!r} can't be imported ({error}); expected package.module.name: write the full name, and "
             "put the package where Python finds it, with PYTHONPATH for example",
             param,
         ) from None

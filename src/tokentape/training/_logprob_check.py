@@ -117,32 +117,32 @@ class LogprobReport:
 
     def failures(self, limits: LogprobLimits) -> list[tuple[str, str]]:
         """Return (channel, message) for each exceeded limit. The channel `rows` is for rows that only one side has."""
-        found: list[tuple[str, str]] = []
+        failures: list[tuple[str, str]] = []
         numbers = self.numeric
         if self.without_trainer + self.unknown > limits.missing:
             sides = f"{self.without_trainer} only in the record, {self.unknown} only in the trainer's file"
-            found.append(("rows", f"{sides}; limit {limits.missing}"))
+            failures.append(("rows", f"{sides}; limit {limits.missing}"))
         if self.above_zero:
-            found.append(("numeric", f"{self.above_zero} logprobs are above 0, which no probability has"))
+            failures.append(("numeric", f"{self.above_zero} logprobs are above 0, which no probability has"))
         if not self.compared:
-            found.append(("numeric", "no token was compared"))
+            failures.append(("numeric", "no token was compared"))
         if numbers.not_finite:
-            found.append(("numeric", f"{numbers.not_finite} tokens have no finite logprob in the trainer"))
+            failures.append(("numeric", f"{numbers.not_finite} tokens have no finite logprob in the trainer"))
         for name, value, limit in (
             ("mean difference", numbers.mean, limits.mean),
             ("largest difference", numbers.max, limits.delta),
             ("k3", numbers.k3, limits.k3),
         ):
             if limit is not None and value > limit:
-                found.append(("numeric", f"{name} {value:.3g}, limit {limit:g}"))
+                failures.append(("numeric", f"{name} {value:.3g}, limit {limit:g}"))
         drifts: tuple[tuple[Channel, Drift], ...] = (("id drift", self.id_drift), ("text drift", self.text_drift))
         for channel, drift in drifts:
             # With a limit of 0, drift in the context counts too.
             if drift.changed_sequences and (drift.share > limits.drift or not limits.drift):
                 counts = f"{drift.changed_tokens} of {drift.tokens} trained tokens changed"
                 where = f"in {drift.changed_sequences} of {drift.sequences} sequences"
-                found.append((channel, f"{counts}, {where}; limit {limits.drift:g}"))
-        return found
+                failures.append((channel, f"{counts}, {where}; limit {limits.drift:g}"))
+        return failures
 
 
 def check_logprobs(
@@ -170,14 +170,14 @@ def check_logprobs(
     tally = _Tally(outliers, tokenizer, forward, Mismatch(precision, vocab_size, adapter))
     seen = set()
     absent = 0
-    for one in trajectories:
-        key = (one.session_id, one.leaf)
+    for trajectory in trajectories:
+        key = (trajectory.session_id, trajectory.leaf)
         row = TrainerRow(None, None) if rows is None else rows.get(key)
         if row is None:
             absent += 1
         else:
             seen.add(key)
-            tally.add(one, row)
+            tally.add(trajectory, row)
     return tally.report(absent, 0 if rows is None else len(rows.keys() - seen))
 
 
@@ -228,7 +228,7 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
 
     Raises `InvalidRequest` for a file without the first two columns or without both others, and for a duplicate row.
     """
-    found: dict[tuple[str, int], TrainerRow] = {}
+    rows: dict[tuple[str, int], TrainerRow] = {}
     for number, row in enumerate(read_table_rows(Path(source), _COLUMNS), 1):
         ids, logprobs = row.get("token_ids"), row.get("trainer_logprobs")
         if "session_id" not in row or "leaf" not in row or (ids is None and logprobs is None):
@@ -237,14 +237,14 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
                 f"{', '.join(sorted(name for name, value in row.items() if value is not None)) or 'nothing'}"
             )
         key = (row["session_id"], int(row["leaf"]))
-        if key in found:
+        if key in rows:
             raise InvalidRequest(f"{source}, row {number}: a second row of session {key[0]!r}, leaf {key[1]}")
-        found[key] = TrainerRow(
+        rows[key] = TrainerRow(
             None if ids is None else np.array(ids, np.int32),
             # JSON has null for NaN.
-            None if logprobs is None else np.array([np.nan if one is None else one for one in logprobs], np.float32),
+            None if logprobs is None else np.array([np.nan if x is None else x for x in logprobs], np.float32),
         )
-    return found
+    return rows
 
 
 _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
@@ -260,40 +260,41 @@ class _Tally:
         """The largest differences, with their tokens."""
         self._above_zero = self._sequences = 0
 
-    def add(self, one: Trajectory, row: TrainerRow) -> None:
+    def add(self, trajectory: Trajectory, row: TrainerRow) -> None:
         self._sequences += 1
-        ids = one.token_ids if row.token_ids is None else row.token_ids
-        mask = one.loss_mask & np.isfinite(one.logprobs)
+        ids = trajectory.token_ids if row.token_ids is None else row.token_ids
+        mask = trajectory.loss_mask & np.isfinite(trajectory.logprobs)
         mask[:1] = False
         logprobs = row.logprobs
         if logprobs is None and row.token_ids is None:
             # In the recorded distribution, NaN where that is not possible.
-            scores = self._scores(one.token_ids, 1, self._mismatch.top_for(one))
-            logprobs = self._mismatch.add(one, mask, 1, scores)
+            scores = self._scores(trajectory.token_ids, 1, self._mismatch.top_for(trajectory))
+            logprobs = self._mismatch.add(trajectory, mask, 1, scores)
             mask &= ~np.isnan(logprobs)
         elif logprobs is None:
-            mask &= self._raw(one, mask)
+            mask &= self._raw(trajectory, mask)
             logprobs = self._given()(ids)
         if len(logprobs) != len(ids):
             raise InvalidRequest(
-                f"session {one.session_id!r}, leaf {one.leaf}: {len(logprobs)} logprobs of the trainer, {len(ids)} ids"
+                f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: {len(logprobs)} logprobs of the trainer, "
+                f"{len(ids)} ids"
             )
-        found = self._compare(one, ids)
+        pairing = self._compare(trajectory, ids)
         for channel in self._drifts:
-            self._drifts[channel] = self._drifts[channel].added(mask, found if found.channel == channel else None)
+            self._drifts[channel] = self._drifts[channel].added(mask, pairing if pairing.channel == channel else None)
         if self._tokenizer is not None and self._retokenized is not None:
-            again = pair_ids(one.token_ids, retokenized(self._tokenizer, one.token_ids), self._tokenizer)
+            again = pair_ids(trajectory.token_ids, retokenized(self._tokenizer, trajectory.token_ids), self._tokenizer)
             self._retokenized = self._retokenized.added(mask, None if again.channel == "numeric" else again)
-        positions = np.flatnonzero(mask & (found.partner >= 0))
-        trainer = logprobs[found.partner[positions]].astype(np.float64)
-        apart = trainer - one.logprobs[positions]
-        self._above_zero += int((trainer > _ROUNDING).sum() + (one.logprobs[positions] > _ROUNDING).sum())
-        before = positions < found.first
+        positions = np.flatnonzero(mask & (pairing.partner >= 0))
+        trainer = logprobs[pairing.partner[positions]].astype(np.float64)
+        apart = trainer - trajectory.logprobs[positions]
+        self._above_zero += int((trainer > _ROUNDING).sum() + (trajectory.logprobs[positions] > _ROUNDING).sum())
+        before = positions < pairing.first
         self._numeric.add(apart[before])
         self._behind.add(apart[~before])
         size = np.where(np.isfinite(apart), np.abs(apart), np.inf)
         for n in np.argsort(-size, kind="stable")[: self._limit].tolist():
-            outlier = self._outlier(one, found, int(positions[n]), float(trainer[n]))
+            outlier = self._outlier(trajectory, pairing, int(positions[n]), float(trainer[n]))
             self._outliers.append((float(size[n]), outlier))
         self._outliers = nlargest(self._limit, self._outliers, key=itemgetter(0))
 
@@ -327,38 +328,38 @@ class _Tally:
             return forward.scores(ids, start, top)
         return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
 
-    def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def _raw(self, trajectory: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return a mask of tokens with raw recorded logprobs, and count the others as not comparable."""
         raw = np.zeros(len(mask), bool)
-        for rule, (_, start, end) in zip(self._mismatch.rules(one), one.completions(), strict=True):
+        for rule, (_, start, end) in zip(self._mismatch.rules(trajectory), trajectory.completions(), strict=True):
             raw[start:end] = rule == RAW
             if rule != RAW and (tokens := int(mask[start:end].sum())):
                 self._mismatch.not_comparable[str(rule)] += tokens
         return raw
 
-    def _compare(self, one: Trajectory, ids: TokenIds) -> Pairing:
+    def _compare(self, trajectory: Trajectory, ids: TokenIds) -> Pairing:
         if self._tokenizer is not None:
-            return pair_ids(one.token_ids, ids, self._tokenizer)
-        if not np.array_equal(one.token_ids[: len(ids)], ids):
+            return pair_ids(trajectory.token_ids, ids, self._tokenizer)
+        if not np.array_equal(trajectory.token_ids[: len(ids)], ids):
             raise InvalidRequest(
-                f"session {one.session_id!r}, leaf {one.leaf}: the trainer's ids differ from the recorded ones; to "
-                "compare the texts too, pass the model folder"
+                f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: the trainer's ids differ from the "
+                "recorded ones; to compare the texts too, pass the model folder"
             )
-        places = np.arange(len(one.token_ids))
+        places = np.arange(len(trajectory.token_ids))
         return Pairing("numeric", np.where(places < len(ids), places, -1), len(places))
 
-    def _outlier(self, one: Trajectory, found: Pairing, at: int, trainer: float) -> Outlier:
-        kinds = [change.kind for change in found.changes if change.start <= at]
-        token_id = int(one.token_ids[at])
+    def _outlier(self, trajectory: Trajectory, pairing: Pairing, position: int, trainer: float) -> Outlier:
+        kinds = [change.kind for change in pairing.changes if change.start <= position]
+        token_id = int(trajectory.token_ids[position])
         return Outlier(
-            session_id=one.session_id,
-            leaf=one.leaf,
-            turn=one.turns[int(np.searchsorted(one.completion_ends, at, "right"))],
-            position=at,
+            session_id=trajectory.session_id,
+            leaf=trajectory.leaf,
+            turn=trajectory.turns[int(np.searchsorted(trajectory.completion_ends, position, "right"))],
+            position=position,
             token_id=token_id,
             text=None if self._tokenizer is None else self._tokenizer.decode([token_id]),
-            recorded=float(one.logprobs[at]),
+            recorded=float(trajectory.logprobs[position]),
             trainer=trainer,
-            channel="numeric" if at < found.first else found.channel,
+            channel="numeric" if position < pairing.first else pairing.channel,
             drift_class=kinds[-1] if kinds else None,
         )

@@ -83,16 +83,17 @@ def prove(old: str | Path, new: str | Path | TrainingTokenizer, corpus: Iterable
         before, after = (side.encode_batch_fast([t for _, t in some], add_special_tokens=False) for side in sides)
         texts += len(some)
         tokens += sum(len(encoding.ids) for encoding in before)
-        changed += [found for found, a, b in zip(some, before, after, strict=True) if a.ids != b.ids]
+        changed += [entry for entry, a, b in zip(some, before, after, strict=True) if a.ids != b.ids]
     spellings = (side.decode_batch([[i] for i in ids], skip_special_tokens=False) for side in sides)
     added = {token["id"]: token for token in now.get("added_tokens", [])}
     tokens_before = was.get("added_tokens", [])
-    lost = [f"added token {one['content']!r}" for one in tokens_before if added.get(one["id"]) != one]
+    lost = [f"added token {token['content']!r}" for token in tokens_before if added.get(token["id"]) != token]
+    shrunk = (_shrunk(*entry, sides) for entry in changed[:10])
     return Proof(
         texts=texts,
         tokens=tokens,
         changed_texts=len(changed),
-        counterexample=min((_shrunk(*one, sides) for one in changed[:10]), key=lambda one: len(one.text), default=None),
+        counterexample=min(shrunk, key=lambda counterexample: len(counterexample.text), default=None),
         changed_parts=(*(part for part in PARTS if was.get(part) != now.get(part)), *lost),
         changed_spellings=tuple(i for i, a, b in zip(ids, *spellings, strict=True) if a != b),
         fingerprint=_digest({part: _digest(was.get(part)) for part in PARTS}),
@@ -108,9 +109,9 @@ def _shrunk(source: str, text: str, sides: Sequence[tokenizers.Tokenizer]) -> Co
 
     first = len(commonprefix(ids(text)))
     offsets = sides[0].encode(text, add_special_tokens=False).offsets
-    at = offsets[first][0] if first < len(offsets) else len(text)
+    offset = offsets[first][0] if first < len(offsets) else len(text)
     # A short piece of a long text probably differs too, and shrinks much faster.
-    near = text[max(0, at - _AROUND) : at + _AROUND]
+    near = text[max(0, offset - _AROUND) : offset + _AROUND]
     least = smallest_text(near if differs(near) else text, differs)
     old_ids, new_ids = ids(least)
     return Counterexample(least, old_ids, new_ids, source)
@@ -124,13 +125,13 @@ def _always_tried(old: tokenizers.Tokenizer, ids: Sequence[int]) -> Iterator[tup
 
 
 def _read(corpus: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
-    for one in corpus:
-        if isinstance(one, str):
-            yield "corpus", one
+    for source in corpus:
+        if isinstance(source, str):
+            yield "corpus", source
             continue
-        with open(one, encoding="utf-8", errors="replace", newline="") as file:
+        with open(source, encoding="utf-8", errors="replace", newline="") as file:
             while text := file.read(_CHARACTERS):
-                yield str(one), text
+                yield str(source), text
 
 
 def _read_spec(source: str | Path | TrainingTokenizer) -> Any:

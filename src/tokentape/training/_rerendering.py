@@ -64,15 +64,15 @@ def check_rerendered(
     counts: Counter[str] = Counter()
     kinds: dict[str, Counter[str]] = {"ids": Counter(), "text": Counter()}
     apart = {name: NumbersTally() for name in ("numeric", "ids", "text")}
-    for one, again in _pairs(sessions, renderer):
+    for trajectory, again in _pairs(sessions, renderer):
         if again is None:
             counts["refused"] += 1
             continue
-        mask = one.loss_mask & np.isfinite(one.logprobs)
+        mask = trajectory.loss_mask & np.isfinite(trajectory.logprobs)
         mask[:1] = False
-        found = compare(one.token_ids, again, renderer.tokenizer, provenance=one.provenance)
+        comparison = compare(trajectory.token_ids, again, renderer.tokenizer, provenance=trajectory.provenance)
         first = {"ids": len(mask), "text": len(mask)}
-        for difference in found.differences:
+        for difference in comparison.differences:
             # Ignore text of the template after the last turn.
             if difference.expected_start < len(mask):
                 name = "ids" if difference.same_bytes else "text"
@@ -83,9 +83,9 @@ def check_rerendered(
         counts.update({f"{name} sequences": int(start < len(mask)) for name, start in first.items()})
         counts.update(sequences=1, tokens=int(mask.sum()))
         if forward is not None:
-            partner = found.partners()
+            partner = comparison.partners()
             positions = np.flatnonzero(mask & (partner >= 0))
-            distance = forward(again)[partner[positions]].astype(np.float64) - one.logprobs[positions]
+            distance = forward(again)[partner[positions]].astype(np.float64) - trajectory.logprobs[positions]
             cuts = np.searchsorted(positions, [min(first.values()), first["text"]])
             for tally, part in zip(apart.values(), np.split(distance, cuts), strict=True):
                 tally.add(part)
@@ -106,6 +106,7 @@ def _pairs(sessions: Iterable[StoredSession], renderer: Renderer) -> Iterator[tu
     """Yield branches with the ids of their rendered messages; None if they are refused or have images."""
     for stored in sessions:
         session = stored.tree()
-        for one in stored.trajectories():
-            path = session.path(one.leaf)
-            yield one, None if one.media else whole_conversation(renderer, path, stored.setups[path[-1].setup])
+        for trajectory in stored.trajectories():
+            path = session.path(trajectory.leaf)
+            setup = stored.setups[path[-1].setup]
+            yield trajectory, None if trajectory.media else whole_conversation(renderer, path, setup)

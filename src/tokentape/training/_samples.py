@@ -62,7 +62,7 @@ Split: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Piece]]
 
 def longest_branch(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
     """Keep only the trajectory with the most tokens; of several, the first."""
-    return [max(trajectories, key=lambda one: len(one.token_ids))] if trajectories else []
+    return [max(trajectories, key=lambda trajectory: len(trajectory.token_ids))] if trajectories else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class KeepVerdicts:
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return the trajectories with one of the verdicts."""
-        return [one for one in trajectories if wanted_verdict(one.verdict, self.wanted)]
+        return [trajectory for trajectory in trajectories if wanted_verdict(trajectory.verdict, self.wanted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,16 @@ class DropRetries:
         """Return the trajectories without removed turns."""
         siblings: dict[tuple[int | None, bytes], set[int]] = {}
         continued: set[int] = set()
-        for one in trajectories:
-            continued.update(one.turns[:-1])
+        for trajectory in trajectories:
+            continued.update(trajectory.turns[:-1])
             before = 0
-            for n, (turn, start) in enumerate(zip(one.turns, one.completion_starts.tolist(), strict=True)):
-                parent = one.turns[n - 1] if n else None
-                siblings.setdefault((parent, one.token_ids[before:start].tobytes()), set()).add(turn)
-                before = int(one.completion_ends[n])
-        kept = {turn for alike in siblings.values() for turn in self._of(alike, continued)}
-        return [one for one in trajectories if kept.issuperset(one.turns)]
+            starts = trajectory.completion_starts.tolist()
+            for n, (turn, start) in enumerate(zip(trajectory.turns, starts, strict=True)):
+                parent = trajectory.turns[n - 1] if n else None
+                siblings.setdefault((parent, trajectory.token_ids[before:start].tobytes()), set()).add(turn)
+                before = int(trajectory.completion_ends[n])
+        kept_turns = {turn for alike in siblings.values() for turn in self._of(alike, continued)}
+        return [trajectory for trajectory in trajectories if kept_turns.issuperset(trajectory.turns)]
 
     def _of(self, alike: set[int], continued: set[int]) -> set[int]:
         if self.keep == "first":
@@ -115,7 +116,7 @@ class DropRetries:
 
 def one_per_leaf(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
     """Return one sample per trajectory. A shared turn is trained in the first."""
-    return [Piece(one, len(one.turns), range(len(one.turns))) for one in trajectories]
+    return [Piece(trajectory, len(trajectory.turns), range(len(trajectory.turns))) for trajectory in trajectories]
 
 
 def one_per_turn(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
@@ -125,9 +126,9 @@ def one_per_turn(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
     that of the whole path; the reward of the action is the last of `turn_rewards`.
     """
     first: dict[int, Piece] = {}
-    for one in trajectories:
-        for n, turn in enumerate(one.turns):
-            first.setdefault(turn, Piece(one, n + 1, range(n, n + 1)))
+    for trajectory in trajectories:
+        for n, turn in enumerate(trajectory.turns):
+            first.setdefault(turn, Piece(trajectory, n + 1, range(n, n + 1)))
     return [first[turn] for turn in sorted(first)]
 
 
@@ -197,8 +198,8 @@ def assemble(
     the key in a session's metadata with the name of the group, or a function that returns the name. `roles` selects
     branches by role: `main`, `subagent`, `side_call`.
 
-    >>> made = assemble(read_trajectories("rollouts.parquet"), group="task")                     # doctest: +SKIP
-    >>> made.report.trained_tokens                                                               # doctest: +SKIP
+    >>> assembled = assemble(read_trajectories("rollouts.parquet"), group="task")                # doctest: +SKIP
+    >>> assembled.report.trained_tokens                                                          # doctest: +SKIP
     18211
 
     Raises `InvalidRequest` for a session without the group's key in its metadata, and with `roles` for trajectories
@@ -208,39 +209,39 @@ def assemble(
         check_roles(roles)
         select = [partial(_with_roles, roles), *select]
     sessions: dict[str, list[Trajectory]] = {}
-    for one in trajectories:
-        sessions.setdefault(one.session_id, []).append(one)
-    made = [_of_session(given, select, split, max_length, group) for given in sessions.values()]
+    for trajectory in trajectories:
+        sessions.setdefault(trajectory.session_id, []).append(trajectory)
+    parts = [_of_session(of_session, select, split, max_length, group) for of_session in sessions.values()]
     return Assembled(
-        [sample for one in made for sample in one.samples], sum((one.report for one in made), AssemblyReport())
+        [sample for part in parts for sample in part.samples], sum((part.report for part in parts), AssemblyReport())
     )
 
 
 def _with_roles(roles: Sequence[str], trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    silent = next((one for one in trajectories if not one.role), None)
+    silent = next((trajectory for trajectory in trajectories if not trajectory.role), None)
     if silent is not None:
         raise InvalidRequest(
             f"session {silent.session_id!r}: its trajectories say no role; take them from `tokentape export` or from a "
             "client's session, or give `edges` to `StoredSession.trajectories`",
             "roles",
         )
-    return [one for one in trajectories if one.role in roles]
+    return [trajectory for trajectory in trajectories if trajectory.role in roles]
 
 
 def _of_session(
-    given: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     select: Sequence[Select],
     split: Split,
     max_length: MaxLength | None,
     group: str | Callable[[Trajectory], str] | None,
 ) -> Assembled:
-    selected = given
+    selected = trajectories
     for step in select:
         selected = step(selected)
     pieces = list(split(selected))
-    counts = Counter(sessions=1, trajectories=len(given), not_selected=len(given) - len(selected))
+    counts = Counter(sessions=1, trajectories=len(trajectories), not_selected=len(trajectories) - len(selected))
     limit = max_length.tokens if max_length is not None else None
-    owners = _owners(given)
+    owners = _owners(trajectories)
     trained: set[int] = set()
     samples = []
     for piece in pieces:
@@ -253,14 +254,14 @@ def _of_session(
         whole = _length(piece)
         length = whole if limit is None else _length(piece, limit)
         starts, ends = piece.trajectory.completion_starts, piece.trajectory.completion_ends
-        kept = sum(max(min(int(ends[n]), length) - int(starts[n]), 0) for n in mine)
+        trained_tokens = sum(max(min(int(ends[n]), length) - int(starts[n]), 0) for n in mine)
         if length < whole:
-            lost = sum(int(ends[n]) - int(starts[n]) for n in mine) - kept
+            lost = sum(int(ends[n]) - int(starts[n]) for n in mine) - trained_tokens
             counts.update(cut=1, cut_tokens=whole - length, cut_trained_tokens=lost)
-        if not kept:
+        if not trained_tokens:
             counts["nothing_to_train"] += 1
             continue
-        counts.update(samples=1, tokens=length, trained_tokens=kept)
+        counts.update(samples=1, tokens=length, trained_tokens=trained_tokens)
         samples.append(_sample(piece, mine, length, owners, group_name(piece.trajectory, group)))
     return Assembled(samples, AssemblyReport(**counts))
 
@@ -273,14 +274,14 @@ def _length(piece: Piece, limit: int | None = None) -> int:
     return int(ends[-1]) if len(ends) else 0
 
 
-def _owners(given: Sequence[Trajectory]) -> dict[int, Trajectory]:
+def _owners(trajectories: Sequence[Trajectory]) -> dict[int, Trajectory]:
     """Return for each turn the trajectory that trains it, where a missing column value is NaN."""
-    found: dict[int, Trajectory] = {}
-    for one in given:
-        for n, start in enumerate(one.completion_starts.tolist()):
-            if start < len(one.loss_mask) and one.loss_mask[start]:
-                found.setdefault(one.turns[n], one)
-    return found
+    owners: dict[int, Trajectory] = {}
+    for trajectory in trajectories:
+        for n, start in enumerate(trajectory.completion_starts.tolist()):
+            if start < len(trajectory.loss_mask) and trajectory.loss_mask[start]:
+                owners.setdefault(trajectory.turns[n], trajectory)
+    return owners
 
 
 def _sample(
@@ -292,13 +293,13 @@ def _sample(
     for n in mine:
         loss_mask[whole.completion_starts[n] : whole.completion_ends[n]] = True
     limits = {"token": length, "turn": turns}
-    kept = {
+    values = {
         field.name: value[: limits.get(field.per)] if field.per else value
         for field in FIELDS
         for value in [getattr(whole, field.name)]
     }
     return Sample(
-        **kept
+        **values
         | {
             "leaf": whole.turns[turns - 1],
             "loss_mask": loss_mask,
@@ -327,7 +328,7 @@ def _columns(
     `whole` has zeros for turns that it does not train; their owner says whether these are values.
     """
     others = [owners[whole.turns[n]] for n in mine if whole.turns[n] in owners]
-    names = sorted({name for one in [whole, *others] for name in one.columns})
+    names = sorted({name for trajectory in [whole, *others] for name in trajectory.columns})
     columns = {}
     for name in names:
         values = whole.columns.get(name)

@@ -38,7 +38,7 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Rendering:
+class RenderedConversation:
     """A rendered conversation. Offsets are characters of the marked text, in which a mark has two characters."""
 
     renderer: Renderer
@@ -91,13 +91,13 @@ def sft_sample(
         raise InvalidRequest("an overriding renderer does not say which of its ids the assistant says", "renderer")
     rendered = _rendered(renderer, messages, setup, generate=False)
     marked = _marked_by_template(rendered) if marks else None
-    said = marked if marked is not None else find_spans(rendered, chosen)
-    _check(rendered, said, whole=marked is None and len(said) == len(_speakers(messages)))
-    spans = said if reasoning else [_without_reasoning(rendered, one) for one in said]
+    turn_spans = marked if marked is not None else find_spans(rendered, chosen)
+    _check(rendered, turn_spans, whole=marked is None and len(turn_spans) == len(_speakers(messages)))
+    spans = turn_spans if reasoning else [_without_reasoning(rendered, span) for span in turn_spans]
     encoded = renderer.tokenizer.encode_marked(rendered.text)
     provenance = provenance_of_tokens(rendered.codes[rendered.flat[:-1]], encoded.spans)
     places = rendered.flat[encoded.spans]
-    ranges = [(one.message, *_tokens(places, one)) for one in spans if one.message in chosen]
+    ranges = [(span.message, *_tokens(places, span)) for span in spans if span.message in chosen]
     ranges = [(message, start, end) for message, start, end in ranges if start < end]
     if not ranges:
         raise InvalidRequest("the template writes nothing for the messages to train", "select")
@@ -123,7 +123,7 @@ def sft_sample(
     )
 
 
-def find_spans(rendered: Rendering, chosen: Collection[int]) -> list[AssistantSpan]:
+def find_spans(rendered: RenderedConversation, chosen: Collection[int]) -> list[AssistantSpan]:
     """Return the span of each assistant message, or only the last if only that is chosen. Raises `TemplateRefused`."""
     for find_starts in (_starts_after_headers, _starts_after_others):
         if (starts := find_starts(rendered)) is not None:
@@ -144,14 +144,14 @@ def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Colle
     if isinstance(select, str):
         if select not in ("all", "final"):
             raise InvalidRequest(f"select is {select!r}; pass 'all', 'final' or indices of messages", "select")
-        wanted = speakers if select == "all" else [len(messages) - 1]
+        indices = speakers if select == "all" else [len(messages) - 1]
     else:
-        wanted = sorted({int(n) for n in select})
-    if not wanted or not set(wanted) <= set(speakers):
+        indices = sorted({int(n) for n in select})
+    if not indices or not set(indices) <= set(speakers):
         raise InvalidRequest(
-            f"messages {wanted} are to be trained, assistant messages are {speakers}; name some of those", "select"
+            f"messages {indices} are to be trained, assistant messages are {speakers}; name some of those", "select"
         )
-    return wanted
+    return indices
 
 
 def _with_objects(message: Message) -> Message:
@@ -167,14 +167,14 @@ def _speakers(messages: Sequence[Message]) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> Rendering:
+def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> RenderedConversation:
     text, codes = renderer.render_text_with_provenance(messages, setup, generate=generate)
     marks = {match.start() for match in MARK.finditer(text)}
-    flat = np.array([at for at in range(len(text) + 1) if at - 1 not in marks], np.int64)
-    return Rendering(renderer, messages, setup, text, np.repeat(codes, np.diff(flat)), flat)
+    flat = np.array([offset for offset in range(len(text) + 1) if offset - 1 not in marks], np.int64)
+    return RenderedConversation(renderer, messages, setup, text, np.repeat(codes, np.diff(flat)), flat)
 
 
-def _marked_by_template(rendered: Rendering) -> list[AssistantSpan] | None:
+def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
     """Return the spans of the template's `{% generation %}` blocks; None unless there is one per message."""
     source, marks = _GENERATION.subn(_shown, rendered.renderer.template.source)
     if not marks:
@@ -195,7 +195,7 @@ def _shown(tag: re.Match[str]) -> str:
     return f'{{%{left} if true %}}{{{{ "\\u{ord(sentinel):04x}" }}}}{{% endif {right}%}}'
 
 
-def _starts_after_headers(rendered: Rendering) -> dict[int, int] | None:
+def _starts_after_headers(rendered: RenderedConversation) -> dict[int, int] | None:
     """Return the start of each assistant message, after its header; None if some have no header."""
     form = rendered.renderer.format(rendered.setup)
     prompt = form.generation_prompt
@@ -205,17 +205,20 @@ def _starts_after_headers(rendered: Rendering) -> dict[int, int] | None:
     speakers = _speakers(rendered.messages)
     # Try the longest prefix first: the prompt may have an empty reasoning block, which is filled in some turns.
     for end in [len(shared), *(match.start() for match in reversed(list(MARK.finditer(shared, 1))))]:
-        found = [match.end() for match in re.finditer(re.escape(shared[:end]), rendered.text)]
-        if len(found) == len(speakers):
+        header_ends = [match.end() for match in re.finditer(re.escape(shared[:end]), rendered.text)]
+        if len(header_ends) == len(speakers):
             # The model does not sample the text of the generation prompt after the header.
-            starts = [at + common_prefix(rendered.text[at : at + len(prompt) - end], prompt[end:]) for at in found]
+            rest = prompt[end:]
+            starts = [
+                offset + common_prefix(rendered.text[offset : offset + len(rest)], rest) for offset in header_ends
+            ]
             return dict(zip(speakers, starts, strict=True))
     return None
 
 
-def _starts_after_others(rendered: Rendering) -> dict[int, int] | None:
+def _starts_after_others(rendered: RenderedConversation) -> dict[int, int] | None:
     """Return the start of each assistant message, after the text that follows the message before; None if it varies."""
-    by_writer = groupby(enumerate(rendered.messages), lambda one: one[1]["role"] == "assistant")
+    by_writer = groupby(enumerate(rendered.messages), lambda entry: entry[1]["role"] == "assistant")
     groups, runs = [(own, [n for n, _ in run]) for own, run in by_writer], list(_runs(rendered.codes))
     if [own for own, _ in groups] != [own for own, _, _ in runs] or any(own and len(run) > 1 for own, run in groups):
         return None
@@ -248,16 +251,16 @@ def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
             yield bool(own[first]), int(places[first]), int(places[end - 1])
 
 
-def _with_ends(rendered: Rendering, starts: dict[int, int]) -> list[AssistantSpan]:
+def _with_ends(rendered: RenderedConversation, starts: dict[int, int]) -> list[AssistantSpan]:
     """Return the spans of turns through the token that ends them, or if there is none, through the closing text."""
     renderer, messages, text, codes = rendered.renderer, rendered.messages, rendered.text, rendered.codes
     form, stops = renderer.format(rendered.setup), renderer.stop_ids(rendered.setup)
     ends = [m.end() for m in MARK.finditer(text) if renderer.tokenizer.control_of_mark(m[0]).id in stops]
     foreign = np.flatnonzero(np.isin(codes, _FOREIGN))
     own = np.flatnonzero(codes == Provenance.ASSISTANT)
-    said = []
+    spans = []
     for n, start in starts.items():
-        limits = [at for at in starts.values() if at > start] + foreign[foreign >= start][:1].tolist()
+        limits = [later for later in starts.values() if later > start] + foreign[foreign >= start][:1].tolist()
         limit = min([*limits, len(text)])
         end = next((end for end in ends if start < end <= limit), None)
         if end is None:
@@ -267,18 +270,18 @@ def _with_ends(rendered: Rendering, starts: dict[int, int]) -> list[AssistantSpa
             end += common_prefix(text[end:limit], close)
             if n == len(messages) - 1:
                 end = max(end, len(text.rstrip()))
-        said.append(AssistantSpan(n, start, end))
-    return said
+        spans.append(AssistantSpan(n, start, end))
+    return spans
 
 
-def _check(rendered: Rendering, said: Sequence[AssistantSpan], *, whole: bool) -> None:
+def _check(rendered: RenderedConversation, spans: Sequence[AssistantSpan], *, whole: bool) -> None:
     """Raise `TemplateRefused` if spans have others' text or none of their own, or, if `whole`, don't have all of it."""
     own, others = rendered.codes == Provenance.ASSISTANT, np.isin(rendered.codes, _FOREIGN)
     inside = np.zeros(len(rendered.codes), np.bool_)
-    for one in said:
-        inside[one.start : one.end] = True
-        if others.any() and _speaks(rendered.messages[one.message]) and not own[one.start : one.end].any():
-            raise TemplateRefused(f"the template writes nothing of what message {one.message} says: nothing to train")
+    for span in spans:
+        inside[span.start : span.end] = True
+        if others.any() and _speaks(rendered.messages[span.message]) and not own[span.start : span.end].any():
+            raise TemplateRefused(f"the template writes nothing of what message {span.message} says: nothing to train")
     wrong, missed = int((inside & others).sum()), int((~inside & own).sum()) if whole else 0
     if wrong or missed:
         raise TemplateRefused(
@@ -296,17 +299,17 @@ def _speaks(message: Message) -> bool:
     )
 
 
-def _without_reasoning(rendered: Rendering, said: AssistantSpan) -> AssistantSpan:
+def _without_reasoning(rendered: RenderedConversation, span: AssistantSpan) -> AssistantSpan:
     """Return the span of the turn after its reasoning, if it has any."""
     form = rendered.renderer.format(rendered.setup).reasoning
     for close in filter(None, (form.close, form.close.strip()) if form is not None else ()):
-        at = rendered.text.find(close, said.start, said.end)
-        if at >= 0:
-            return AssistantSpan(said.message, at + len(close), said.end)
-    return said
+        offset = rendered.text.find(close, span.start, span.end)
+        if offset >= 0:
+            return AssistantSpan(span.message, offset + len(close), span.end)
+    return span
 
 
-def _tokens(places: npt.NDArray[np.int64], said: AssistantSpan) -> tuple[int, int]:
+def _tokens(places: npt.NDArray[np.int64], span: AssistantSpan) -> tuple[int, int]:
     """Return the tokens that are completely in the span."""
-    within = np.flatnonzero((places[:, 0] >= said.start) & (places[:, 1] <= said.end) & (places[:, 1] > said.start))
+    within = np.flatnonzero((places[:, 0] >= span.start) & (places[:, 1] <= span.end) & (places[:, 1] > span.start))
     return (int(within[0]), int(within[-1]) + 1) if within.size else (0, 0)

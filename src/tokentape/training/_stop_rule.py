@@ -23,10 +23,10 @@ Tracker: TypeAlias = Callable[[Mapping[str, float]], None]
 """A function that takes numbers by name, such as `StopRule.numbers`."""
 
 _SHARES: Mapping[str, Callable[[Trajectory], bool]] = {
-    "unchecked_bridges": lambda one: "bridge unchecked" in one.verdict or "bridge differs" in one.verdict,
-    "forked": lambda one: one.verdict.startswith("forked"),
-    "truncated": lambda one: "length" in one.finish_reasons,
-    "not_exact": lambda one: one.verdict != "exact",
+    "unchecked_bridges": lambda sample: "bridge unchecked" in sample.verdict or "bridge differs" in sample.verdict,
+    "forked": lambda sample: sample.verdict.startswith("forked"),
+    "truncated": lambda sample: "length" in sample.finish_reasons,
+    "not_exact": lambda sample: sample.verdict != "exact",
 }
 
 
@@ -83,9 +83,9 @@ class StopRule:
     def add(self, samples: Iterable[Trajectory]) -> None:
         """Add samples that will be trained. Raises `TrainingStopped` if a limit is or was exceeded."""
         with self._lock:
-            for one in samples:
-                if one.loss_mask.any():
-                    self._seen.append(tuple(found(one) for found in _SHARES.values()))
+            for sample in samples:
+                if sample.loss_mask.any():
+                    self._seen.append(tuple(test(sample) for test in _SHARES.values()))
                     if len(self._seen) == self._seen.maxlen:
                         self._judge(set(_SHARES))
             self._track()
@@ -115,9 +115,9 @@ class StopRule:
         """Return the shares and the mean |log ratio| of the window, if there are any."""
         with self._lock:
             seen, ratios = [*self._seen], [*self._ratios]
-        found = {name: sum(row[n] for row in seen) / len(seen) for n, name in enumerate(_SHARES) if seen}
+        shares = {name: sum(row[n] for row in seen) / len(seen) for n, name in enumerate(_SHARES) if seen}
         tokens = sum(count for _, count in ratios)
-        return found | ({"log_ratio": sum(total for total, _ in ratios) / tokens} if tokens else {})
+        return shares | ({"log_ratio": sum(total for total, _ in ratios) / tokens} if tokens else {})
 
     def _track(self) -> None:
         numbers = self.numbers()
@@ -173,8 +173,8 @@ def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
             # With `create_new`, `wandb.run` stays None, but the trainer's `wandb.init` would return an active run.
             wandb.setup().remove_active_run(own)
         # The trainer's run counts steps itself, so the numbers belong to its next step.
-        named = {f"tokentape/{name}": value for name, value in numbers.items()}
-        (opened or own).log(named, commit=opened is None)
+        metrics = {f"tokentape/{name}": value for name, value in numbers.items()}
+        (opened or own).log(metrics, commit=opened is None)
 
     return track
 

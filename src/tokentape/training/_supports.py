@@ -36,7 +36,7 @@ def renormalized_logprobs(
     """
     import torch
 
-    if any(too_many(one) for one in supports.ravel()):
+    if any(too_many(support) for support in supports.ravel()):
         raise InvalidRequest(
             "of a support only its size is recorded, since it was larger than `--supports`; expected its ids: leave "
             "the token out, or record with a larger number",
@@ -44,28 +44,28 @@ def renormalized_logprobs(
         )
 
     scaled = logits.float() / torch.as_tensor(temperatures, device=logits.device).unsqueeze(-1)
-    scaled, wanted = scaled.reshape(-1, logits.shape[-1]), ids.reshape(-1, 1)
+    scaled, targets = scaled.reshape(-1, logits.shape[-1]), ids.reshape(-1, 1)
     norms = scaled.logsumexp(-1)
-    kept = {row: one for row, one in enumerate(map(kept_ids, supports.ravel())) if one is not None}
-    if kept:
-        table = torch.full((len(kept), max(map(len, kept.values()))), -1, dtype=torch.int64)
-        for place, one in zip(table, kept.values(), strict=True):
-            place[: len(one)] = torch.from_numpy(one)
-        rows, table = torch.tensor(list(kept), device=ids.device), table.to(ids.device)
-        if not (table == wanted[rows]).any(-1).all():
+    ids_by_row = {row: support for row, support in enumerate(map(kept_ids, supports.ravel())) if support is not None}
+    if ids_by_row:
+        table = torch.full((len(ids_by_row), max(map(len, ids_by_row.values()))), -1, dtype=torch.int64)
+        for place, support in zip(table, ids_by_row.values(), strict=True):
+            place[: len(support)] = torch.from_numpy(support)
+        rows, table = torch.tensor(list(ids_by_row), device=ids.device), table.to(ids.device)
+        if not (table == targets[rows]).any(-1).all():
             raise InvalidRequest("an id is not in its support; pass the rows of the same tokens as `ids`", "supports")
         inside = scaled[rows].gather(-1, table.clamp(min=0)).masked_fill(table < 0, -torch.inf)
         norms = norms.index_put((rows,), inside.logsumexp(-1))
-    return (scaled.gather(-1, wanted).squeeze(-1) - norms).reshape(ids.shape)
+    return (scaled.gather(-1, targets).squeeze(-1) - norms).reshape(ids.shape)
 
 
 def refuse_unlike_supports(sample: Sample) -> None:
     """Raise `InvalidRequest` for trained tokens with supports but logprobs over the whole vocabulary."""
-    found = sample.payloads.get(SUPPORTS)
-    if found is None:
+    supports = sample.payloads.get(SUPPORTS)
+    if supports is None:
         return
     for (turn, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
-        rows = found.rows[start:end][sample.loss_mask[start:end]]
+        rows = supports.rows[start:end][sample.loss_mask[start:end]]
         if recorded is not None and recorded.truncation is False and rows.any():
             raise InvalidRequest(
                 f"turn {turn} of session {sample.session_id!r} has supports, and logprobs over the whole vocabulary; "
@@ -81,15 +81,15 @@ def token_supports(sample: Sample) -> Kept | None:
     for (_, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
         if recorded is None or not recorded.truncation:
             continue
-        for at in np.flatnonzero(sample.loss_mask[start:end]) + start:
-            out[at] = kept = kept_ids(sample.payloads[SUPPORTS].rows[at])
-            if kept is None or sample.token_ids[at] not in kept:
+        for position in np.flatnonzero(sample.loss_mask[start:end]) + start:
+            out[position] = support = kept_ids(sample.payloads[SUPPORTS].rows[position])
+            if support is None or sample.token_ids[position] not in support:
                 raise InvalidRequest(
-                    f"token {at} of session {sample.session_id!r}, branch to turn {sample.leaf}, is not in its "
+                    f"token {position} of session {sample.session_id!r}, branch to turn {sample.leaf}, is not in its "
                     "support; check the record with `tokentape verify`",
                     "samples",
                 )
-    return out if any(one is not None for one in out) else None
+    return out if any(row is not None for row in out) else None
 
 
 def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] | None) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
 
     Miles needs a support for each token: for a token that is not trained, it is the token itself.
     """
-    found = token_supports(sample)
-    if found is None:
+    supports = token_supports(sample)
+    if supports is None:
         return {}
-    rows: list[list[int]] = [[] if one is None else one.tolist() for one in found[start:]]
+    rows: list[list[int]] = [[] if support is None else support.tolist() for support in supports[start:]]
     if sampling_mask is not None:
         if any(trained and not row for trained, row in zip(sample.loss_mask[start:], rows, strict=True)):
             raise InvalidRequest(
@@ -108,7 +108,7 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
                 "samples",
             )
         rows = [row or [int(own)] for row, own in zip(rows, sample.token_ids[start:], strict=True)]
-    ids = [one for row in rows for one in row]
+    ids = [token_id for row in rows for token_id in row]
     offsets = np.cumsum([0, *map(len, rows)]).tolist()
     if sampling_mask is not None:
         return {"rollout_sampling_mask": sampling_mask(ids=ids, offsets=offsets)}
@@ -117,27 +117,28 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
 
 def prime_rl_fields(sample: Sample, sampling_mask: Callable[..., Any]) -> dict[str, Any]:
     """Return prime-rl's field for supports: ids and a count per token, both as bytes of int32."""
-    found = token_supports(sample)
-    if found is None:
+    supports = token_supports(sample)
+    if supports is None:
         return {}
-    counts = np.array([0 if one is None else len(one) for one in found], "<i4")
-    ids = np.concatenate([one for one in found if one is not None]).astype("<i4")
+    counts = np.array([0 if support is None else len(support) for support in supports], "<i4")
+    ids = np.concatenate([support for support in supports if support is not None]).astype("<i4")
     return {"sampling_mask": sampling_mask(ids=ids.tobytes(), counts=counts.tobytes())}
 
 
 def skyrl_fields(samples: Sequence[Sample], starts: Sequence[int]) -> dict[str, Any]:
     """Return SkyRL's field for supports: int32 [response, largest support], filled up with -1."""
-    found = [token_supports(sample) for sample in samples]
-    wide = max((len(one) for rows in found if rows for one in rows if one is not None), default=0)
+    supports = [token_supports(sample) for sample in samples]
+    wide = max((len(support) for rows in supports if rows for support in rows if support is not None), default=0)
     if not wide:
         return {}
     arrays = []
-    for sample, start, rows in zip(samples, starts, found, strict=True):
+    for sample, start, rows in zip(samples, starts, supports, strict=True):
         array = np.full((len(sample.token_ids), wide), -1, np.int32)
-        for at, one in enumerate(rows or ()):
-            if one is not None:
+        for position, support in enumerate(rows or ()):
+            if support is not None:
                 # The sampled id is first, as in SkyRL's rows.
-                array[at, : len(one)] = [sample.token_ids[at], *one[one != sample.token_ids[at]]]
+                sampled = sample.token_ids[position]
+                array[position, : len(support)] = [sampled, *support[support != sampled]]
         arrays.append(array[start:])
     return {"rollout_sample_support": arrays}
 
@@ -154,10 +155,10 @@ def routed_experts(sample: Sample, layers: int | None = None) -> npt.NDArray[np.
 
     Raises `InvalidRequest` if the experts of another token are not known, since a trainer replays all of them.
     """
-    found = sample.payloads.get(EXPERTS)
-    if found is None:
+    payload = sample.payloads.get(EXPERTS)
+    if payload is None:
         return None
-    rows, known = found.rows[:-1].astype(np.int32), found.known[:-1]
+    rows, known = payload.rows[:-1].astype(np.int32), payload.known[:-1]
     if not known.all():
         raise InvalidRequest(
             f"session {sample.session_id!r} has routed experts for {int(known.sum())} of {len(known)} tokens; a "
@@ -191,9 +192,10 @@ def prime_rl_experts(sample: Sample, make: Callable[..., Any]) -> dict[str, Any]
 
 def skyrl_experts(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return what SkyRL has for the experts of its samples. Raises `InvalidRequest` if only some samples have them."""
-    found = [rows for rows in map(routed_experts, samples) if rows is not None]
-    if found and len(found) < len(samples):
+    experts = [rows for rows in map(routed_experts, samples) if rows is not None]
+    if experts and len(experts) < len(samples):
         raise InvalidRequest(
-            f"{len(found)} of {len(samples)} samples have routed experts; SkyRL replays them for all or none", "samples"
+            f"{len(experts)} of {len(samples)} samples have routed experts; SkyRL replays them for all or none",
+            "samples",
         )
-    return {"rollout_expert_indices": found} if found else {}
+    return {"rollout_expert_indices": experts} if experts else {}

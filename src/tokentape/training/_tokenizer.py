@@ -86,17 +86,17 @@ class TrainingTokenizer:
             raise TokenizerUnusable(f"{saved} is damaged ({error}): save the training tokenizer again") from None
         if (multiple_of := layout.multiple_of if multiple_of is None else multiple_of) < 1:
             raise InvalidRequest(f"multiple_of must be 1 or more, not {multiple_of}", "multiple_of")
-        made = cls(tokenizer, (folder / "tokenizer.json").read_bytes(), folder, multiple_of, layout.blocks)
-        made._check_blocks()
-        return made._with_pad(pad or tokenizer.special_tokens.get("pad_token"), pad_is_eos)
+        training = cls(tokenizer, (folder / "tokenizer.json").read_bytes(), folder, multiple_of, layout.blocks)
+        training._check_blocks()
+        return training._with_pad(pad or tokenizer.special_tokens.get("pad_token"), pad_is_eos)
 
     @cached_property
     def known(self) -> npt.NDArray[np.bool_]:
         """True for ids that are tokens, bool [vocab_size]. Elsewhere, set logits to minus infinity when sampling."""
         ids = token_ids(json.loads(self.source))
-        known = np.zeros(-(-(ids[-1] + 1) // self.multiple_of) * self.multiple_of, np.bool_)
-        known[ids] = True
-        return known
+        mask = np.zeros(-(-(ids[-1] + 1) // self.multiple_of) * self.multiple_of, np.bool_)
+        mask[ids] = True
+        return mask
 
     @property
     def vocab_size(self) -> int:
@@ -130,17 +130,17 @@ class TrainingTokenizer:
         spec["added_tokens"] = spec.get("added_tokens", []) + added
         source = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
         tokenizer = self.tokenizer.with_files(source, self.tokenizer.config)
-        made = replace(self, tokenizer=tokenizer, source=source, blocks=(*self.blocks, block))
-        made._check_blocks()
-        return made
+        training = replace(self, tokenizer=tokenizer, source=source, blocks=(*self.blocks, block))
+        training._check_blocks()
+        return training
 
     def check_ids(self, ids: TokenIds) -> None:
         """Raise `InvalidRequest` if an id is not a token: negative, or a padding row of the embedding."""
-        given = np.asarray(ids)
-        wrong = np.flatnonzero(~np.isin(given, np.flatnonzero(self.known)))
+        array = np.asarray(ids)
+        wrong = np.flatnonzero(~np.isin(array, np.flatnonzero(self.known)))
         if wrong.size:
             raise InvalidRequest(
-                f"id {given[wrong[0]]} at position {wrong[0]} is not a token: there are {self.tokenizer.vocab_size}, "
+                f"id {array[wrong[0]]} at position {wrong[0]} is not a token: there are {self.tokenizer.vocab_size}, "
                 f"and rows up to {self.vocab_size} are padding. If an engine samples such ids, mask its logits with "
                 "`known`"
             )
@@ -158,7 +158,9 @@ class TrainingTokenizer:
         }
         if generation := read_json(self.folder / _GENERATION):
             files[_GENERATION] = {**generation, "pad_token_id": self.pad_id}
-        contents = {name: json.dumps(one, ensure_ascii=False, indent=2).encode() + b"\n" for name, one in files.items()}
+        contents = {
+            name: json.dumps(file, ensure_ascii=False, indent=2).encode() + b"\n" for name, file in files.items()
+        }
         if (template := self.folder / _TEMPLATE).is_file():
             contents[_TEMPLATE] = template.read_bytes()
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -170,16 +172,16 @@ class TrainingTokenizer:
             raise InvalidRequest(
                 f"the tokenizer in {self.folder} names no padding token: give one with `pad`, such as '<|pad|>'", "pad"
             )
-        made = self.with_block("pad", [pad], special=True) if self.tokenizer.added_token(pad) is None else self
-        token = made.tokenizer.added_token(pad)
+        training = self.with_block("pad", [pad], special=True) if self.tokenizer.added_token(pad) is None else self
+        token = training.tokenizer.added_token(pad)
         if token is None or token.is_space:
             raise InvalidRequest(f"{pad!r} can't be a padding token: it is white space", "pad")
         if token.id in self.tokenizer.eos_ids and not pad_is_eos:
             advice = "Give another `pad`, such as '<|pad|>', or `pad_is_eos=True` if your masks are not made so"
             problem = f"{pad!r} ends sequences too: masks that are made from padding would leave the end untrained"
             raise InvalidRequest(f"the padding token {problem}. {advice}", "pad")
-        tokenizer = made.tokenizer.with_files(made.source, {**made.tokenizer.config, "pad_token": pad})
-        return replace(made, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
+        tokenizer = training.tokenizer.with_files(training.source, {**training.tokenizer.config, "pad_token": pad})
+        return replace(training, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
 
     def _check_blocks(self) -> None:
         """Raise `TokenizerUnusable` unless every new token has its id."""
@@ -214,7 +216,7 @@ def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokeni
         problem = ""
         if tokenizer.added_token(token) is not None or token in pieces:
             problem = "is in the vocabulary already"
-        elif any(known.content in token for known in tokenizer.added_tokens if not known.is_space):
+        elif any(control.content in token for control in tokenizer.added_tokens if not control.is_space):
             problem = "holds another control token: texts with that one would change"
         elif all(char.isalnum() or char.isspace() for char in token):
             problem = f"is spelled as words are, so ordinary text would change: write it '<|{token}|>'"
@@ -242,10 +244,10 @@ class Auxiliary(NamedTuple):
 
 def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
     """Return the tokens of each text in `serving`, the tokenizer without the new tokens. No text may be empty."""
-    found = [serving.encode_after_control(text).ids for text in texts]
-    if not all(found):
+    encodings = [serving.encode_after_control(text).ids for text in texts]
+    if not all(encodings):
         raise InvalidRequest("a new token is described by an empty text: give one to make its first embedding from")
-    return [Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)) for ids in found]
+    return [Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)) for ids in encodings]
 
 
 def mean_of_pieces(embeddings: Rows, pieces: Sequence[Pieces]) -> Rows:
@@ -271,10 +273,10 @@ def token_adapt(
     same weights. Shape [pieces, dimensions]. Raises `InvalidRequest` if the auxiliary space has other numbers of rows.
     """
     auxiliary = auxiliary or Auxiliary(mean_of_pieces(embeddings, pieces), embeddings)
-    found, expected = (len(auxiliary.new), len(auxiliary.old)), (len(pieces), len(embeddings))
-    if found != expected:
+    actual, expected = (len(auxiliary.new), len(auxiliary.old)), (len(pieces), len(embeddings))
+    if actual != expected:
         raise InvalidRequest(
-            f"the auxiliary space has {found[0]} new and {found[1]} old rows: expected {expected[0]} and "
+            f"the auxiliary space has {actual[0]} new and {actual[1]} old rows: expected {expected[0]} and "
             f"{expected[1]}, one for each token"
         )
     old, new, wide = _unit(auxiliary.old), _unit(auxiliary.new), embeddings.astype(np.float64)
@@ -314,16 +316,16 @@ def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, R
         )
     if unknown := rows.keys() - {block.name for block in training.blocks}:
         raise InvalidRequest(f"there is no block named {', '.join(sorted(unknown))}")
-    made = np.zeros((training.vocab_size, wide), embeddings.dtype)
-    made[:old] = embeddings
+    matrix = np.zeros((training.vocab_size, wide), embeddings.dtype)
+    matrix[:old] = embeddings
     for block in training.blocks:
-        given, expected = rows.get(block.name), (len(block.tokens), wide)
-        if given is not None and given.shape == expected:
-            made[block.ids] = given
-        elif given is not None or block.tokens != (training.pad_token,):
-            found = "none" if given is None else f"an array of shape {given.shape}"
-            raise InvalidRequest(f"rows for block {block.name!r}: expected shape {expected}, found {found}")
-    return made
+        block_rows, expected = rows.get(block.name), (len(block.tokens), wide)
+        if block_rows is not None and block_rows.shape == expected:
+            matrix[block.ids] = block_rows
+        elif block_rows is not None or block.tokens != (training.pad_token,):
+            actual = "none" if block_rows is None else f"an array of shape {block_rows.shape}"
+            raise InvalidRequest(f"rows for block {block.name!r}: expected shape {expected}, found {actual}")
+    return matrix
 
 
 def enlarge_model(
@@ -338,10 +340,10 @@ def enlarge_model(
     layers, output = [(model.get_input_embeddings(), rows)], model.get_output_embeddings()
     if output is not None and output.weight.data_ptr() != layers[0][0].weight.data_ptr():
         layers.append((output, rows if output_rows is None else output_rows))
-    made = [enlarged(layer.weight.detach().float().cpu().numpy(), training, some) for layer, some in layers]
+    matrices = [enlarged(layer.weight.detach().float().cpu().numpy(), training, some) for layer, some in layers]
     model.resize_token_embeddings(training.vocab_size, mean_resizing=False)
     with torch.no_grad():
-        for layer, values in zip((model.get_input_embeddings(), model.get_output_embeddings()), made, strict=False):
+        for layer, values in zip((model.get_input_embeddings(), model.get_output_embeddings()), matrices, strict=False):
             layer.weight.copy_(torch.from_numpy(values))
     for config in filter(None, (model.config.get_text_config(), model.generation_config)):
         config.pad_token_id = training.pad_id

@@ -25,7 +25,7 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
     rows, and if only some samples have advantages.
     """
     if trainer in WITH_ADVANTAGES:
-        without = [one for one in samples if "advantages" not in one.columns]
+        without = [sample for sample in samples if "advantages" not in sample.columns]
         if without and len(without) < len(samples):
             raise InvalidRequest(
                 f"{len(without)} of {len(samples)} samples have no column 'advantages', one of session "
@@ -33,25 +33,26 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
                 "advantages",
             )
         samples = group_advantages(samples) if without else samples
-    groups = [one.group or one.session_id for one in samples]
+    groups = [sample.group or sample.session_id for sample in samples]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
     match trainer:
         case "trl":
-            return list(_apart(exports.trl_rollouts(samples) | {"reward": [one.reward for one in samples]}))
+            return list(_apart(exports.trl_rollouts(samples) | {"reward": [sample.reward for sample in samples]}))
         case "skyrl":
             return list(_apart(exports.skyrl_generator_output(samples)))
         case "verl":
-            return [exports.verl_agent_loop_output(one) for one in samples]
+            return [exports.verl_agent_loop_output(sample) for sample in samples]
         case "slime" | "miles":
-            return [exports.slime_sample(one, n, numbers[groups[n]]) for n, one in enumerate(samples)]
+            return [exports.slime_sample(sample, n, numbers[groups[n]]) for n, sample in enumerate(samples)]
         case "nemo-rl":
-            return [exports.nemo_rl_datum(one, numbers[groups[n]], tensors=False) for n, one in enumerate(samples)]
+            indices = [numbers[group] for group in groups]
+            return [exports.nemo_rl_datum(*pair, tensors=False) for pair in zip(samples, indices, strict=True)]
         case "prime-rl":
-            return [exports.prime_rl_training_sample(one, groups[n]) for n, one in enumerate(samples)]
+            return [exports.prime_rl_training_sample(sample, groups[n]) for n, sample in enumerate(samples)]
         case "tinker":
-            return [exports.tinker_datum(one) for one in samples]
+            return [exports.tinker_datum(sample) for sample in samples]
         case "agent-lightning":
-            return [triplet for one in samples for triplet in exports.agent_lightning_triplets(one)]
+            return [triplet for sample in samples for triplet in exports.agent_lightning_triplets(sample)]
     raise InvalidRequest(f"there are no rows for {trainer!r}", "trainer")
 
 
@@ -65,17 +66,17 @@ def accepted_rows(
     try:
         return samples, trainer_rows(trainer, samples), {}
     except InvalidRequest:
-        taken: list[Sample] = []
+        accepted: list[Sample] = []
         refused: dict[str, str] = {}
-    for session_id, of_session in groupby(samples, lambda one: one.session_id):
+    for session_id, of_session in groupby(samples, lambda sample: sample.session_id):
         own = list(of_session)
         try:
             trainer_rows(trainer, own)
         except InvalidRequest as error:
             refused[session_id] = str(error)
         else:
-            taken += own
-    return taken, trainer_rows(trainer, taken), refused
+            accepted += own
+    return accepted, trainer_rows(trainer, accepted), refused
 
 
 def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parquet: bool = False) -> None:

@@ -48,8 +48,8 @@ class Trainer:
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    one.name.lower().replace(" ", "-"): one
-    for one in (
+    trainer.name.lower().replace(" ", "-"): trainer
+    for trainer in (
         Trainer("TRL", "1.16.0", "temperature of the trainer's config"),
         Trainer("verl", "0.9.1", "actor_rollout_ref.rollout.temperature"),
         Trainer("slime", "624b824a8", "--rollout-temperature", supports=True),
@@ -82,15 +82,15 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     Only turns with a trained token count; 1.0 if there are none. Raises `InvalidRequest` if the trainer can't compute
     the logprobs of a turn, if turns have several temperatures, and for Tinker if the temperature is not 1.
     """
-    found = {one for sample in samples for _, _, one in turn_temperatures(sample, trainer)}
+    temperatures = {value for sample in samples for _, _, value in turn_temperatures(sample, trainer)}
     about = TRAINERS[trainer]
-    if len(found) > 1:
+    if len(temperatures) > 1:
         raise InvalidRequest(
             f"{about.name} divides by one temperature, {about.setting}; turns were sampled at "
-            f"{', '.join(f'{one:g}' for one in sorted(found))}: leave samples out, or sample all at one",
+            f"{', '.join(f'{value:g}' for value in sorted(temperatures))}: leave samples out, or sample all at one",
             "samples",
         )
-    (own,) = found or {1.0}
+    (own,) = temperatures or {1.0}
     if about.setting is None and not about.per_token and own != 1.0:
         raise InvalidRequest(
             f"{about.name} computes {about.formula}; turns were sampled at temperature {own:g}: sample at 1", "samples"
@@ -104,7 +104,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
     Raises `InvalidRequest`, with advice, if the logprobs are not those of `log_softmax(logits / temperature)`.
     """
     about = TRAINERS.get(trainer, _OWN)
-    found = []
+    temperatures = []
     turns = zip(sample.completions(), sample.sampled_from, sample.logprobs_of, strict=True)
     for (turn, start, end), sampled, recorded in turns:
         if not sample.loss_mask[start:end].any():
@@ -118,8 +118,8 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
             )
         assert recorded is not None
         assert recorded.temperature is not None
-        found.append((start, end, recorded.temperature))
-    return found
+        temperatures.append((start, end, recorded.temperature))
+    return temperatures
 
 
 def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.float32]:
@@ -139,12 +139,12 @@ def with_distributions(
     at temperature 1 without penalties and truncation:
 
     >>> plain = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
-    >>> samples = [with_distributions(one, sampled_from=plain) for one in samples]        # doctest: +SKIP
+    >>> samples = [with_distributions(sample, sampled_from=plain) for sample in samples]  # doctest: +SKIP
     """
     return replace(
         sample,
-        sampled_from=tuple(one or sampled_from for one in sample.sampled_from),
-        logprobs_of=tuple(one or logprobs_of or sampled_from for one in sample.logprobs_of),
+        sampled_from=tuple(distribution or sampled_from for distribution in sample.sampled_from),
+        logprobs_of=tuple(distribution or logprobs_of or sampled_from for distribution in sample.logprobs_of),
     )
 
 
@@ -156,16 +156,16 @@ def served(trainer: str, logprobs_mode: str, engine: str = "") -> CheckResult:
     from tokentape.audit._served import CheckResult  # loads an HTTP client, which exports don't need
 
     about = TRAINERS[trainer]
-    found = f"{about.name} {about.version} computes {about.formula}; recorded are {logprobs_mode}"
-    one = about.setting is None and not about.per_token
-    rest = " at temperature 1" if one else ""
+    summary = f"{about.name} {about.version} computes {about.formula}; recorded are {logprobs_mode}"
+    only_at_1 = about.setting is None and not about.per_token
+    where = " at temperature 1" if only_at_1 else ""
     if condition := _SAME.get(logprobs_mode):
-        return CheckResult("trainer", "ok", f"{found}: the same{rest} {condition}")
+        return CheckResult("trainer", "ok", f"{summary}: the same{where} {condition}")
     if logprobs_mode in ("raw_logprobs", "penalised_logprobs"):
-        found, advice = f"{found}: the same at temperature 1 only", "" if one else f"Else {_remedy(engine)}."
-        return CheckResult("trainer", "ok" if one else "warn", found, advice)
+        summary, advice = f"{summary}: the same at temperature 1 only", "" if only_at_1 else f"Else {_remedy(engine)}."
+        return CheckResult("trainer", "ok" if only_at_1 else "warn", summary, advice)
     advice = "Sample with vLLM, SGLang or the embedded engine."
-    return CheckResult("trainer", "fail", f"{found}: what they are is not known", advice)
+    return CheckResult("trainer", "fail", f"{summary}: what they are is not known", advice)
 
 
 _SAME = {
@@ -184,15 +184,15 @@ def served_to_all(logprobs_mode: str, engine: str) -> CheckResult:
     """Check whether every trainer can use an engine's logprobs: `ok`, or a warning with what to do."""
     from tokentape.audit._served import CheckResult
 
-    found = [served(name, logprobs_mode, engine) for name in TRAINERS]
-    statuses = {one.status for one in found}
-    says, names = f"the engine reports {logprobs_mode}", ", ".join(one.name for one in TRAINERS.values())
+    results = [served(name, logprobs_mode, engine) for name in TRAINERS]
+    statuses = {result.status for result in results}
+    says, names = f"the engine reports {logprobs_mode}", ", ".join(trainer.name for trainer in TRAINERS.values())
     if statuses == {"ok"}:
         return CheckResult("logprobs", "ok", f"{says}, right for {names}")
     if "fail" in statuses:
-        return CheckResult("logprobs", "warn", f"{says}, not for {names}", found[0].advice)
-    found_at_1 = f"{says}, right for every trainer if all calls have temperature 1, the default"
-    return CheckResult("logprobs", "warn", found_at_1, f"For other temperatures {_remedy(engine)}.")
+        return CheckResult("logprobs", "warn", f"{says}, not for {names}", results[0].advice)
+    summary = f"{says}, right for every trainer if all calls have temperature 1, the default"
+    return CheckResult("logprobs", "warn", summary, f"For other temperatures {_remedy(engine)}.")
 
 
 def log_served(log: logging.Logger, logprobs_mode: str, engine: str) -> None:

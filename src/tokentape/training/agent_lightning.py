@@ -43,8 +43,8 @@ class AgentRollout:
     async def run(self) -> None:
         """Run the agent. Raises what it raised: then the controller calls the rollout failed."""
         url = os.environ["AGL_OPENAI_BASE_URL"]
-        named = re.search(r"/rollout/([^/]+)/attempt/([^/]+)/", url)
-        if named is None:
+        match = re.search(r"/rollout/([^/]+)/attempt/([^/]+)/", url)
+        if match is None:
             raise InvalidRequest(f"AGL_OPENAI_BASE_URL is {url!r}; expected a rollout and an attempt in it")
         headers = {"authorization": f"Bearer {os.environ.get('AGL_KEY', '')}"}
         async with httpx2.AsyncClient(headers=headers, timeout=600.0) as client:
@@ -60,9 +60,9 @@ class AgentRollout:
             rollout = await gateway.run(
                 imported(self.agent, "agent"),
                 os.environ,
-                group=named[1],
+                group=match[1],
                 handle=(client, url),
-                attempt=named[2],
+                attempt=match[2],
                 pin={"temperature": self.temperature},
                 seconds=self.seconds,
             )

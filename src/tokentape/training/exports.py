@@ -55,12 +55,12 @@ def verl_agent_loop_output(
     `7-9`; for other versions, `global_steps` is used. With `logprobs` False, verl computes them, and the recorded ones
     may be of any distribution. Recorded experts become `routed_experts`.
     """
-    at, end = _within(sample, prompt_length, response_length)
+    split, end = _within(sample, prompt_length, response_length)
     divisor = _temperature([sample], "verl" if logprobs else None)
     versions = [version for start, _, version in sample.weight_spans if start < end and sample.loss_mask[start]]
     steps: list[int | None] = [step for version in versions for step in _steps(version) or [global_steps]]
-    known = [] if None in steps else [step for step in steps if step is not None]
-    prompt, response, recorded, mask = _lists(sample, at, end)
+    known_steps = [] if None in steps else [step for step in steps if step is not None]
+    prompt, response, recorded, mask = _lists(sample, split, end)
     fields: dict[str, Any] = {
         "prompt_ids": prompt,
         "response_ids": response,
@@ -77,8 +77,8 @@ def verl_agent_loop_output(
             "temperature": divisor,
             "truncated": bool(sample.truncated) or end < len(sample.token_ids),
             "reward_extra_info": {},
-            "min_global_steps": min(known, default=None),
-            "max_global_steps": max(known, default=None),
+            "min_global_steps": min(known_steps, default=None),
+            "max_global_steps": max(known_steps, default=None),
         },
     }
     return fields | replays.experts_field("routed_experts", replays.routed_experts(sample), end)
@@ -113,24 +113,24 @@ def verl_data_proto(
     splits = [_within(sample, prompt_length, response_length) for sample in samples]
     # `padded` checks that ids are in the vocabulary, and that all samples have the same columns.
     batch = padded(samples, pad_id=pad_id, vocab_size=vocab_size)
-    wide = prompt_length or max(at for at, _ in splits)
-    long = response_length or max(end - at for at, end in splits)
+    wide = prompt_length or max(split for split, _ in splits)
+    long = response_length or max(end - split for split, end in splits)
 
-    def both(dtype: type[np.generic], fill: float, of: Callable[[Sample], Any]) -> Any:
+    def joined(dtype: type[np.generic], fill: float, of: Callable[[Sample], Any]) -> Any:
         out = np.full((len(samples), wide + long), fill, dtype)
-        for row, (sample, (at, end)) in enumerate(zip(samples, splits, strict=True)):
-            out[row, wide - at : wide + end - at] = np.broadcast_to(of(sample), len(sample.token_ids))[:end]
+        for row, (sample, (split, end)) in enumerate(zip(samples, splits, strict=True)):
+            out[row, wide - split : wide + end - split] = np.broadcast_to(of(sample), len(sample.token_ids))[:end]
         return out
 
-    input_ids = both(np.int64, pad_id, lambda sample: sample.token_ids)
+    input_ids = joined(np.int64, pad_id, lambda sample: sample.token_ids)
     tensors = {
         "prompts": input_ids[:, :wide],
         "responses": input_ids[:, wide:],
         "input_ids": input_ids,
-        "attention_mask": both(np.int64, 0, lambda sample: 1),
-        "position_ids": both(np.int64, 0, lambda sample: np.arange(len(sample.token_ids))),
-        "response_mask": both(np.int64, 0, lambda sample: sample.loss_mask)[:, wide:],
-        "rollout_log_probs": both(np.float32, 0, lambda sample: sample.logprobs)[:, wide:],
+        "attention_mask": joined(np.int64, 0, lambda sample: 1),
+        "position_ids": joined(np.int64, 0, lambda sample: np.arange(len(sample.token_ids))),
+        "response_mask": joined(np.int64, 0, lambda sample: sample.loss_mask)[:, wide:],
+        "rollout_log_probs": joined(np.float32, 0, lambda sample: sample.logprobs)[:, wide:],
     }
     uids = [sample.group or sample.session_id for sample in samples]
     # verl's keys consist of a prompt, a session and an output.
@@ -138,11 +138,11 @@ def verl_data_proto(
     keys = [f"{uids[n]}_{numbers[sample.session_id]}_{n}" for n, sample in enumerate(samples)]
     names = {"uid": np.array(uids, object), "batch_key": np.array(keys, object)}
     if "advantages" in batch.columns:
-        tensors["advantages"] = both(np.float32, 0, lambda sample: sample.columns["advantages"])[:, wide:]
+        tensors["advantages"] = joined(np.float32, 0, lambda sample: sample.columns["advantages"])[:, wide:]
     if "advantages" not in batch.columns or all(sample.reward is not None for sample in samples):
         tensors["rm_scores"] = np.zeros((len(samples), long), np.float32)
-        for row, (sample, (at, end)) in enumerate(zip(samples, splits, strict=True)):
-            tensors["rm_scores"][row, end - at - 1] = reward_of(sample)
+        for row, (sample, (split, end)) in enumerate(zip(samples, splits, strict=True)):
+            tensors["rm_scores"][row, end - split - 1] = reward_of(sample)
     return {"tensors": tensors, "non_tensors": names, "meta_info": {"temperature": divisor}}
 
 
@@ -169,8 +169,8 @@ def slime_sample(
     `rollout_routed_experts`; those of SGLang need `expert_layers`, the model's number of layers.
     """
     _temperature([sample], "slime" if logprobs else None)
-    at = _split(sample)
-    prompt, response, recorded, mask = _lists(sample, at)
+    split = _split(sample)
+    prompt, response, recorded, mask = _lists(sample, split)
     return {
         "group_index": group_index,
         "index": index,
@@ -186,7 +186,7 @@ def slime_sample(
         "status": "truncated" if sample.truncated else "completed",
         "session_id": sample.session_id,
         "metadata": {**sample.metadata, "session_id": sample.session_id},
-        **(replays.slime_fields(sample, at, sampling_mask) if logprobs else {}),
+        **(replays.slime_fields(sample, split, sampling_mask) if logprobs else {}),
         **replays.experts_field("rollout_routed_experts", replays.routed_experts(sample, expert_layers)),
     }
 
@@ -235,18 +235,19 @@ def verifiers_nodes(
         raise InvalidRequest("a trace is of one session, the samples are of several", "samples")
     _temperature(samples, "verifiers" if logprobs else None)
     nodes: list[dict[str, Any]] = []
-    found: dict[int, int] = {}
+    node_of_turn: dict[int, int] = {}
     for sample in samples:
         parent: int | None = None
         before = 0
         for turn, start, end in sample.completions():
-            if turn not in found:
+            if turn not in node_of_turn:
                 nodes.append(_node(sample, before, start, parent, "user", decode))
                 nodes.append(_node(sample, start, end, len(nodes) - 1, "assistant", decode))
-                found[turn] = len(nodes) - 1
+                node_of_turn[turn] = len(nodes) - 1
             elif sample.loss_mask[start:end].any():
-                nodes[found[turn]] = _node(sample, start, end, nodes[found[turn]]["parent"], "assistant", decode)
-            parent, before = found[turn], end
+                index = node_of_turn[turn]
+                nodes[index] = _node(sample, start, end, nodes[index]["parent"], "assistant", decode)
+            parent, before = node_of_turn[turn], end
     return nodes
 
 
@@ -286,12 +287,12 @@ def skyrl_generator_output(
     _temperature(samples, "skyrl" if logprobs else None)
     splits = [_split(sample) for sample in samples]
     rewards = [
-        reward_of(one) if per_token is None else column_of(one, per_token)[at:].tolist()
-        for one, at in zip(samples, splits, strict=True)
+        reward_of(sample) if per_token is None else column_of(sample, per_token)[split:].tolist()
+        for sample, split in zip(samples, splits, strict=True)
     ]
     lists = _columns(samples, ("prompt_token_ids", "response_ids", "rollout_logprobs", "loss_masks"))
     sessions = [sample.session_id for sample in samples]
-    last = [one != after for one, after in zip(sessions, [*sessions[1:], None], strict=False)]
+    last = [session != after for session, after in zip(sessions, [*sessions[1:], None], strict=False)]
     if sum(last) > len(set(sessions)):
         raise InvalidRequest(
             "samples of a session have to follow each other: their last one is its last step", "samples"
@@ -334,10 +335,10 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
     for start, end in pairwise(bounds):
         ids, trained = sample.token_ids[start:end].astype(np.int64), bool(sample.loss_mask[start])
         role = "assistant" if trained else "environment" if start >= split else "user"
-        given: dict[str, Any] = {"token_ids": ids} | replays.experts_field("routed_experts", experts, end, start)
-        given |= {"generation_logprobs": sample.logprobs[start:end]} if trained else {}
+        fields: dict[str, Any] = {"token_ids": ids} | replays.experts_field("routed_experts", experts, end, start)
+        fields |= {"generation_logprobs": sample.logprobs[start:end]} if trained else {}
         text = "" if decode is None else decode(ids.tolist())
-        log.append({"role": role, "content": text, **(to_torch(given) if tensors else given)})
+        log.append({"role": role, "content": text, **(to_torch(fields) if tensors else fields)})
     return {
         "message_log": log,
         "length": split,
@@ -362,9 +363,9 @@ def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> di
         values = {"weights": mask.astype(np.float32)}
     else:
         recorded = {"logprobs": sample.logprobs, "advantages": column_of(sample, advantages)}
-        values = {name: np.where(mask, one, np.float32(0)) for name, one in recorded.items()}
+        values = {name: np.where(mask, array, np.float32(0)) for name, array in recorded.items()}
     inputs = {"target_tokens": sample.token_ids.astype(np.int64), **values}
-    shifted = {name: one[1:] for name, one in inputs.items()}
+    shifted = {name: array[1:] for name, array in inputs.items()}
     return {"tokens": sample.token_ids[:-1].tolist(), "loss_fn_inputs": shifted}
 
 
@@ -376,8 +377,9 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
     """
     _temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
-    trained = [(n, one) for n, one in enumerate(sample.completions()) if sample.loss_mask[one[1] : one[2]].any()]
-    for n, (turn, start, end) in trained:
+    completions = [(n, *completion) for n, completion in enumerate(sample.completions())]
+    trained = [(n, turn, start, end) for n, turn, start, end in completions if sample.loss_mask[start:end].any()]
+    for n, turn, start, end in trained:
         own: float | None = None if np.isnan(sample.turn_rewards[n]) else float(sample.turn_rewards[n])
         if n == trained[-1][0] and sample.reward is not None:
             if own not in (None, sample.reward):
@@ -412,11 +414,11 @@ def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None
     return None if trainer is None else temperature(samples, trainer)
 
 
-def _lists(sample: Sample, at: int, end: int | None = None) -> tuple[list[int], list[int], list[float], list[int]]:
+def _lists(sample: Sample, split: int, end: int | None = None) -> tuple[list[int], list[int], list[float], list[int]]:
     """Return the prompt, the response, and the logprobs and mask of the response."""
-    response = slice(at, end)
-    mask = sample.loss_mask[response].astype(int).tolist()
-    return sample.token_ids[:at].tolist(), sample.token_ids[response].tolist(), sample.logprobs[response].tolist(), mask
+    prompt, response = sample.token_ids[:split].tolist(), sample.token_ids[split:end].tolist()
+    mask = sample.loss_mask[split:end].astype(int).tolist()
+    return prompt, response, sample.logprobs[split:end].tolist(), mask
 
 
 def _columns(samples: Sequence[Sample], names: tuple[str, str, str, str]) -> dict[str, Any]:
@@ -427,14 +429,14 @@ def _columns(samples: Sequence[Sample], names: tuple[str, str, str, str]) -> dic
 
 def _within(sample: Sample, prompt_length: int | None, response_length: int | None) -> tuple[int, int]:
     """Return the start and end of the response. Raises `InvalidRequest` for a longer prompt, which can't be cut."""
-    at, end = _split(sample), len(sample.token_ids)
-    if prompt_length is not None and at > prompt_length:
+    split, end = _split(sample), len(sample.token_ids)
+    if prompt_length is not None and split > prompt_length:
         raise InvalidRequest(
-            f"the prompt of session {sample.session_id!r} has {at} tokens, more than {prompt_length}: cut, it is not "
-            "what was sampled from; leave the sample out",
+            f"the prompt of session {sample.session_id!r} has {split} tokens, more than {prompt_length}: cut, it is "
+            "not what was sampled from; leave the sample out",
             "prompt_length",
         )
-    return at, end if response_length is None else min(end, at + response_length)
+    return split, end if response_length is None else min(end, split + response_length)
 
 
 def _split(sample: Sample) -> int:

@@ -72,18 +72,18 @@ class PolicyGateway:
             raise EngineUnavailable("NeMo-RL's policy_generation is not there yet; set it before the first rollout")
         budget = min(self._config["max_new_tokens"], self._room - len(prompt_ids))
         theirs = (self._config["temperature"], self._config["top_p"], self._config["top_k"] or -1, budget)
-        asked = (params.temperature, params.top_p, params.top_k or -1, min(params.max_tokens, budget))
-        if theirs != asked:
+        requested = (params.temperature, params.top_p, params.top_k or -1, min(params.max_tokens, budget))
+        if theirs != requested:
             raise InvalidRequest(
                 f"NeMo-RL samples with temperature, top_p, top_k and token budget {theirs} whatever a call asks for; "
-                f"this one asks for {asked}: ask for the same"
+                f"this one asks for {requested}: ask for the same"
             )
         data = {"input_ids": torch.tensor([prompt_ids]), "input_lengths": torch.tensor([len(prompt_ids)])}
         async with aclosing(self.generation.generate_async(BatchedDataDict(data))) as results:
-            _, made = await anext(results)
-        end = int(made["unpadded_sequence_lengths"][0])
+            _, output = await anext(results)
+        end = int(output["unpadded_sequence_lengths"][0])
         return SampleDelta(
-            tuple(made["output_ids"][0, len(prompt_ids) : end].tolist()),
-            tuple(made["logprobs"][0, len(prompt_ids) : end].tolist()),
-            "length" if bool(made["truncated"][0]) else "stop",
+            tuple(output["output_ids"][0, len(prompt_ids) : end].tolist()),
+            tuple(output["logprobs"][0, len(prompt_ids) : end].tolist()),
+            "length" if bool(output["truncated"][0]) else "stop",
         )

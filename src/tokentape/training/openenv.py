@@ -49,8 +49,8 @@ class HarnessAgent:
             headers = {"authorization": f"Bearer {api_key}"}
             with httpx2.Client(headers=headers, timeout=600.0) as http:
                 step = partial(_step, http, f"{base_url}/chat/completions")
-                made = self.adapter.run_white_box(step, session, self.limits)
-            reward = session.verify(made.messages).env_reward
+                episode = self.adapter.run_white_box(step, session, self.limits)
+            reward = session.verify(episode.messages).env_reward
         finally:
             session.close()
         return None if reward is None else float(reward)
@@ -61,13 +61,13 @@ def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], 
     from openenv.core.harness import ModelStepResult
     from openenv.core.llm_client import LLMResponse, ToolCall
 
-    asked = [{"name": one.name, "description": one.description, "parameters": one.input_schema} for one in tools]
+    specs = [{"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools]
     body = {"model": "policy", "messages": messages, **sampling}
-    body |= {"tools": [{"type": "function", "function": one} for one in asked]} if asked else {}
+    body |= {"tools": [{"type": "function", "function": spec} for spec in specs]} if specs else {}
     reply = reply_of(http.post(url, json=body))
     calls = [
-        ToolCall(one["id"], one["function"]["name"], _arguments(one["function"]["arguments"]))
-        for one in reply.get("tool_calls") or ()
+        ToolCall(call["id"], call["function"]["name"], _arguments(call["function"]["arguments"]))
+        for call in reply.get("tool_calls") or ()
     ]
     response = LLMResponse(reply.get("content") or "", calls)
     response.to_message_dict = lambda: reply
@@ -77,10 +77,10 @@ def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], 
 def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments; none where the model wrote something else, as TRL has it."""
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class GatewaySessions:
     """A `harness_session_factory` of TRL's `HarnessRolloutWorker`: sessions of a gateway, with an agent in each.
 
     The worker pins its sampling parameters. `task` is the row of the dataset if `trl.carry_rows` has been called with
-    it, otherwise it has `prompt` only. A rollout whose agent raises is not scored; where it raises `TimeoutError`, TRL
+    it, otherwise it has `prompt` only. If an agent raises, its rollout is not scored; if it raises `TimeoutError`, TRL
     trains what was sampled until then.
     """
 
@@ -111,10 +111,10 @@ class GatewaySessions:
 class _AgentSession:
     """A `TrainableSession`."""
 
-    def __init__(self, given: GatewaySessions, row: Task, metadata: Mapping[str, Any]) -> None:
-        self._agent: Agent = imported(given.agent, "agent")
-        self._client = Client(given.gateway, api_key=given.api_key, timeout=600.0)
-        self._row, self._metadata, self._pin = row, metadata, given.pin
+    def __init__(self, sessions: GatewaySessions, row: Task, metadata: Mapping[str, Any]) -> None:
+        self._agent: Agent = imported(sessions.agent, "agent")
+        self._client = Client(sessions.gateway, api_key=sessions.api_key, timeout=600.0)
+        self._row, self._metadata, self._pin = row, metadata, sessions.pin
         self._rollout: Rollout | None = None
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
@@ -134,16 +134,16 @@ class _AgentSession:
         """Return each trained turn once, with its whole context as prompt."""
         from openenv.core.harness import TrainingTrace
 
-        made = [one for sample in self._samples() for one in agent_lightning_triplets(sample)]
+        triplets = [triplet for sample in self._samples() for triplet in agent_lightning_triplets(sample)]
         entries = [
             {
-                "prompt_token_ids": one["prompt"]["token_ids"],
-                "completion_token_ids": one["response"]["token_ids"],
-                "per_token_logps": one["response"]["logprobs"],
-                "loss_mask": [0] * len(one["prompt"]["token_ids"]) + [1] * len(one["response"]["token_ids"]),
-                "metadata": {**one["metadata"], "node_id": str(one["metadata"]["turn"])},
+                "prompt_token_ids": triplet["prompt"]["token_ids"],
+                "completion_token_ids": triplet["response"]["token_ids"],
+                "per_token_logps": triplet["response"]["logprobs"],
+                "loss_mask": [0] * len(triplet["prompt"]["token_ids"]) + [1] * len(triplet["response"]["token_ids"]),
+                "metadata": {**triplet["metadata"], "node_id": str(triplet["metadata"]["turn"])},
             }
-            for one in made
+            for triplet in triplets
         ]
         return TrainingTrace.from_entries(entries)
 
@@ -151,7 +151,7 @@ class _AgentSession:
         """Return the session's reward."""
         from openenv.core.harness import VerifyResult
 
-        rewards = [one.reward for one in self._samples()]
+        rewards = [sample.reward for sample in self._samples()]
         return VerifyResult(env_reward=rewards[0] if rewards else None, done=True)
 
     def close(self) -> None:

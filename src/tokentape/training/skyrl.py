@@ -77,19 +77,20 @@ class AgentGenerator:
                 "the batch has no trajectory_ids, which say which rollouts are compared with each other"
             )
         rollouts = await asyncio.gather(*(self._run(gateway, input_batch, n) for n in range(len(names))))
-        failed = {name.instance_id for name, one in zip(names, rollouts, strict=True) if not one.samples or one.error}
+        by_name = list(zip(names, rollouts, strict=True))
+        failed = {name.instance_id for name, rollout in by_name if not rollout.samples or rollout.error}
         about = input_batch.get("batch_metadata")
         scored = about is None or about.training_phase == "train"
         if scored and self._stop_rule is not None:
-            kept = [one for name, one in zip(names, rollouts, strict=True) if name.instance_id not in failed]
-            self._stop_rule.add(sample for one in kept for sample in one.samples)
+            succeeded = [rollout for name, rollout in by_name if name.instance_id not in failed]
+            self._stop_rule.add(sample for rollout in succeeded for sample in rollout.samples)
         parts = [
             _without_loss(rollout) if name.instance_id in failed else self._made(rollout, scored=scored)
-            for name, rollout in zip(names, rollouts, strict=True)
+            for name, rollout in by_name
         ]
 
         def joined(key: str) -> list[Any]:
-            return [one for part in parts for one in part[key]]
+            return [value for part in parts for value in part[key]]
 
         several = bool(self._config.step_wise_trajectories)
         steps = [name for name, part in zip(names, parts, strict=True) for _ in part["response_ids"]]
@@ -100,7 +101,7 @@ class AgentGenerator:
             "is_last_step": joined("is_last_step") if several else None,
             "trajectory_ids": steps if several else None,
             "rollout_metrics": {
-                "generate/num_error_trajectories": sum(one.error is not None for one in rollouts),
+                "generate/num_error_trajectories": sum(rollout.error is not None for rollout in rollouts),
                 "generate/num_masked_instances": len(failed),
             },
             "trajectory_generation_times": None,
@@ -110,7 +111,7 @@ class AgentGenerator:
     async def _run(self, gateway: LiveGateway, batch: Mapping[str, Any], n: int) -> Rollout:
         name, default = batch["trajectory_ids"][n], self._config.sampling_params
         pinned = ("temperature", "top_p", "top_k", "min_p")
-        given = batch.get("sampling_params") or {key: getattr(default, key) for key in pinned}
+        sampling = batch.get("sampling_params") or {key: getattr(default, key) for key in pinned}
         task = {"prompt": batch["prompts"][n], "env_class": batch["env_classes"][n]}
         about = batch.get("batch_metadata")
         rollout = await gateway.run(
@@ -120,11 +121,11 @@ class AgentGenerator:
             handle=self,
             attempt=name.repetition_id,
             metadata=None if about is None else {"step": about.global_step, "phase": about.training_phase},
-            pin={key: given[key] for key in pinned if given.get(key) is not None},
-            default={"max_tokens": given.get("max_tokens") or default.max_generate_length},
+            pin={key: sampling[key] for key in pinned if sampling.get(key) is not None},
+            default={"max_tokens": sampling.get("max_tokens") or default.max_generate_length},
             seconds=self._seconds,
         )
-        if rollout.error is None and any(one.reward is None for one in rollout.samples):
+        if rollout.error is None and any(sample.reward is None for sample in rollout.samples):
             rollout = replace(
                 rollout, error=InvalidRequest(f"session {rollout.session_id!r} has no reward: return one")
             )
@@ -142,9 +143,9 @@ class AgentGenerator:
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         before = getattr(self._client, "weight_version", None)
-        asked = {"prompt_token_ids": [prompt_ids], "session_ids": [params.session_id]}
-        asked["sampling_params"] = vllm_fields(params, _SAMPLING)
-        output = await self._client.generate(asked)
+        request = {"prompt_token_ids": [prompt_ids], "session_ids": [params.session_id]}
+        request["sampling_params"] = vllm_fields(params, _SAMPLING)
+        output = await self._client.generate(request)
         (ids,), (reason,) = output["response_ids"], output["stop_reasons"]
         (logprobs,) = output["response_logprobs"] or [None]
         version = version_between(before, getattr(self._client, "weight_version", None))

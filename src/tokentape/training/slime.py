@@ -49,13 +49,13 @@ def generating(
 
     It makes a `Sample` for each branch of the agent's session.
 
-    A rollout whose agent raised, took longer than `seconds`, sampled nothing or was aborted becomes one sample without
-    loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions stay in `directory`; without one
-    they are deleted once they are read. `stop_rule` is given every sample.
+    If the agent raised, took longer than `seconds`, sampled nothing or was aborted, its rollout becomes one sample
+    without loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions stay in `directory`;
+    without one they are deleted once they are read. `stop_rule` is given every sample.
     """
-    found = imported(agent, "agent")
+    run_agent = imported(agent, "agent")
 
-    async def made(args: Any, sample: Any, sampling_params: Any, evaluation: bool, state: Any = None) -> list[Any]:
+    async def run(args: Any, sample: Any, sampling_params: Any, evaluation: bool, state: Any = None) -> list[Any]:
         _refuse(args, sample, sampling_params)
         model_dir, server = find_model(Path(args.hf_checkpoint), weights=False), _Router(args, sample, state)
         gateway = await live_gateway(
@@ -69,7 +69,7 @@ def generating(
         )
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
         rollout = await gateway.run(
-            found,
+            run_agent,
             {name: value for name, value in vars(sample).items() if name != "tokens"},
             group=str(sample.group_index),
             handle=server,
@@ -85,14 +85,14 @@ def generating(
         # Greedy sampling has no logprobs, and a rollout that is evaluated counts once.
         counted = rollout.samples[:1] if evaluation else rollout.samples
         decode, about = gateway.renderer.tokenizer.decode, (sample.index, sample.group_index)
-        return [_filled(sample, slime_sample(one, *about, decode, logprobs=not evaluation)) for one in counted]
+        return [_filled(sample, slime_sample(branch, *about, decode, logprobs=not evaluation)) for branch in counted]
 
-    async def generate(*given: Any, evaluation: bool = False) -> Any:
+    async def generate(*call_args: Any, evaluation: bool = False) -> Any:
         """Take what slime gives, arguments, a sample and sampling parameters, or Miles' `GenerateFnInput`."""
-        if len(given) == 3:
-            return await made(*given, evaluation)
-        (whole,) = given
-        samples = await made(whole.args, whole.sample, whole.sampling_params, whole.evaluation, whole.state)
+        if len(call_args) == 3:
+            return await run(*call_args, evaluation)
+        (whole,) = call_args
+        samples = await run(whole.args, whole.sample, whole.sampling_params, whole.evaluation, whole.state)
         return sys.modules[type(whole).__module__].GenerateFnOutput(samples=samples)
 
     return generate
@@ -174,7 +174,7 @@ class _Router:
             end["type"],
             stop=end.get("matched"),
             weight_version=version_between(version, version),
-            weight_spans=tuple(WeightSpan(**one) for one in about.get("weight_versions") or ()),
+            weight_spans=tuple(WeightSpan(**span) for span in about.get("weight_versions") or ()),
         )
 
     def _ended(self) -> bool:

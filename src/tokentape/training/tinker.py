@@ -64,15 +64,15 @@ class AgentRollouts:
         about |= {"pin": {"temperature": policy.temperature}, "default": {"max_tokens": policy.max_tokens}}
         agent = imported(self.agent, "agent")
         rollouts = await asyncio.gather(*(gateway.run(agent, vars(env), **about) for env in envs))
-        made = [_trajectory(one) for one in rollouts]
+        trajectories = [_trajectory(rollout) for rollout in rollouts]
         if self.stop_rule is not None:
             try:
-                self.stop_rule.add(sample for one in rollouts for sample in one.samples)
+                self.stop_rule.add(sample for rollout in rollouts for sample in rollout.samples)
             except TrainingStopped:
                 # The cookbook would skip the group and go on.
                 self.catches_group_errors = False
                 raise
-        return RolloutResult(trajectories=made, envs=envs, errors=[])
+        return RolloutResult(trajectories=trajectories, envs=envs, errors=[])
 
 
 async def _sample(policy: Any, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
@@ -96,13 +96,13 @@ def _trajectory(rollout: Rollout) -> Any:
     temperature(rollout.samples, "tinker")
     transitions = [
         Transition(
-            ob=ModelInput.from_ints(one["prompt"]["token_ids"]),
-            ac=TokensWithLogprobs(one["response"]["token_ids"], one["response"]["logprobs"]),
+            ob=ModelInput.from_ints(triplet["prompt"]["token_ids"]),
+            ac=TokensWithLogprobs(triplet["response"]["token_ids"], triplet["response"]["logprobs"]),
             reward=0.0,
             episode_done=False,
         )
         for sample in rollout.samples
-        for one in agent_lightning_triplets(sample)
+        for triplet in agent_lightning_triplets(sample)
     ]
     cut = any(sample.truncated for sample in rollout.samples)
     stop = StopReason.MAX_TOKENS if cut else StopReason.COMPLETED

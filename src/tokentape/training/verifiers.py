@@ -55,9 +55,9 @@ class AgentHarness:
 
         model_dir = getattr(ctx.client, "renderer_model_name", None) or ctx.model
         trained = ctx.client.type == "train"
-        given = ctx.sampling.model_dump(exclude_none=True)
-        given |= given.pop("extra_body", {})
-        fixed = {"model": ctx.model} | {name: given[name] for name in ("cache_salt",) if name in given}
+        sampling = ctx.sampling.model_dump(exclude_none=True)
+        sampling |= sampling.pop("extra_body", {})
+        fixed = {"model": ctx.model} | {name: sampling[name] for name in ("cache_salt",) if name in sampling}
         async with build_async_openai(ctx.client) as client:
             cards = (await client.get("/models", cast_to=dict[str, Any]))["data"]
             room = next((card.get("max_model_len") for card in cards if card["id"] == ctx.model), None)
@@ -78,8 +78,8 @@ class AgentHarness:
                 group=str(trace.task.key or trace.task.hash),
                 handle=(client, fixed),
                 session_id=trace.id,
-                pin={name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in given},
-                default={"max_tokens": given["max_tokens"]} if "max_tokens" in given else None,
+                pin={name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in sampling},
+                default={"max_tokens": sampling["max_tokens"]} if "max_tokens" in sampling else None,
                 stop_rule=self.stop_rule if trained else None,
             )
         if rollout.error is not None:
@@ -87,8 +87,9 @@ class AgentHarness:
         tokenizer, parts = gateway.renderer.tokenizer, rollout.samples
         nodes = verifiers_nodes(parts, lambda ids: read_text(tokenizer, ids), logprobs=trained)
         # Nodes come in pairs, what a turn added and what it sampled, in this order of turns.
-        for node, turn in zip(nodes[1::2], dict.fromkeys(turn for one in parts for turn in one.turns), strict=True):
-            node["message"] |= _said(rollout.replies[turn])
+        turns = dict.fromkeys(turn for sample in parts for turn in sample.turns)
+        for node, turn in zip(nodes[1::2], turns, strict=True):
+            node["message"] |= _message_fields(rollout.replies[turn])
         trace.nodes = [vf.MessageNode.model_validate(node) for node in nodes]
         trace.calls = [vf.ModelCall(model=ctx.model, **call) for call in _calls(parts)]
         if parts and parts[0].reward is not None:
@@ -113,25 +114,25 @@ async def _sample(server: tuple[Any, dict[str, Any]], prompt_ids: list[int], par
     logprobs = (choice.get("logprobs") or {}).get("content") or ()
     return SampleDelta(
         tuple(choice["token_ids"]),
-        tuple(one["logprob"] for one in logprobs),
+        tuple(entry["logprob"] for entry in logprobs),
         finish_reason_of(choice["finish_reason"]),
-        weight_spans=tuple(WeightSpan(**one) for one in choice.get("weight_versions") or ()),
+        weight_spans=tuple(WeightSpan(**span) for span in choice.get("weight_versions") or ()),
     )
 
 
 def _calls(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the model calls of a session, in the order in which they were made; the last says if it is truncated."""
     calls: dict[int, dict[str, Any]] = {}
-    for one in samples:
-        for (turn, start, end), reason in zip(one.completions(), one.finish_reasons, strict=True):
+    for sample in samples:
+        for (turn, start, end), reason in zip(sample.completions(), sample.finish_reasons, strict=True):
             usage = {"prompt_tokens": start, "completion_tokens": end - start}
             # Nodes come in pairs, in this order.
             calls.setdefault(turn, {"node": 2 * len(calls) + 1, "finish_reason": reason, "usage": usage})
     return [calls[turn] for turn in sorted(calls)]
 
 
-def _said(reply: Message) -> dict[str, Any]:
+def _message_fields(reply: Message) -> dict[str, Any]:
     """Return what a message says that the agent read, as the taskset's rewards read it."""
-    calls = [{"id": one["id"], **one["function"]} for one in reply.get("tool_calls") or ()]
-    given = {name: reply.get(name) for name in ("content", "reasoning_content")}
-    return given | {"tool_calls": calls or None}
+    calls = [{"id": call["id"], **call["function"]} for call in reply.get("tool_calls") or ()]
+    fields = {name: reply.get(name) for name in ("content", "reasoning_content")}
+    return fields | {"tool_calls": calls or None}

@@ -62,23 +62,23 @@ class AgentLoop:
         """Run the agent and return an `AgentLoopOutput` per branch of its session; for the old trainer one alone."""
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-        asked = self._rollout
-        room = asked.prompt_length + asked.response_length
-        modes = {"vllm": asked.get("logprobs_mode"), "sglang": "scaled_logprobs"}
+        config = self._rollout
+        room = config.prompt_length + config.response_length
+        modes = {"vllm": config.get("logprobs_mode"), "sglang": "scaled_logprobs"}
         gateway = await live_gateway(
             self._model_dir,
             AgentLoop._sample,
-            name=f"verl:{asked.name}",
+            name=f"verl:{config.name}",
             sampling=_SAMPLING,
             # SGLang's server keeps one token of its own.
-            max_context=min(room, asked.get("max_model_len") or room) - (asked.name == "sglang"),
-            logprobs_mode=modes.get(asked.name) or UNKNOWN_MODE,
+            max_context=min(room, config.get("max_model_len") or room) - (config.name == "sglang"),
+            logprobs_mode=modes.get(config.name) or UNKNOWN_MODE,
             directory=self._directory,
         )
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
         # none of that, and could not compute the logprobs.
-        trained = all(sampling_params.get(name) == asked.get(name) for name in names[:3])
+        trained = all(sampling_params.get(name) == config.get(name) for name in names[:3])
         rollout = await gateway.run(
             self._agent,
             row,
@@ -93,9 +93,9 @@ class AgentLoop:
         if rollout.error is not None:
             raise rollout.error
         scored = bool(sampling_params.get("logprobs")) and trained
-        limits = {"prompt_length": asked.prompt_length, "response_length": asked.response_length}
-        fields = [verl_agent_loop_output(one, **limits, logprobs=scored) for one in rollout.samples]
-        outputs = [AgentLoopOutput(**one) for one in fields]
+        limits = {"prompt_length": config.prompt_length, "response_length": config.response_length}
+        fields = [verl_agent_loop_output(sample, **limits, logprobs=scored) for sample in rollout.samples]
+        outputs = [AgentLoopOutput(**output) for output in fields]
         if self._config.trainer.get("use_v1", True):
             return outputs
         if len(outputs) != 1:

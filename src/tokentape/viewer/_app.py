@@ -45,8 +45,8 @@ def key_visit(key: str) -> Visit:
     """Return a check that a request has this key: its sender sees everything."""
 
     def visit(request: Request) -> Visitor:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        sent_key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent_key.encode(), key.encode()):
             raise Unauthorized("that is not the key that `tokentape view` printed")
         return Visitor()
 

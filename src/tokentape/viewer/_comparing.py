@@ -41,7 +41,7 @@ _TO_READERS = {
 
 _MEANINGS = {
     **{kind: _TO_READERS.get(kind, meaning) for kind, meaning in KINDS.items()},
-    **{name: one.meaning for name, one in ARTIFACTS.items()},
+    **{name: artifact.meaning for name, artifact in ARTIFACTS.items()},
 }
 
 
@@ -79,12 +79,12 @@ def recorded_side(side: str) -> tuple[str | None, int | None] | None:
     """Return session and leaf of a `BRANCH`, None where it names none; None for `AGAINST`. Raises `InvalidRequest`."""
     if side in AGAINST:
         return None
-    named = re.fullmatch(BRANCH, side, re.DOTALL)
-    if named is None:
+    match = re.fullmatch(BRANCH, side, re.DOTALL)
+    if match is None:
         raise InvalidRequest(
             f"with must be {', '.join(AGAINST)}, leaf-TURN, leaf-TURN-of-SESSION or session-ID", "with"
         )
-    return named[2] or named[3], None if named[1] is None else int(named[1])
+    return match[2] or match[3], None if match[1] is None else int(match[1])
 
 
 def comparison(
@@ -104,35 +104,35 @@ def comparison(
     tokenizer = reader.tokenizer
     if tokenizer is None:
         raise InvalidRequest("there is no tokenizer to compare with: " + reader.why_none)
-    named = recorded_side(side)
+    recorded = recorded_side(side)
     of_session = other_view or view
-    branch = named and _branch(of_session, named[1])
+    branch = recorded and _branch(of_session, recorded[1])
     if side == RERENDERED:
         if view.stored is None or reader.renderer is None:
             raise InvalidRequest("there are no messages or no template to render again here", "with")
         path = view.stored.tree().path(shown.leaf)
-        other = through_messages(reader.renderer, path, view.stored.setups[path[-1].setup])
+        other_ids = through_messages(reader.renderer, path, view.stored.setups[path[-1].setup])
     elif branch is not None:
-        other = branch.token_ids
+        other_ids = branch.token_ids
     else:
-        other = retokenized(tokenizer, shown.token_ids)
-    found = compare(shown.token_ids, other, tokenizer, provenance=shown.provenance)
-    segments = list(found.segments())
+        other_ids = retokenized(tokenizer, shown.token_ids)
+    result = compare(shown.token_ids, other_ids, tokenizer, provenance=shown.provenance)
+    segments = list(result.segments())
     differ = np.array([difference is not None for _, difference in segments], np.bool_)
     about: dict[str, Any] = {"with": side}
     arrays: dict[str, Any]
     if branch is None:
-        texts = token_texts(tokenizer, other.tolist())
-        arrays = {"token_ids": other, "text_ends": texts.ends, "text": texts.bytes, "marks": texts.marks}
+        texts = token_texts(tokenizer, other_ids.tolist())
+        arrays = {"token_ids": other_ids, "text_ends": texts.ends, "text": texts.bytes, "marks": texts.marks}
     else:
         about["other"], arrays = views.trajectory(of_session, branch, tokenizer)
-        about["leaves"] = [one.leaf for one in of_session.trajectories]
+        about["leaves"] = [trajectory.leaf for trajectory in of_session.trajectories]
     return pack(
         {
             **about,
-            "changed_tokens": int(found.changed().sum()),
-            "changed_trained_tokens": int((found.changed() & shown.loss_mask).sum()),
-            "differences": [_described(difference) for difference in found.differences],
+            "changed_tokens": int(result.changed().sum()),
+            "changed_trained_tokens": int((result.changed() & shown.loss_mask).sum()),
+            "differences": [_described(difference) for difference in result.differences],
         },
         {
             "segments": np.array([place for place, _ in segments], np.int32).reshape(-1),
@@ -144,12 +144,15 @@ def comparison(
 
 def _branch(view: SessionView, leaf: int | None) -> Trajectory:
     """Return the branch that ends with a turn or has grown since, or the newest main one."""
-    mains = [one for one in view.trajectories if one.role in ("", "main")]
-    found = [one for one in view.trajectories if leaf in one.turns] if leaf is not None else mains or view.trajectories
-    if not found:
+    if leaf is None:
+        mains = [trajectory for trajectory in view.trajectories if trajectory.role in ("", "main")]
+        branches = mains or [*view.trajectories]
+    else:
+        branches = [trajectory for trajectory in view.trajectories if leaf in trajectory.turns]
+    if not branches:
         which = "branch" if leaf is None else f"branch with turn {leaf}"
         raise InvalidRequest(f"session {view.info.session_id!r} has no {which}", "with")
-    return found[-1]
+    return branches[-1]
 
 
 def _described(difference: Difference) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
     source, measures = viewer.source, Measures(viewer.source, viewer.reader)
     if session_id is not None:
         source.version(session_id)
-    wanted = Listing(session_ids=None if session_id is None else [session_id], limit=MAX_PAGE)
-    page = source.page(wanted)
-    versions = source.versions(replace(wanted, limit=MAX_COMPARED if session_id is None else 1))
+    listing = Listing(session_ids=None if session_id is None else [session_id], limit=MAX_PAGE)
+    page = source.page(listing)
+    versions = source.versions(replace(listing, limit=MAX_COMPARED if session_id is None else 1))
     measured, unreadable = measures.measured(versions)
     about = about_of(viewer, Visitor())
     sides = about["against"][: None if session_id else 1]
@@ -78,27 +78,27 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
     texts = {path: _compressed(views.as_json(answer)) for path, answer in answers.items()}
     room = math.inf if session_id is not None else max_bytes - sum(map(len, texts.values()))
     whole = 0
-    for one in page.sessions:
-        if session_id is None and one.info.session_id in unreadable:
+    for summary in page.sessions:
+        if session_id is None and summary.info.session_id in unreadable:
             continue
-        found = _within(_of_session(viewer, source.load(one.info.session_id), sides), room)
-        if found is None:
+        session_texts = _within(_of_session(viewer, source.load(summary.info.session_id), sides), room)
+        if session_texts is None:
             break
-        texts |= found
-        room -= sum(map(len, found.values()))
+        texts |= session_texts
+        room -= sum(map(len, session_texts.values()))
         whole += 1
     return Exported(_page(texts), whole, len(page.sessions), page.total, len(unreadable))
 
 
 def _within(answers: Iterator[tuple[str, bytes]], room: float) -> dict[str, str] | None:
     """Return answers compressed, None if they are larger than `room` bytes."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for path, body in answers:
-        found[path] = _compressed(body)
-        room -= len(found[path])
+        texts[path] = _compressed(body)
+        room -= len(texts[path])
         if room < 0:
             return None
-    return found
+    return texts
 
 
 def _compressed(body: bytes) -> str:
@@ -109,11 +109,12 @@ def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator
     path = f"sessions/{_spelled(view.info.session_id)}"
     tokenizer = viewer.reader.tokenizer
     yield path, views.as_json(views.tree(view))
-    for one in view.trajectories:
-        yield f"{path}/leaves/{one.leaf}", pack(*views.trajectory(view, one, tokenizer))
+    for trajectory in view.trajectories:
+        leaf = f"{path}/leaves/{trajectory.leaf}"
+        yield leaf, pack(*views.trajectory(view, trajectory, tokenizer))
         for side in sides:
             try:
-                yield f"{path}/leaves/{one.leaf}/comparison?{side}", comparison(viewer.reader, view, one, side)
+                yield f"{leaf}/comparison?{side}", comparison(viewer.reader, view, trajectory, side)
             except (InvalidRequest, TemplateRefused):
                 # A template that refuses these messages: the page says that the file does not have it.
                 continue
@@ -134,8 +135,8 @@ def _page(answers: dict[str, str]) -> bytes:
     # A path is quoted and a value is base64, but for `'()*!~.-_`: neither has a `<`.
     data = f'<script type="application/json" id="answers">{json.dumps(answers)}</script>'
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}" /><style>{style}</style>'
-    made = page.replace("<title>", f"{head}\n    <title>")
-    return made.replace("</body>", f'{data}<script type="module">{script}</script></body>').encode()
+    page = page.replace("<title>", f"{head}\n    <title>")
+    return page.replace("</body>", f'{data}<script type="module">{script}</script></body>').encode()
 
 
 def _hash(text: str) -> str:
@@ -144,21 +145,21 @@ def _hash(text: str) -> str:
 
 def _bundle() -> str:
     """Return the modules of the page as one script: each is a function that returns what it exports."""
-    done: dict[str, str] = {}
+    modules: dict[str, str] = {}
 
     def add(name: str) -> None:
         text = (FOLDER / name).read_text(encoding="utf-8")
-        for other in re.findall(r'^import .*? from "\./(.*?)";$', text, re.MULTILINE):
-            if other not in done:
-                add(other)
+        for imported in re.findall(r'^import .*? from "\./(.*?)";$', text, re.MULTILINE):
+            if imported not in modules:
+                add(imported)
         text = re.sub(r'^import (\{.*?\}) from "\./(.*?)\.js";$', r"const \1 = $\2;", text, flags=re.MULTILINE)
         exported = re.findall(r"^export (?:async )?(?:function|class|const) (\w+)", text, re.MULTILINE)
         text = re.sub(r"^export ", "", text, flags=re.MULTILINE)
         variable = "$" + name.removesuffix(".js")
-        done[name] = f"const {variable} = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+        modules[name] = f"const {variable} = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
 
     add("app.js")
-    return "".join(done.values())
+    return "".join(modules.values())
 
 
 def _spelled(text: str) -> str:

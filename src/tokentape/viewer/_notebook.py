@@ -32,16 +32,16 @@ class ShownTrajectory:
     tokenizer: Tokenizer
 
     def _repr_html_(self) -> str:
-        one = self.trajectory
-        total = len(one.token_ids)
-        sampled = int((one.provenance == Provenance.SAMPLED).sum())
-        reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
+        trajectory = self.trajectory
+        total = len(trajectory.token_ids)
+        sampled = int((trajectory.provenance == Provenance.SAMPLED).sum())
+        reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:g}"
         parts = [(0, total)] if total <= _HEAD + _TAIL else [(0, _HEAD), (total - _TAIL, total)]
         return _template().render(
-            title=f"Session {one.session_id}",
-            note=f"branch to turn {one.leaf} · {one.verdict} · {reward} · {total:,} tokens, {sampled:,} sampled, "
-            f"{int(one.loss_mask.sum()):,} with loss",
-            parts=[list(_rows(one, self.tokenizer, start, end)) for start, end in parts],
+            title=f"Session {trajectory.session_id}",
+            note=f"branch to turn {trajectory.leaf} · {trajectory.verdict} · {reward} · {total:,} tokens, "
+            f"{sampled:,} sampled, {int(trajectory.loss_mask.sum()):,} with loss",
+            parts=[list(_rows(trajectory, self.tokenizer, start, end)) for start, end in parts],
             left_out=f"⋯ {total - _HEAD - _TAIL:,} tokens ⋯",
         )
 

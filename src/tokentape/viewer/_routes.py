@@ -121,45 +121,47 @@ def routes(viewer: Viewer) -> list[Route]:
         return _json(about_of(viewer, viewer.visit(request)))
 
     async def sessions(request: Request) -> Response:
-        wanted, query = _listing(request, viewer.visit(request)), request.query_params
+        listing, query = _listing(request, viewer.visit(request)), request.query_params
         by_drift = query.get("sort") == "drift"
 
-        def found() -> dict[str, Any]:
+        def answer() -> dict[str, Any]:
             if by_drift or any(query.get(name) for name in ("verdict", "role", "drift", "group_key")):
-                return _measured_page(source, measures, wanted, query, by_drift)
-            page = source.page(wanted)
+                return _measured_page(source, measures, listing, query, by_drift)
+            page = source.page(listing)
             return {"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}
 
-        return _json(await asyncio.to_thread(found))
+        return _json(await asyncio.to_thread(answer))
 
     async def run(request: Request) -> Response:
         visitor = viewer.visit(request)
-        wanted, query = _listing(request, visitor), request.query_params
+        listing, query = _listing(request, visitor), request.query_params
         values = viewer.overview() if viewer.overview is not None and visitor.metrics else {}
 
-        def found() -> dict[str, Any]:
-            versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
+        def answer() -> dict[str, Any]:
+            versions = source.versions(replace(listing, offset=0, limit=MAX_COMPARED))
             measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
             progress = progress_of(measured, unreadable, versions) | {"most": MAX_COMPARED, "cache": _cache(values)}
             chosen = _chosen(measured, query)
             return progress | run_of(chosen, query.get("group", ""), aborts_recorded=source.grows)
 
-        return _json(await asyncio.to_thread(found))
+        return _json(await asyncio.to_thread(answer))
 
     async def measure(request: Request) -> Response:
         visitor = viewer.visit(request)
-        ids = {one for one in request.query_params.get("ids", "").split(",") if one and "\0" not in one}
+        names = request.query_params.get("ids", "").split(",")
+        ids = {name for name in names if name and "\0" not in name}
         if len(ids) > MAX_MEASURED:
             raise InvalidRequest(f"at most {MAX_MEASURED} sessions are measured at once", "ids")
         if visitor.session_id is not None:
             ids &= {visitor.session_id}
 
-        def found() -> dict[str, Any]:
+        def answer() -> dict[str, Any]:
             versions = source.versions(Listing(owner=visitor.owner, session_ids=sorted(ids)))
             measured, unreadable = measures.measured(versions)
-            return {"measures": {name: one.shown() for name, one in measured.items()}, "unreadable": unreadable}
+            shown = {session_id: session.shown() for session_id, session in measured.items()}
+            return {"measures": shown, "unreadable": unreadable}
 
-        return _json(await asyncio.to_thread(found))
+        return _json(await asyncio.to_thread(answer))
 
     def of_session(answer: Callable[[Request, SessionView], Response]) -> Callable[[Request], Awaitable[Response]]:
         """Return an endpoint for the session in the path: status 304 if the page has this version."""
@@ -189,10 +191,10 @@ def routes(viewer: Viewer) -> list[Route]:
 
     def compared(request: Request, view: SessionView) -> Response:
         side = request.query_params.get("with", AGAINST[0])
-        other, _ = recorded_side(side) or (None, None)
-        if other is None:
+        other_id, _ = recorded_side(side) or (None, None)
+        if other_id is None:
             return _binary(comparison(reader, view, _shown(view, request), side), view.version)
-        other_view = load(other, _version(source, viewer.visit(request), other))
+        other_view = load(other_id, _version(source, viewer.visit(request), other_id))
         # Without an ETag: that is of one session.
         return _binary(comparison(reader, view, _shown(view, request), side, other_view))
 
@@ -255,11 +257,11 @@ def _version(source: ViewerSource, visitor: Visitor, session_id: str) -> str:
 
 def _shown(view: SessionView, request: Request) -> Trajectory:
     text = request.path_params["leaf"]
-    found = view.trajectory(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
-    if found is None:
-        leaves = ", ".join(str(one.leaf) for one in view.trajectories) or "none"
+    trajectory = view.trajectory(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
+    if trajectory is None:
+        leaves = ", ".join(str(branch.leaf) for branch in view.trajectories) or "none"
         raise NotFound(f"session {view.info.session_id!r} has no leaf {text[:40]!r}; its leaves: {leaves}")
-    return found
+    return trajectory
 
 
 def _listing(request: Request, visitor: Visitor) -> Listing:
@@ -288,15 +290,17 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
 
 def listed_lines(source: ViewerSource, measures: Measures, sessions: Sequence[SessionSummary]) -> list[dict[str, Any]]:
     """Return the lines of a list of sessions, with the measures of their current versions if those are known."""
-    ids = [one.info.session_id for one in sessions]
+    ids = [session.info.session_id for session in sessions]
     versions = source.versions(Listing(session_ids=ids, limit=MAX_PAGE)) if ids else {}
     lines = []
-    for one in sessions:
-        _, version = versions.get(one.info.session_id, ("", ""))
-        known = measures.known(one.info.session_id, version)
-        taken = {"measures": known.shown()} if isinstance(known, SessionMeasures) else {"measures": None}
-        why = {"unreadable": known.why} if isinstance(known, Unreadable) else {}
-        lines.append({**views.listed(one), **taken, **why})
+    for session in sessions:
+        _, version = versions.get(session.info.session_id, ("", ""))
+        measured = measures.known(session.info.session_id, version)
+        line = views.listed(session)
+        line["measures"] = measured.shown() if isinstance(measured, SessionMeasures) else None
+        if isinstance(measured, Unreadable):
+            line["unreadable"] = measured.why
+        lines.append(line)
     return lines
 
 
@@ -308,43 +312,43 @@ def progress_of(
 
 
 def _measured_page(
-    source: ViewerSource, measures: Measures, wanted: Listing, query: Mapping[str, str], by_drift: bool
+    source: ViewerSource, measures: Measures, listing: Listing, query: Mapping[str, str], by_drift: bool
 ) -> dict[str, Any]:
     """Return a page of the newest `MAX_COMPARED` sessions, filtered or sorted by their measures."""
-    versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
+    versions = source.versions(replace(listing, offset=0, limit=MAX_COMPARED))
     measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
-    chosen = [one.info.session_id for one in _chosen(measured, query)]
+    chosen = [session.info.session_id for session in _chosen(measured, query)]
     if by_drift:
-        changed = {one: (measured[one].drift or {}).get("changed_tokens", -1) for one in chosen}
-        chosen.sort(key=lambda one: changed[one], reverse=wanted.descending)
-        chosen, total = chosen[wanted.offset : wanted.offset + wanted.limit], len(chosen)
-        found = source.page(replace(wanted, session_ids=chosen, offset=0)).sessions if chosen else ()
-        found = tuple(sorted(found, key=lambda one: chosen.index(one.info.session_id)))
+        changed = {session_id: (measured[session_id].drift or {}).get("changed_tokens", -1) for session_id in chosen}
+        chosen.sort(key=lambda session_id: changed[session_id], reverse=listing.descending)
+        chosen, total = chosen[listing.offset : listing.offset + listing.limit], len(chosen)
+        sessions = source.page(replace(listing, session_ids=chosen, offset=0)).sessions if chosen else ()
+        sessions = tuple(sorted(sessions, key=lambda session: chosen.index(session.info.session_id)))
     else:
-        page = source.page(replace(wanted, session_ids=chosen))
-        found, total = page.sessions, page.total
+        page = source.page(replace(listing, session_ids=chosen))
+        sessions, total = page.sessions, page.total
     progress = progress_of(measured, unreadable, versions)
-    return {"total": total, "sessions": listed_lines(source, measures, found), **progress}
+    return {"total": total, "sessions": listed_lines(source, measures, sessions), **progress}
 
 
 def _chosen(measured: Mapping[str, SessionMeasures], query: Mapping[str, str]) -> list[SessionMeasures]:
     """Return the sessions that match the verdict, role, drift and group of a query."""
     verdict, role, drift, key = (query.get(name, "") for name in ("verdict", "role", "drift", "group_key"))
     return [
-        one
-        for one in measured.values()
-        if (not verdict or any(verdict in _words(of_leaf) for of_leaf in one.verdicts))
-        and (not role or role in one.roles)
-        and (not drift or _drifts(one) == drift)
-        and (not key or (key in one.info.metadata and group_value(one, key) == query.get("group_value", "")))
+        session
+        for session in measured.values()
+        if (not verdict or any(verdict in _words(of_leaf) for of_leaf in session.verdicts))
+        and (not role or role in session.roles)
+        and (not drift or _drifts(session) == drift)
+        and (not key or (key in session.info.metadata and group_value(session, key) == query.get("group_value", "")))
     ]
 
 
-def _drifts(one: SessionMeasures) -> str:
+def _drifts(session: SessionMeasures) -> str:
     """Return `any` if sampled tokens drift, `none` if not, and an empty string if no token was measured."""
-    if not one.drift or not one.drift["tokens"]:
+    if not session.drift or not session.drift["tokens"]:
         return ""
-    return "any" if one.drift["changed_tokens"] else "none"
+    return "any" if session.drift["changed_tokens"] else "none"
 
 
 def _cache(values: Mapping[str, Any]) -> dict[str, float] | None:
@@ -352,7 +356,7 @@ def _cache(values: Mapping[str, Any]) -> dict[str, float] | None:
     names = {"prompt_tokens": "tokentape_prompt_tokens_total", "cached_tokens": "tokentape_cached_prompt_tokens_total"}
     if not all(values.get(name) for name in names.values()):
         return None
-    return {short: sum(one["value"] for one in values[name]) for short, name in names.items()}
+    return {short: sum(series["value"] for series in values[name]) for short, name in names.items()}
 
 
 def _words(verdict: str) -> list[str]:
@@ -361,11 +365,11 @@ def _words(verdict: str) -> list[str]:
     return [verdict, first, first.partition(":")[0], *reservations]
 
 
-def _pairs(given: Sequence[str]) -> list[tuple[str, str]]:
-    found = [one.partition("=") for text in given for one in text.split("\n") if one]
-    if any(not key or not equals for key, equals, _ in found):
+def _pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [line.partition("=") for text in texts for line in text.split("\n") if line]
+    if any(not key or not equals for key, equals, _ in pairs):
         raise InvalidRequest("metadata must be KEY=VALUE, one a line", "metadata")
-    return [(key, value) for key, _, value in found]
+    return [(key, value) for key, _, value in pairs]
 
 
 def _number(request: Request, name: str, default: int, most: int, least: int = 0) -> int:

@@ -124,43 +124,43 @@ class Measures:
 
     def known(self, session_id: str, version: str) -> SessionMeasures | Unreadable | None:
         """Return the measures of this version of a session, or why there are none; None if it was not measured."""
-        found = self._known.get(session_id)
-        return found if found is not None and found.version == version else None
+        latest = self._known.get(session_id)
+        return latest if latest is not None and latest.version == version else None
 
     def measured(
         self, versions: Mapping[str, tuple[str, str]], seconds: float | None = None
     ) -> tuple[dict[str, SessionMeasures], dict[str, str]]:
         """Return measures by session, and why others can't be read. After `seconds` no further session is measured."""
         until = None if seconds is None else time.monotonic() + seconds
-        found, unreadable = {}, {}
+        measured, unreadable = {}, {}
         for session_id, (_, version) in versions.items():
-            one = self.known(session_id, version)
-            if one is None and (until is None or time.monotonic() < until):
-                one = self._measure(session_id, version)
-            if isinstance(one, Unreadable):
-                unreadable[session_id] = one.why
-            elif one is not None:
-                found[session_id] = one
-        return found, unreadable
+            measures = self.known(session_id, version)
+            if measures is None and (until is None or time.monotonic() < until):
+                measures = self._measure(session_id, version)
+            if isinstance(measures, Unreadable):
+                unreadable[session_id] = measures.why
+            elif measures is not None:
+                measured[session_id] = measures
+        return measured, unreadable
 
     def _measure(self, session_id: str, version: str) -> SessionMeasures | Unreadable | None:
         with self._lock:
-            known = self.known(session_id, version)
-            if known is not None:
-                return known
-            found: SessionMeasures | Unreadable
+            earlier = self.known(session_id, version)
+            if earlier is not None:
+                return earlier
+            measures: SessionMeasures | Unreadable
             try:
-                found = self._measures_of(self._source.load(session_id))
+                measures = self._measures_of(self._source.load(session_id))
             except NotFound:
                 return None
             except TokentapeError as error:
                 if error.retry:
                     raise
-                found = Unreadable(version, str(error))
-            self._known[session_id] = found
+                measures = Unreadable(version, str(error))
+            self._known[session_id] = measures
             if len(self._known) > _MOST_KEPT:
                 self._known.pop(next(iter(self._known)))
-            return found
+            return measures
 
     def _measures_of(self, view: SessionView) -> SessionMeasures:
         exported = view.exported()
@@ -171,15 +171,15 @@ class Measures:
             before = None if turn.parent is None else recorded_at.get(turn.parent)
             begun_at = view.info.created_at if before is None else before
             weights.setdefault(turn.weight_version, WeightsTally()).add(turn, begun_at)
-        for one in exported:
-            _add_ratios(weights, one)
+        for trajectory in exported:
+            _add_ratios(weights, trajectory)
         drift = self._drift(view, exported, weights)
-        rewards = [one.reward for one in exported if one.reward is not None and one.loss_mask.any()]
+        rewards = [branch.reward for branch in exported if branch.reward is not None and branch.loss_mask.any()]
         return SessionMeasures(
             info=view.info,
             version=view.version,
-            verdicts=tuple(one.verdict for one in exported),
-            roles=tuple(dict.fromkeys(one.role for one in exported if one.role)),
+            verdicts=tuple(trajectory.verdict for trajectory in exported),
+            roles=tuple(dict.fromkeys(trajectory.role for trajectory in exported if trajectory.role)),
             # Exact: equal rewards have this mean, whatever their number.
             reward=statistics.mean(rewards) if rewards else None,
             sampled_tokens=sum(turn.sampled_tokens for turn in view.turns),
@@ -203,25 +203,26 @@ class Measures:
                 if key[0] == "weights":
                     weights[key[1]].counts.update(drift_tokens=many, drift_changed=row.changed[key])
             classes.update(ARTIFACTS[artifact].kind for artifact, *_ in row.stretches)
-        tokens, changed = (sum(one.counts[name] for one in weights.values()) for name in _DRIFT)
+        tokens, changed = (sum(tally.counts[name] for tally in weights.values()) for name in _DRIFT)
         return {"tokens": tokens, "changed_tokens": changed, "classes": dict(classes)}
 
 
-def _add_ratios(weights: Mapping[str, WeightsTally], one: Trajectory) -> None:
+def _add_ratios(weights: Mapping[str, WeightsTally], trajectory: Trajectory) -> None:
     """Add the trainer's logprobs minus the recorded ones, of the trained tokens that have both, where they compare."""
-    trainers = one.columns.get(TRAINER_LOGPROBS)
+    trainers = trajectory.columns.get(TRAINER_LOGPROBS)
     if trainers is None:
         return
-    turns = zip(one.weight_versions, one.completions(), one.sampled_from, one.logprobs_of, strict=True)
-    for version, (_, start, end), sampled, recorded in turns:
-        given = one.loss_mask[start:end] & ~np.isnan(trainers[start:end])
-        if not given.any():
+    distributions = zip(trajectory.sampled_from, trajectory.logprobs_of, strict=True)
+    turns = zip(trajectory.weight_versions, trajectory.completions(), distributions, strict=True)
+    for version, (_, start, end), (sampled, recorded) in turns:
+        compared = trajectory.loss_mask[start:end] & ~np.isnan(trainers[start:end])
+        if not compared.any():
             continue
-        wrong = not_comparable(sampled, recorded, has_supports(one, start, end))
+        wrong = not_comparable(sampled, recorded, has_supports(trajectory, start, end))
         if wrong:
             weights[version].not_comparable.update([wrong])
             continue
-        apart = (trainers[start:end].astype(np.float64) - one.logprobs[start:end])[given]
+        apart = (trainers[start:end].astype(np.float64) - trajectory.logprobs[start:end])[compared]
         weights[version].ratio.add(apart[~np.isnan(apart)])
 
 
@@ -249,15 +250,15 @@ def run_of(measured: Sequence[SessionMeasures], group: str = "", *, aborts_recor
 def _keys(measured: Sequence[SessionMeasures]) -> dict[str, int]:
     """Return the number of values of each key of the metadata."""
     values: dict[str, set[str]] = {}
-    for one in measured:
-        for key in one.info.metadata:
-            values.setdefault(key, set()).add(group_value(one, key))
+    for session in measured:
+        for key in session.info.metadata:
+            values.setdefault(key, set()).add(group_value(session, key))
     return {key: len(several) for key, several in values.items()}
 
 
-def group_value(one: SessionMeasures, key: str) -> str:
+def group_value(session: SessionMeasures, key: str) -> str:
     """Return the value of a key as `assemble` names a group by it."""
-    value = one.info.metadata[key]
+    value = session.info.metadata[key]
     return value if isinstance(value, str) else canonical_json(value)
 
 
@@ -265,11 +266,11 @@ def _versions(measured: Sequence[SessionMeasures], aborts_recorded: bool) -> lis
     """Return the figures of each version of the weights, in the order in which they were first used."""
     tallies: dict[str, WeightsTally] = {}
     begun: dict[str, list[SessionMeasures]] = {}
-    for one in reversed(measured):
-        for n, (version, tally) in enumerate(one.weights.items()):
+    for session in reversed(measured):
+        for n, (version, tally) in enumerate(session.weights.items()):
             tallies.setdefault(version, WeightsTally()).merge(tally)
             if n == 0:
-                begun.setdefault(version, []).append(one)
+                begun.setdefault(version, []).append(session)
     in_time = sorted(tallies, key=lambda version: tallies[version].first_at)
     return [
         {"weights": version, **_of_sessions(begun.get(version, [])), **_of_turns(tallies[version], aborts_recorded)}
@@ -279,14 +280,14 @@ def _versions(measured: Sequence[SessionMeasures], aborts_recorded: bool) -> lis
 
 def _of_sessions(sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
     """Return the figures of sessions, with mean and standard deviation of rewards as GRPO takes them in a group."""
-    length = float(np.mean([one.sampled_tokens for one in sessions])) if sessions else None
-    given = [one.reward for one in sessions if one.reward is not None]
-    least, most = min(given, default=None), max(given, default=None)
-    sd = 0.0 if given else None
+    length = float(np.mean([session.sampled_tokens for session in sessions])) if sessions else None
+    values = [session.reward for session in sessions if session.reward is not None]
+    least, most = min(values, default=None), max(values, default=None)
+    sd = 0.0 if values else None
     if least != most:  # Of equal rewards numpy's deviation may be 1e-17.
-        sd = float(np.std(given))
-    mean = float(np.mean(given)) if given else None
-    rewards = {"rewarded": len(given), "mean": mean, "sd": sd, "least": least, "most": most}
+        sd = float(np.std(values))
+    mean = float(np.mean(values)) if values else None
+    rewards = {"rewarded": len(values), "mean": mean, "sd": sd, "least": least, "most": most}
     return {"sessions": len(sessions), "length": length, **rewards}
 
 
@@ -319,9 +320,9 @@ def _share(part: int, whole: int) -> float | None:
 def _groups(measured: Sequence[SessionMeasures], key: str) -> dict[str, Any]:
     """Return the groups that the values of a key make, newest first."""
     groups: dict[str, list[SessionMeasures]] = {}
-    for one in measured:
-        if key in one.info.metadata:
-            groups.setdefault(group_value(one, key), []).append(one)
+    for session in measured:
+        if key in session.info.metadata:
+            groups.setdefault(group_value(session, key), []).append(session)
     return {
         "groups": [_group(value, sessions) for value, sessions in list(groups.items())[:MAX_GROUPS]],
         "groups_total": len(groups),
@@ -329,14 +330,14 @@ def _groups(measured: Sequence[SessionMeasures], key: str) -> dict[str, Any]:
 
 
 def _group(value: str, sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
-    versions = list(dict.fromkeys(version for one in reversed(sessions) for version in one.weights))
-    drifts = [one.drift for one in sessions if one.drift is not None]
-    rewarded = [(one.reward, one.info.session_id) for one in sessions if one.reward is not None]
+    versions = list(dict.fromkeys(version for session in reversed(sessions) for version in session.weights))
+    drifts = [session.drift for session in sessions if session.drift is not None]
+    rewarded = [(session.reward, session.info.session_id) for session in sessions if session.reward is not None]
     return {
         "value": value,
         **_of_sessions(sessions),
         "rewards": [reward for reward, _ in rewarded][:MAX_REWARDS],
         "best_and_worst": [choose(rewarded, key=itemgetter(0))[1] for choose in (max, min)] if rewarded else [],
-        "drift": _share(sum(one["changed_tokens"] for one in drifts), sum(one["tokens"] for one in drifts)),
+        "drift": _share(sum(drift["changed_tokens"] for drift in drifts), sum(drift["tokens"] for drift in drifts)),
         "weights": [versions[0], versions[-1]] if versions else [],
     }

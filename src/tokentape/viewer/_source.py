@@ -71,7 +71,7 @@ class SessionView:
 
     def trajectory(self, leaf: int) -> Trajectory | None:
         """Return the trajectory that ends with this turn, or None."""
-        return next((one for one in self.trajectories if one.leaf == leaf), None)
+        return next((trajectory for trajectory in self.trajectories if trajectory.leaf == leaf), None)
 
 
 class StoreSource:
@@ -86,23 +86,23 @@ class StoreSource:
         self._store = store
         self.name = name
 
-    def page(self, wanted: Listing) -> ListedPage:
+    def page(self, listing: Listing) -> ListedPage:
         """Return a page of sessions."""
         with self._store.reading() as connection:
-            return list_page(connection, wanted)
+            return list_page(connection, listing)
 
-    def versions(self, wanted: Listing) -> dict[str, tuple[str, str]]:
+    def versions(self, listing: Listing) -> dict[str, tuple[str, str]]:
         """Return by session its owner and version, newest first."""
         with self._store.reading() as connection:
-            found = extents(connection, wanted)
-        return {one: (owner, "-".join(map(str, astuple(extent)))) for one, (owner, extent) in found.items()}
+            by_id = extents(connection, listing)
+        return {name: (owner, "-".join(map(str, astuple(extent)))) for name, (owner, extent) in by_id.items()}
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Return a session's owner and version. Raises `NotFound`."""
-        found = self.versions(Listing(session_ids=[session_id]))
-        if session_id not in found:
+        versions = self.versions(Listing(session_ids=[session_id]))
+        if session_id not in versions:
             raise NotFound(f"there is no session {session_id!r}")
-        return found[session_id]
+        return versions[session_id]
 
     def load(self, session_id: str) -> SessionView:
         """Return a session as it is recorded, its hash chain checked."""
@@ -121,7 +121,7 @@ def _nodes(stored: StoredSession) -> tuple[TurnNode, ...]:
             added_tokens=len(turn.added_ids),
             sampled_tokens=len(turn.completion_ids),
             reward=rewards.get(turn.seq),
-            resumes=tuple(one.cause for one in turn.resumes),
+            resumes=tuple(resume.cause for resume in turn.resumes),
             **{name: getattr(turn, name) for name in _OF_TURN},
         )
         for turn in stored.turns
@@ -148,28 +148,28 @@ class _FileSession:
     reward: float | None = None
     """The last one of a trajectory."""
 
-    def add(self, one: Trajectory, place: int) -> None:
-        word, _, why = one.verdict.split(", ")[0].partition(": ")
+    def add(self, trajectory: Trajectory, place: int) -> None:
+        word, _, why = trajectory.verdict.split(", ")[0].partition(": ")
         cause = why if word == "forked" else None
         # A path's verdict tells its last fork: the first of its turns that no earlier path has.
-        new = next((seq for seq in one.turns if seq not in self.nodes), None)
+        new = next((seq for seq in trajectory.turns if seq not in self.nodes), None)
         parent, before = None, 0
-        for n, (seq, start, end) in enumerate(one.completions()):
+        for n, (seq, start, end) in enumerate(trajectory.completions()):
             if seq not in self.nodes:
                 self.nodes[seq] = TurnNode(
                     seq=seq,
                     parent=parent,
                     added_tokens=start - before,
                     sampled_tokens=end - start,
-                    weight_version=one.weight_versions[n],
+                    weight_version=trajectory.weight_versions[n],
                     fork=cause if seq == new else None,
-                    finish_reason=one.finish_reasons[n],
-                    reward=None if np.isnan(one.turn_rewards[n]) else float(one.turn_rewards[n]),
+                    finish_reason=trajectory.finish_reasons[n],
+                    reward=None if np.isnan(trajectory.turn_rewards[n]) else float(trajectory.turn_rewards[n]),
                 )
             parent, before = seq, end
-        self.paths.append((one.leaf, place))
+        self.paths.append((trajectory.leaf, place))
         self.causes.append(cause)
-        self.reward = self.reward if one.reward is None else one.reward
+        self.reward = self.reward if trajectory.reward is None else trajectory.reward
 
 
 class FileSource:
@@ -186,25 +186,26 @@ class FileSource:
         if not self._parquet and path.suffix != ".jsonl":
             raise InvalidRequest(f"{path.name} is neither a .parquet nor a .jsonl file of trajectories")
         self._sessions: dict[str, _FileSession] = {}
-        for place, one in self._all():
-            if one.session_id not in self._sessions:
-                info = SessionInfo(one.session_id, 0.0, dict(one.metadata))
-                self._sessions[one.session_id] = _FileSession(info)
-            self._sessions[one.session_id].add(one, place)
+        for place, trajectory in self._all():
+            if trajectory.session_id not in self._sessions:
+                info = SessionInfo(trajectory.session_id, 0.0, dict(trajectory.metadata))
+                self._sessions[trajectory.session_id] = _FileSession(info)
+            self._sessions[trajectory.session_id].add(trajectory, place)
         self._listed = [_summary(n, session) for n, session in enumerate(self._sessions.values())]
 
-    def page(self, wanted: Listing) -> ListedPage:
+    def page(self, listing: Listing) -> ListedPage:
         """Return a page of sessions. Sessions of a file have no owner."""
-        found = [one for one in self._listed if self._wanted(one, wanted)]
+        summaries = [summary for summary in self._listed if self._matches(summary, listing)]
         # Sessions without a value come last in either order.
-        found.sort(key=lambda one: (_sort_value(wanted.sort, one), one.position), reverse=wanted.descending)
-        found.sort(key=lambda one: wanted.sort == "reward" and one.reward is None)
-        return ListedPage(len(found), tuple(found[wanted.offset : wanted.offset + wanted.limit]))
+        summaries.sort(key=lambda summary: summary.position, reverse=listing.descending)
+        summaries.sort(key=lambda summary: _sort_value(listing.sort, summary), reverse=listing.descending)
+        summaries.sort(key=lambda summary: listing.sort == "reward" and summary.reward is None)
+        return ListedPage(len(summaries), tuple(summaries[listing.offset : listing.offset + listing.limit]))
 
-    def versions(self, wanted: Listing) -> dict[str, tuple[str, str]]:
+    def versions(self, listing: Listing) -> dict[str, tuple[str, str]]:
         """Return by session its owner and version, the last ones first."""
-        found = [one.info.session_id for one in reversed(self._listed) if self._wanted(one, wanted)]
-        return dict.fromkeys(found[wanted.offset : wanted.offset + wanted.limit], ("", "file"))
+        ids = [summary.info.session_id for summary in reversed(self._listed) if self._matches(summary, listing)]
+        return dict.fromkeys(ids[listing.offset : listing.offset + listing.limit], ("", "file"))
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Return no owner and a constant version. Raises `NotFound`."""
@@ -217,7 +218,7 @@ class FileSource:
         self.version(session_id)
         session = self._sessions[session_id]
         trajectories = tuple(self._read(session_id, *path) for path in session.paths)
-        edges = {edge.turn: edge for one in trajectories for edge in one.lineage}
+        edges = {edge.turn: edge for trajectory in trajectories for edge in trajectory.lineage}
         nodes = tuple(session.nodes[seq] for seq in sorted(session.nodes))
         return SessionView(session.info, "file", nodes, trajectories, edges=tuple(edges.values()))
 
@@ -228,31 +229,31 @@ class FileSource:
         # Raises for a file of something else, even without a row group.
         next(iter_parquet(self._path), None)
         for group in range(open_parquet(self._path).num_row_groups):
-            for one in iter_parquet(self._path, row_group=group):
-                yield group, one
+            for trajectory in iter_parquet(self._path, row_group=group):
+                yield group, trajectory
 
     def _read(self, session_id: str, leaf: int, place: int) -> Trajectory:
         if not self._parquet:
             return next(read_jsonl_places(self._path, start=place))[1]
         rows = iter_parquet(self._path, row_group=place)
-        return next(one for one in rows if one.session_id == session_id and one.leaf == leaf)
+        return next(row for row in rows if row.session_id == session_id and row.leaf == leaf)
 
-    def _wanted(self, one: SessionSummary, wanted: Listing) -> bool:
-        session_id, search, reward = one.info.session_id, wanted.search.casefold(), one.reward
+    def _matches(self, summary: SessionSummary, listing: Listing) -> bool:
+        session_id, search, reward = summary.info.session_id, listing.search.casefold(), summary.reward
         session = self._sessions[session_id]
-        metadata = canonical_json(one.info.metadata).casefold() if wanted.metadata else ""
+        metadata = canonical_json(summary.info.metadata).casefold() if listing.metadata else ""
         return (
-            (wanted.session_ids is None or session_id in wanted.session_ids)
+            (listing.session_ids is None or session_id in listing.session_ids)
             and (
                 search in session_id.casefold()
-                or search in json.dumps(one.info.metadata, ensure_ascii=False).casefold()
+                or search in json.dumps(summary.info.metadata, ensure_ascii=False).casefold()
             )
-            and (not wanted.fork or wanted.fork in (*session.causes, ANY_FORK if one.forks else NO_FORK))
-            and (wanted.reward_min is None or (reward is not None and reward >= wanted.reward_min))
-            and (wanted.reward_max is None or (reward is not None and reward <= wanted.reward_max))
-            and (wanted.since, wanted.until) == (None, None)  # a file has no times
-            and (not wanted.weights or any(wanted.weights == node.weight_version for node in session.nodes.values()))
-            and all(any(each.casefold() in metadata for each in metadata_spellings(*pair)) for pair in wanted.metadata)
+            and (not listing.fork or listing.fork in (*session.causes, ANY_FORK if summary.forks else NO_FORK))
+            and (listing.reward_min is None or (reward is not None and reward >= listing.reward_min))
+            and (listing.reward_max is None or (reward is not None and reward <= listing.reward_max))
+            and (listing.since, listing.until) == (None, None)  # a file has no times
+            and (not listing.weights or any(listing.weights == node.weight_version for node in session.nodes.values()))
+            and all(any(text.casefold() in metadata for text in metadata_spellings(*pair)) for pair in listing.metadata)
         )
 
 
@@ -273,7 +274,7 @@ ViewerSource: TypeAlias = StoreSource | FileSource
 """A source of sessions."""
 
 
-def _sort_value(sort: SortKey, one: SessionSummary) -> Any:
+def _sort_value(sort: SortKey, summary: SessionSummary) -> Any:
     if sort == "session":
-        return one.info.session_id
-    return getattr(one, {"created": "position", "sampled": "sampled_tokens"}.get(sort, sort)) or 0
+        return summary.info.session_id
+    return getattr(summary, {"created": "position", "sampled": "sampled_tokens"}.get(sort, sort)) or 0

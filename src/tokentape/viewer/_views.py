@@ -69,9 +69,9 @@ def as_json(value: Any) -> bytes:
         return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-def listed(one: SessionSummary) -> dict[str, Any]:
-    found = asdict(one)
-    return {**found.pop("info"), **found}
+def listed(summary: SessionSummary) -> dict[str, Any]:
+    values = asdict(summary)
+    return {**values.pop("info"), **values}
 
 
 def tree(view: SessionView) -> dict[str, Any]:
@@ -81,16 +81,16 @@ def tree(view: SessionView) -> dict[str, Any]:
         "turns": [asdict(node) for node in view.turns],
         "leaves": [
             {
-                "turn": one.leaf,
-                "verdict": one.verdict,
-                "tokens": len(one.token_ids),
-                "sampled_tokens": int((one.provenance == Provenance.SAMPLED).sum()),
-                "trained_tokens": int(one.loss_mask.sum()),
-                "reward": one.reward,
-                "role": one.role,
-                "path": one.turns,
+                "turn": branch.leaf,
+                "verdict": branch.verdict,
+                "tokens": len(branch.token_ids),
+                "sampled_tokens": int((branch.provenance == Provenance.SAMPLED).sum()),
+                "trained_tokens": int(branch.loss_mask.sum()),
+                "reward": branch.reward,
+                "role": branch.role,
+                "path": branch.turns,
             }
-            for one in view.trajectories
+            for branch in view.trajectories
         ],
         "lineage": [asdict(edge) for edge in view.edges],
     }
@@ -106,12 +106,12 @@ def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> l
             return None
 
     tops = _recorded_alternatives(view).get(turn)
-    return tops and [[[one, logprob, text(one)] for one, logprob in of_token] for of_token in tops]
+    return tops and [[[token_id, logprob, text(token_id)] for token_id, logprob in of_token] for of_token in tops]
 
 
 def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
     answers = () if view.stored is None else view.stored.answers
-    recorded = (zip(one.turns, one.top_logprobs, strict=True) for one in answers if one.top_logprobs)
+    recorded = (zip(answer.turns, answer.top_logprobs, strict=True) for answer in answers if answer.top_logprobs)
     return {turn: tops for of_answer in recorded for turn, tops in of_answer if tops}
 
 
@@ -154,7 +154,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
     children: dict[int | None, list[TurnNode]] = {}
     for node in view.turns:
         children.setdefault(node.parent, []).append(node)
-    found, before = [], 0
+    turns, before = [], 0
     for n, (seq, completion_start, end) in enumerate(shown.completions()):
         node = nodes[seq]
         sampled, recorded = shown.sampled_from[n], shown.logprobs_of[n]
@@ -162,7 +162,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
         # Turns of supervised fine-tuning have no logprobs. JSON has no NaN.
         mean_logprob = float(logprobs.mean()) if len(logprobs) else math.nan
         reward = float(shown.turn_rewards[n])
-        found.append(
+        turns.append(
             {
                 **asdict(node),
                 "start": before,
@@ -175,14 +175,14 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
                 "trained": bool(shown.loss_mask[completion_start:end].any()),
                 "mean_logprob": mean_logprob if math.isfinite(mean_logprob) else None,
                 "left_by": [
-                    {"turn": one.seq, "cause": one.fork, "aborted": one.finish_reason == "abort"}
-                    for one in children.get(seq, [])
-                    if n + 1 == len(shown.turns) or one.seq != shown.turns[n + 1]
+                    {"turn": child.seq, "cause": child.fork, "aborted": child.finish_reason == "abort"}
+                    for child in children.get(seq, [])
+                    if n + 1 == len(shown.turns) or child.seq != shown.turns[n + 1]
                 ],
             }
         )
         before = end
-    return found
+    return turns
 
 
 FOLDER = Path(__file__).parent / "static"
@@ -206,10 +206,10 @@ _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascrip
 
 def static_file(request: Request, name: str) -> Response:
     """Return a file of the page. Raises `NotFound`."""
-    found = _files().get(name)
-    if found is None:
+    file = _files().get(name)
+    if file is None:
         raise NotFound("there is nothing at this path")
-    data, etag, media_type = found
+    data, etag, media_type = file
     headers = {**SECURITY, "ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
@@ -218,9 +218,9 @@ def static_file(request: Request, name: str) -> Response:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str, str]]:
-    found = {}
+    files = {}
     for path in FOLDER.iterdir():
         if path.suffix in _MEDIA_TYPES:
             data = path.read_bytes()
-            found[path.name] = data, f'"{hashlib.sha256(data).hexdigest()[:32]}"', _MEDIA_TYPES[path.suffix]
-    return found
+            files[path.name] = data, f'"{hashlib.sha256(data).hexdigest()[:32]}"', _MEDIA_TYPES[path.suffix]
+    return files

@@ -95,58 +95,58 @@ class RowMeter:
     def _batch(self, rows: Sequence[IdRow]) -> Iterator[RowDrift]:
         completions = [(row, span) for row in rows for span in row.spans if span.end > span.start]
         trips = iter(self._retokenizer.round_trips([row.ids[span.start : span.end] for row, span in completions]))
-        held = iter(self._seams_held(completions))
+        seams = iter(self._seams_held(completions))
         for row in rows:
-            found = RowDrift(row.session or row.name, sums=Counter(rows=1, tokens=len(row.ids)))
+            row_drift = RowDrift(row.session or row.name, sums=Counter(rows=1, tokens=len(row.ids)))
             for span in row.spans:
                 if span.end == span.start:
                     continue
-                trip, seam = next(trips), next(held)
+                trip, seam = next(trips), next(seams)
                 changes = self._retokenizer.compare(trip) if trip.drifted else None
-                self._count(found, span, trip, changes)
+                self._count(row_drift, span, trip, changes)
                 if seam is not None:
-                    found.count(_SEAMS, 1, not seam)
+                    row_drift.count(_SEAMS, 1, not seam)
                 if changes is not None:
-                    self._add_changes(found, row, span, trip, changes)
+                    self._add_changes(row_drift, row, span, trip, changes)
                     if span.end < row.spans[-1].end:
-                        found.sums.update({"forks": 1, "fork tokens": span.end})
-            yield found
+                        row_drift.sums.update({"forks": 1, "fork tokens": span.end})
+            yield row_drift
 
-    def _count(self, found: RowDrift, span: Span, trip: RoundTrip, changes: Comparison | None) -> None:
-        found.sums["unknown"] += trip.head + trip.tail
+    def _count(self, row_drift: RowDrift, span: Span, trip: RoundTrip, changes: Comparison | None) -> None:
+        row_drift.sums["unknown"] += trip.head + trip.tail
         mask = np.zeros(len(trip.ids), np.bool_) if changes is None else changes.changed()
         for key in (ALL, *span.labels.items()):
-            found.count(("completions", *key), 1, changes is not None)
-            found.count(key, len(mask), int(mask.sum()))
+            row_drift.count(("completions", *key), 1, changes is not None)
+            row_drift.count(key, len(mask), int(mask.sum()))
         regions = token_regions(trip.content, self._retokenizer.pieces(trip.ids))
         if regions is None:
-            found.count(("region", REGIONS[0]), len(mask), int(mask.sum()))
+            row_drift.count(("region", REGIONS[0]), len(mask), int(mask.sum()))
         for dimension, names, codes in (
             ("script", SCRIPTS, self._scripts.of(trip.ids)),
             ("region", REGIONS, regions if regions is not None else np.zeros(0, np.uint8)),
         ):
             many, changed = np.bincount(codes), np.bincount(codes[mask[: len(codes)]], minlength=len(names))
             for code in np.flatnonzero(many).tolist():
-                found.count((dimension, names[code]), int(many[code]), int(changed[code]))
+                row_drift.count((dimension, names[code]), int(many[code]), int(changed[code]))
 
-    def _add_changes(self, found: RowDrift, row: IdRow, span: Span, trip: RoundTrip, changes: Comparison) -> None:
-        found.sums["other text"] += not all(one.same_bytes for one in changes.differences)
-        for one in changes.differences:
-            sampled = trip.ids[one.expected_start : one.expected_end]
-            again = trip.again[one.recorded_start : one.recorded_end]
+    def _add_changes(self, row_drift: RowDrift, row: IdRow, span: Span, trip: RoundTrip, changes: Comparison) -> None:
+        row_drift.sums["other text"] += not all(difference.same_bytes for difference in changes.differences)
+        for difference in changes.differences:
+            sampled = trip.ids[difference.expected_start : difference.expected_end]
+            again = trip.again[difference.recorded_start : difference.recorded_end]
             pieces = self._retokenizer.pieces(sampled)
             example = None
-            if sum(name == one.change for name, *_ in found.stretches) < EXAMPLES:
+            if sum(name == difference.change for name, *_ in row_drift.stretches) < EXAMPLES:
                 example = reports.Example(
-                    artifact=one.change,
+                    artifact=difference.change,
                     row=row.name,
-                    position=span.start + trip.head + one.expected_start,
+                    position=span.start + trip.head + difference.expected_start,
                     sampled=tuple(sampled.tolist()),
                     retokenized=tuple(again.tolist()),
                     sampled_pieces=_shown(pieces),
                     retokenized_pieces=_shown(self._retokenizer.pieces(again)),
                 )
-            found.stretches.append((one.change, len(sampled), len(again), sum(map(len, pieces)), example))
+            row_drift.stretches.append((difference.change, len(sampled), len(again), sum(map(len, pieces)), example))
         if self._forward is not None and not trip.head and self._forwards_left > 0:
             self._forwards_left -= 1
             context = row.ids[: span.start]
@@ -154,25 +154,27 @@ class RowMeter:
                 float(np.nansum(self._forward(np.concatenate([context, ids]))[len(context) :].astype(np.float64)))
                 for ids in (trip.ids, trip.again)
             ]
-            found.logprobs.append((sums[0] - sums[1], int(changes.changed().sum())))
+            row_drift.logprobs.append((sums[0] - sums[1], int(changes.changed().sum())))
 
     def _seams_held(self, completions: list[tuple[IdRow, Span]]) -> list[bool | None]:
         """Return, per completion, if encoding again keeps the boundary before it; None if that is forced."""
         windows: dict[int, tuple[TokenIds, int]] = {}
         for n, (row, span) in enumerate(completions):
             context = row.ids[max(span.start - _SEAM, 0) : span.start]
-            controls = [at for at, one in enumerate(context.tolist()) if self.tokenizer.control_by_id(one) is not None]
+            controls = [
+                i for i, token in enumerate(context.tolist()) if self.tokenizer.control_by_id(token) is not None
+            ]
             context = context[controls[-1] + 1 :] if controls else context
             if len(context) and self.tokenizer.control_by_id(int(row.ids[span.start])) is None:
                 window = row.ids[span.start - len(context) : min(span.start + _SEAM, span.end)]
                 windows[n] = window, len(b"".join(self._retokenizer.pieces(context)))
-        held: list[bool | None] = [None] * len(completions)
+        keeps: list[bool | None] = [None] * len(completions)
         trips = self._retokenizer.round_trips([window for window, _ in windows.values()])
         for (n, (_, length)), trip in zip(windows.items(), trips, strict=True):
             if not trip.head:
                 ends = np.cumsum([len(piece) for piece in self._retokenizer.pieces(trip.again)])
-                held[n] = not trip.drifted or bool((ends == length).any())
-        return held
+                keeps[n] = not trip.drifted or bool((ends == length).any())
+        return keeps
 
 
 class DriftTally:
@@ -199,9 +201,9 @@ class DriftTally:
             self._shapes[int(np.sign(again - sampled))] += 1
             self._lengths[min(sampled, _LONGEST)] += 1
             self._resyncs[min(size, 16 * _LONGEST)] += 1
-            kept = self._examples.setdefault(name, [])
-            if example is not None and len(kept) < EXAMPLES:
-                kept.append(example)
+            examples = self._examples.setdefault(name, [])
+            if example is not None and len(examples) < EXAMPLES:
+                examples.append(example)
         self._logprobs += row.logprobs
 
     def report(self, tokenizer_sha256: str) -> reports.DriftReport:
@@ -226,7 +228,7 @@ class DriftTally:
             resync_bytes=_lengths(self._resyncs),
             strata=tuple(self._strata()),
             cost=reports.Cost(rows, rows + counts["forks"], ids, ids + counts["fork tokens"], tokens.changed),
-            examples=tuple(one for name in self._stretches for one in self._examples[name]),
+            examples=tuple(example for name in self._stretches for example in self._examples[name]),
             logprobs=self._logprob_change(),
         )
 
@@ -235,16 +237,16 @@ class DriftTally:
         if key == _SEAMS:
             return key
         *before, dimension, value = key
-        known = self._values.setdefault(dimension, set())
-        if value not in known and len(known) >= VALUES:
+        values = self._values.setdefault(dimension, set())
+        if value not in values and len(values) >= VALUES:
             return (*before, dimension, _OTHER)
-        known.add(value)
+        values.add(value)
         return key
 
     def _strata(self) -> Iterator[reports.Stratum]:
         keys = set(self._shares.keys())
-        for dimension, known in self._values.items():
-            for key in sorted(((dimension, value) for value in {*known, _OTHER}), key=_by_value):
+        for dimension, values in self._values.items():
+            for key in sorted(((dimension, value) for value in {*values, _OTHER}), key=_by_value):
                 if key in keys and key != ALL:
                     whole = ("completions", *key)
                     yield reports.Stratum(
@@ -330,20 +332,20 @@ def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uin
         now = kinds[-1]
         match match.lastgroup:
             case "think":
-                at, kind = match.start(), _REASONING
+                offset, kind = match.start(), _REASONING
             case "unthink":
                 if now == _PROSE and len(edges) == 1:
                     kinds[0] = _REASONING
-                at, kind = match.end(), _PROSE
+                offset, kind = match.end(), _PROSE
             case "call":
-                at, kind = match.start(), _CALL
+                offset, kind = match.start(), _CALL
             case "uncall" | "part":
-                at, kind = match.end(), _PROSE
+                offset, kind = match.end(), _PROSE
             case _ if now in (_PROSE, _CODE):
-                at, kind = (match.start(), _CODE) if now == _PROSE else (match.end(), _PROSE)
+                offset, kind = (match.start(), _CODE) if now == _PROSE else (match.end(), _PROSE)
             case _:
                 continue
-        edges.append(at)
+        edges.append(offset)
         kinds.append(kind)
     if kinds == [_PROSE]:
         return None
@@ -360,14 +362,14 @@ class TokenScripts:
         self._of = np.full(tokenizer.vocab_size, 255, np.uint8)
 
     def of(self, ids: TokenIds) -> npt.NDArray[np.uint8]:
-        found = self._of[ids]
-        if (found == 255).any():
-            for token_id in np.unique(ids[found == 255]).tolist():
+        codes = self._of[ids]
+        if (codes == 255).any():
+            for token_id in np.unique(ids[codes == 255]).tolist():
                 control = self._tokenizer.control_by_id(token_id) is not None
                 name = "control" if control else _script(self._tokenizer.token_bytes(token_id))
                 self._of[token_id] = SCRIPTS.index(name)
-            found = self._of[ids]
-        return found
+            codes = self._of[ids]
+        return codes
 
 
 def _script(piece: bytes) -> str:

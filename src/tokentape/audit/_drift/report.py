@@ -139,10 +139,10 @@ def _blocks(report: DriftReport) -> Iterator[Block]:
     yield Facts({name: value for name, value in facts.items() if value})
     if report.artifacts:
         yield Heading("What changed")
-        total = sum(one.stretches for one in report.artifacts)
+        total = sum(artifact.stretches for artifact in report.artifacts)
         rows = [
-            [one.name, f"{one.stretches:,}", f"{one.stretches / total:.1%}", f"{one.tokens:,}", one.meaning]
-            for one in report.artifacts
+            [row.name, f"{row.stretches:,}", f"{row.stretches / total:.1%}", f"{row.tokens:,}", row.meaning]
+            for row in report.artifacts
         ]
         yield Table(["artifact", "stretches", "share", "sampled tokens", ""], rows, {1, 2, 3})
         span, resync = report.span_tokens, report.resync_bytes
@@ -157,21 +157,21 @@ def _blocks(report: DriftReport) -> Iterator[Block]:
         )
     # Without drift, every line of a breakdown would be the same zero.
     strata = report.strata if report.completions.changed else ()
-    for n, dimension in enumerate(dict.fromkeys(one.dimension for one in strata)):
+    for n, dimension in enumerate(dict.fromkeys(stratum.dimension for stratum in strata)):
         yield Heading(f"By {dimension}")
-        rates = [(one.value, one.tokens) for one in strata if one.dimension == dimension]
+        rates = [(stratum.value, stratum.tokens) for stratum in strata if stratum.dimension == dimension]
         yield Bars([rate_bar(name, rate, n, 100) for name, rate in rates], "% of the tokens changed")
     yield from _cost(report)
     if report.rerendered is not None:
         yield from _rerendered(report.rerendered)
     if report.examples:
         yield Heading("Examples")
-        for one in report.examples:
+        for example in report.examples:
             yield Facts(
                 {
-                    one.artifact: f"{_pieces(one.sampled_pieces)} -> {_pieces(one.retokenized_pieces)}",
-                    "ids": f"{list(one.sampled)} -> {list(one.retokenized)}",
-                    "place": f"{one.row}, token {one.position}",
+                    example.artifact: f"{_pieces(example.sampled_pieces)} -> {_pieces(example.retokenized_pieces)}",
+                    "ids": f"{list(example.sampled)} -> {list(example.retokenized)}",
+                    "place": f"{example.row}, token {example.position}",
                 }
             )
 

@@ -60,19 +60,19 @@ class RerenderMeter:
         session = stored.tree()
         roots: dict[int, set[tuple[object, ...]]] = {}
         seen: set[int] = set()
-        for one in stored.trajectories():
+        for trajectory in stored.trajectories():
             messages: list[Message] = []
-            for n, turn in enumerate(session.path(one.leaf)):
+            for n, turn in enumerate(session.path(trajectory.leaf)):
                 messages += turn.messages
                 if turn.seq not in seen and self._left > 0:
                     seen.add(turn.seq)
-                    found = self._compared(one, n, messages, stored.setups[turn.setup])
+                    differences = self._compared(trajectory, n, messages, stored.setups[turn.setup])
                     if n == 0:
-                        roots[turn.seq] = set(map(_place, found or ()))
-                        self._counts["unlike roots"] += bool(found)
+                        roots[turn.seq] = set(map(_place, differences or ()))
+                        self._counts["unlike roots"] += bool(differences)
                     else:
                         self._left -= 1
-                        self._count(one, n, found, roots[one.turns[0]])
+                        self._count(trajectory, n, differences, roots[trajectory.turns[0]])
                 messages.append(turn.reply)
 
     def report(self) -> Rerendered | None:
@@ -92,27 +92,31 @@ class RerenderMeter:
         )
 
     def _compared(
-        self, one: Trajectory, n: int, messages: Sequence[Message], setup: Setup
+        self, trajectory: Trajectory, n: int, messages: Sequence[Message], setup: Setup
     ) -> Sequence[Difference] | None:
         """Render `messages` and compare the context of turn `n` with them; None if the template refuses them."""
         try:
             ids = self._renderer.render([with_objects(message) for message in messages], setup).ids
         except TokentapeError:
             return None
-        end = int(one.completion_starts[n])
-        codes = one.provenance[:end]
-        return compare(one.token_ids[:end], ids, self._renderer.tokenizer, provenance=codes).differences
+        end = int(trajectory.completion_starts[n])
+        codes = trajectory.provenance[:end]
+        return compare(trajectory.token_ids[:end], ids, self._renderer.tokenizer, provenance=codes).differences
 
     def _count(
-        self, one: Trajectory, n: int, found: Sequence[Difference] | None, known: set[tuple[object, ...]]
+        self,
+        trajectory: Trajectory,
+        n: int,
+        differences: Sequence[Difference] | None,
+        root_places: set[tuple[object, ...]],
     ) -> None:
-        if found is None:
+        if differences is None:
             self._counts["refused"] += 1
             return
-        sampled = one.provenance[: int(one.completion_starts[n])] == Provenance.SAMPLED
-        new = [difference for difference in found if _place(difference) not in known]
-        changed = sum(int(sampled[one.expected_start : one.expected_end].sum()) for one in new)
-        self._turns.add(one.session_id, [((), bool(new), 1)])
+        sampled = trajectory.provenance[: int(trajectory.completion_starts[n])] == Provenance.SAMPLED
+        new = [difference for difference in differences if _place(difference) not in root_places]
+        changed = sum(int(sampled[difference.expected_start : difference.expected_end].sum()) for difference in new)
+        self._turns.add(trajectory.session_id, [((), bool(new), 1)])
         self._counts.update({"tokens": int(sampled.sum()), "changed tokens": changed})
         self._kinds.update({difference.kind for difference in new})
         self._first.update(difference.kind for difference in new[:1])

@@ -130,30 +130,30 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
     template = getattr(live, "chat_template", None) or tokenizer.chat_template
     variants = template if isinstance(template, Mapping) else {"default": template or ""}
     not_compared = [] if template is not None else ["conversations: the tokenizer has no chat template"]
-    found: dict[str, tuple[int, ...] | None] = {}
+    observed_ids: dict[str, tuple[int, ...] | None] = {}
     for golden in lock.goldens:
         if not golden.messages:
-            found[golden.name] = _ints(tokenizer(golden.text, add_special_tokens=golden.special)["input_ids"])
+            observed_ids[golden.name] = _ints(tokenizer(golden.text, add_special_tokens=golden.special)["input_ids"])
         elif template is not None:
             source = variants["tool_use" if golden.tools and "tool_use" in variants else "default"]
-            found[golden.name] = _live_chat_ids(tokenizer, source, lock.date, template_kwargs, golden)
+            observed_ids[golden.name] = _live_chat_ids(tokenizer, source, lock.date, template_kwargs, golden)
     source_of = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
     components = None
     if source_of is None:
         not_compared.append("parts: the tokenizer is not one of the `tokenizers` library")
     else:
         compiled = ChatTemplate(variants["default"], variants.get("tool_use"))
-        named = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
+        special_tokens = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
         components = Components(
             files={},
             **_lockfile.spec_parts(json.loads(source_of())),
-            special_tokens={key: str(value) for key, value in named.items() if value is not None},
+            special_tokens={key: str(value) for key, value in special_tokens.items() if value is not None},
             eos_ids=lock.components.eos_ids,  # a tokenizer in memory has none
             template=tuple(compiled.source.splitlines()),
             template_sha256=compiled.sha256,
         )
     name = f"the {type(tokenizer).__name__} given"
-    return Observed(name, found, _lockfile.versions(), components, source=source_of, not_compared=not_compared)
+    return Observed(name, observed_ids, _lockfile.versions(), components, source=source_of, not_compared=not_compared)
 
 
 async def observe_server(
@@ -161,7 +161,7 @@ async def observe_server(
 ) -> Observed:
     """Observe the ids that a running server of `kind` returns for `model`; both are detected if not given."""
     http = HttpClient(url, api_key=api_key)
-    found: dict[str, tuple[int, ...] | None] = {}
+    observed_ids: dict[str, tuple[int, ...] | None] = {}
     unknown: dict[str, list[str]] = {}
     try:
         if kind is None or model is None:
@@ -172,16 +172,16 @@ async def observe_server(
             if why:
                 unknown.setdefault(why, []).append(golden.name)
             else:
-                found[golden.name] = ids
+                observed_ids[golden.name] = ids
     finally:
         await http.close()
-    if not found:
+    if not observed_ids:
         raise NothingToMeasure(f"the server at {url} returns no ids for texts or conversations: nothing was compared")
     not_compared = ["parts, template and certificate: a server returns only ids"]
     for why, names in unknown.items():
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         not_compared.append(f"{len(names)} inputs ({some}): {why}")
-    return Observed(f"the {kind} server", found, versions={}, not_compared=not_compared)
+    return Observed(f"the {kind} server", observed_ids, versions={}, not_compared=not_compared)
 
 
 async def _server_ids(
@@ -205,11 +205,11 @@ def _live_chat_ids(
     # transformers gives templates its own clock.
     shown = datetime.fromisoformat(date).strftime
     dated = _NOW.sub(lambda match: json.dumps(shown(match[2])), template)
-    asked = {"chat_template": dated, "add_generation_prompt": True, "tokenize": True, **template_kwargs}
+    options = {"chat_template": dated, "add_generation_prompt": True, "tokenize": True, **template_kwargs}
     # `Renderer` passes tool arguments in the form that the template accepts. A trainer would do that too.
     for messages in (golden.messages, map(with_text_arguments, golden.messages)):
         try:
-            rendered = tokenizer.apply_chat_template(list(messages), tools=list(golden.tools) or None, **asked)
+            rendered = tokenizer.apply_chat_template(list(messages), tools=list(golden.tools) or None, **options)
         except Exception:  # a template raises any error
             continue
         # transformers 4 returns a list, 5 a mapping.

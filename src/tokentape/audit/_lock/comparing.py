@@ -89,7 +89,7 @@ class LockChange:
             yield "usual cause" if self.golden is None else "likely cause", self.cause
 
     def lines(self) -> list[str]:
-        return [f"  {self.what}: {self.found}", *(f"    {name + ':':<9} {said}" for name, said in self.rows())]
+        return [f"  {self.what}: {self.found}", *(f"    {name + ':':<9} {value}" for name, value in self.rows())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +136,20 @@ def lock_layout(lockfile: str, reports: Sequence[LockReport]) -> Report:
 
 def lock_cases(report: LockReport) -> list[CiCase]:
     """Return a case with the changes, and a skipped case for each thing that was not compared, for CI systems."""
-    found = [CiFinding(one.what, "error", one.what, "\n".join(one.lines())) for one in report.changes]
+    findings = [CiFinding(change.what, "error", change.what, "\n".join(change.lines())) for change in report.changes]
     skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in report.not_compared]
-    return [CiCase(report.compared, found, str(report).splitlines()[0]), *skipped]
+    return [CiCase(report.compared, findings, str(report).splitlines()[0]), *skipped]
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
     """Compare observations with a lock. With `strict`, changed library versions and files are changes, else notes."""
     old, new = lock.components, observed.components
-    changes = [_change(what, found) for what, found in _changed_parts(lock, observed, template_kwargs)]
+    changes = [_change(what, description) for what, description in _changed_parts(lock, observed, template_kwargs)]
     notes: list[str] = []
     parts_differ = bool(changes)
     if old.loading is not None and new is not None and new.loading is not None:
-        found, note = _loading(old, new, Path(observed.name))
-        changes += found
+        loading_changes, note = _loading(old, new, Path(observed.name))
+        changes += loading_changes
         notes += note
         parts_differ = bool(changes or note)
     now = {name: observed.versions.get(name, was) for name, was in lock.versions.items()}
@@ -166,8 +166,8 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         changes += [LockChange("versions and files", notice, "`--strict` takes no other") for notice in notices]
     else:
         notes += notices
-    left = *observed.not_compared, *_unlocked(old)
-    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), left)
+    not_compared = *observed.not_compared, *_unlocked(old)
+    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), not_compared)
 
 
 def _unlocked(old: Components) -> Iterator[str]:
@@ -194,12 +194,12 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield "vocabulary", _block_change("id", old.vocabulary, new.vocabulary)
     if new.merges != old.merges:
         yield "merges", _merges_apart(old, observed) or _block_change("merge", old.merges, new.merges)
-    tokens = [{token.id: token for token in each.added_tokens} for each in (old, new)]
+    tokens = [{token.id: token for token in components.added_tokens} for components in (old, new)]
     changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
     if any(changes):
         yield "added tokens", _first_few(list(filter(None, changes)), _SHOWN)
     for key, pair in model_files.unlike(old.special_tokens, new.special_tokens).items():
-        before, after = (repr(one) if one else "none" for one in pair)
+        before, after = (repr(value) if value else "none" for value in pair)
         yield "special tokens", f"{key} was {before}, is {after}"
     if new.eos_ids != old.eos_ids:
         yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
@@ -222,45 +222,45 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
         return changes, []
     from tokentape.audit._skew.auditor import loaded_findings
 
-    said = model_files.settings_apart(was, now, "{} was {}, is {}")
+    difference = model_files.settings_apart(was, now, "{} was {}, is {}")
     with TemporaryDirectory() as locked:
         try:
             model_files.write_settings(was, old.special_tokens, Path(locked), folder)
-            found, note = loaded_findings(Path(locked), folder, said)
+            findings, note = loaded_findings(Path(locked), folder, difference)
         except TokenizerUnusable as error:
-            return [*changes, _change("loading", f"{said}; {error}")], []
-    return [*changes, *(_change("loading", one.cause) for one in found)], [note] if note else []
+            return [*changes, _change("loading", f"{difference}; {error}")], []
+    return [*changes, *(_change("loading", finding.cause) for finding in findings)], [note] if note else []
 
 
-def _came(was: object, now: object, other: str = "is another text") -> str:
-    return "is new" if was is None else "is gone" if now is None else other
+def _came(was: object, now: object, otherwise: str = "is another text") -> str:
+    return "is new" if was is None else "is gone" if now is None else otherwise
 
 
-def _first_few(found: Sequence[str], most: int) -> str:
-    return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
+def _first_few(items: Sequence[str], most: int) -> str:
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
-def _change(what: str, found: str) -> LockChange:
-    return LockChange(what, found, _CAUSES[what])
+def _change(what: str, description: str) -> LockChange:
+    return LockChange(what, description, _CAUSES[what])
 
 
 def _step_change(was: Any, now: Any) -> str:
     if was is None or now is None:
         return f"was {_kind(was)}, is {_kind(now)}"
-    path, one, other = _nested_difference(was, now, "")
-    return f"{_kind(was)}{path}: was {_short(one)}, is {_short(other)}"
+    path, old, new = _nested_difference(was, now, "")
+    return f"{_kind(was)}{path}: was {_short(old)}, is {_short(new)}"
 
 
-def _nested_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any]:
+def _nested_difference(old: Any, new: Any, path: str) -> tuple[str, Any, Any]:
     """Return the path of the first difference of two nested values, and the values there."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("type") == other.get("type"):
-        for key in (*one, *other):
-            if one.get(key) != other.get(key):
-                return _nested_difference(one.get(key), other.get(key), f"{path}.{key}")
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        at = first_difference(one, other)
-        return _nested_difference(one[at], other[at], f"{path}[{at}]")
-    return path, one, other
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("type") == new.get("type"):
+        for key in (*old, *new):
+            if old.get(key) != new.get(key):
+                return _nested_difference(old.get(key), new.get(key), f"{path}.{key}")
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        index = first_difference(old, new)
+        return _nested_difference(old[index], new[index], f"{path}[{index}]")
+    return path, old, new
 
 
 def _kind(step: Any) -> str:
@@ -270,11 +270,11 @@ def _kind(step: Any) -> str:
 
 
 def _block_change(what: str, was: Sequence[str], now: Sequence[str]) -> str:
-    at = first_difference(was, now)
+    block = first_difference(was, now)
     changed = sum(a != b for a, b in zip_longest(was, now))
     return (
         f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what}s differ, the first from {what} "
-        f"{at * BLOCK} to {(at + 1) * BLOCK - 1}"
+        f"{block * BLOCK} to {(block + 1) * BLOCK - 1}"
     )
 
 
@@ -292,18 +292,18 @@ def _merges_apart(old: Components, observed: Observed) -> str:
 
 def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
     """Describe which merges are gone, new and moved. As few as possible count as moved."""
-    kept, before, after = {was[at] for at, _ in anchors(was, now)}, set(was), set(now)
-    found = {
+    in_place, before, after = {was[index] for index, _ in anchors(was, now)}, set(was), set(now)
+    changes = {
         "gone": [merge for merge in was if merge not in after],
         "new": [merge for merge in now if merge not in before],
-        "moved": [merge for merge in now if merge in before and merge not in kept],
+        "moved": [merge for merge in now if merge in before and merge not in in_place],
     }
-    said = []
-    for how, merges in found.items():
-        named = [repr(" ".join(merge)) for merge in merges[:_SHOWN_MERGES]]
+    parts = []
+    for how, merges in changes.items():
+        shown = [repr(" ".join(merge)) for merge in merges[:_SHOWN_MERGES]]
         more = ["..."] if len(merges) > _SHOWN_MERGES else []
-        said += [f"{len(merges)} {how}: {', '.join([*named, *more])}"] if merges else []
-    return "; ".join(said)
+        parts += [f"{len(merges)} {how}: {', '.join([*shown, *more])}"] if merges else []
+    return "; ".join(parts)
 
 
 def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | None) -> str:
@@ -320,12 +320,12 @@ def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | Non
 
 
 def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
-    at = first_difference(was, now)
-    one, other = ([line.strip() for line in lines[at : at + 1]] for lines in (was, now))
-    if one and other:
-        return f"line {at + 1} was {_short(one[0])}, is {_short(other[0])}"
-    if one or other:
-        return f"line {at + 1} is {'new' if other else 'gone'}: {_short((one or other)[0])}"
+    index = first_difference(was, now)
+    old, new = ([line.strip() for line in lines[index : index + 1]] for lines in (was, now))
+    if old and new:
+        return f"line {index + 1} was {_short(old[0])}, is {_short(new[0])}"
+    if old or new:
+        return f"line {index + 1} is {'new' if new else 'gone'}: {_short((old or new)[0])}"
     return "its variant for tools, or the new line at its end, differs"
 
 
@@ -334,25 +334,25 @@ def _certificate(lock: Lock, observed: Observed) -> str:
     if observed.certificate is None:
         return ""
     now = {key: observed.certificate.get(key) for key in lock.certificate}
-    found = [
+    changes = [
         f"{key}: was {_short(a)}, is {_short(b)}" for key, (a, b) in model_files.unlike(lock.certificate, now).items()
     ]
-    return _first_few(found, _SHOWN_OF_CERTIFICATE)
+    return _first_few(changes, _SHOWN_OF_CERTIFICATE)
 
 
 def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:
     for chat, kind in ((False, "texts"), (True, "conversations")):
-        asked = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
-        differ = [golden for golden in asked if observed.ids[golden.name] != golden.ids]
+        compared = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
+        differ = [golden for golden in compared if observed.ids[golden.name] != golden.ids]
         if not differ:
             continue
         first, *others = differ
         ids = observed.ids[first.name]
         names = [golden.name.removeprefix("conversation: ") for golden in others[:_SHOWN]]
         more = f", and {len(others)} more: {', '.join(names)}{', …' if len(others) > _SHOWN else ''}" if others else ""
-        found = f"of {first.name!r} ({len(differ)} of {len(asked)} {kind} differ{more})"
+        description = f"of {first.name!r} ({len(differ)} of {len(compared)} {kind} differ{more})"
         cause = _golden_cause(first, ids, changed, moved)
-        yield LockChange("golden ids", found, cause, first, ids, first_difference(first.ids or (), ids or ()))
+        yield LockChange("golden ids", description, cause, first, ids, first_difference(first.ids or (), ids or ()))
 
 
 def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]) -> str:
@@ -380,13 +380,13 @@ def _files(old: Components, new: Components) -> Iterator[str]:
         yield f"{name} {_came(*pair, 'has other bytes')}, {looked}"
 
 
-def _around(ids: Sequence[int] | None, at: int) -> str:
+def _around(ids: Sequence[int] | None, position: int) -> str:
     if ids is None:
         return "refused by the template"
-    start = max(at - 2, 0)
+    start = max(position - 2, 0)
     window = list(ids[start : start + _SHOWN_IDS])
     before, after = "… " if start else "", " …" if start + _SHOWN_IDS < len(ids) else ""
-    return f"{before}{window}{after} (from token {at} of {len(ids)})"
+    return f"{before}{window}{after} (from token {position} of {len(ids)})"
 
 
 def _short(value: Any) -> str:

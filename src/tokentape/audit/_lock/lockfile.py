@@ -67,8 +67,8 @@ def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[
     for golden in (*_texts(renderer.tokenizer), *_conversations()):
         # Some templates take the arguments of calls only as text.
         tried = (golden, replace(golden, messages=tuple(map(with_text_arguments, golden.messages))))
-        found = (replace(one, ids=golden_ids(renderer, template_kwargs, one)) for one in tried)
-        frozen.append(next((one for one in found if one.ids is not None), golden))
+        attempts = (replace(form, ids=golden_ids(renderer, template_kwargs, form)) for form in tried)
+        frozen.append(next((attempt for attempt in attempts if attempt.ids is not None), golden))
     return tuple(frozen)
 
 
@@ -94,7 +94,7 @@ def _texts(tokenizer: Tokenizer) -> Iterator[LockGolden]:
 
 def _conversations() -> Iterator[LockGolden]:
     turns, system, question, then = grammar.TURNS, grammar.SYSTEM, grammar.QUESTION, grammar.NEXT
-    one, two = grammar.result(1, " a resultword\n"), grammar.result(2, "another {resultword}")
+    first_result, second_result = grammar.result(1, " a resultword\n"), grammar.result(2, "another {resultword}")
     plain: dict[str, tuple[Message, ...]] = {
         "question": (question,),
         "system and question": (system, question),
@@ -105,10 +105,10 @@ def _conversations() -> Iterator[LockGolden]:
     }
     calling: dict[str, tuple[Message, ...]] = {
         "tools": (system, question),
-        "call and result": (question, turns["reasoning and call"], one),
-        "parallel calls": (question, turns["parallel calls"], one, two),
-        "typed arguments": (question, turns["typed arguments"], one, then),
-        "multi-line argument": (question, turns["multi-line argument"], one),
+        "call and result": (question, turns["reasoning and call"], first_result),
+        "parallel calls": (question, turns["parallel calls"], first_result, second_result),
+        "typed arguments": (question, turns["typed arguments"], first_result, then),
+        "multi-line argument": (question, turns["multi-line argument"], first_result),
     }
     for tools, conversations in (((), plain), ((grammar.TOOL,), calling)):
         for name, messages in conversations.items():
@@ -218,8 +218,8 @@ def make_lock(
 def certified(certificate: Certificate) -> dict[str, Any]:
     answers = {True: "comes back", False: "does not come back", None: "not written"}
     continuations = {
-        f"continuation {found.name}": f"{found.strategy}, append-only: {found.append_only}"
-        for found in certificate.continuations
+        f"continuation {continuation.name}": f"{continuation.strategy}, append-only: {continuation.append_only}"
+        for continuation in certificate.continuations
     }
     return {
         **continuations,
@@ -237,33 +237,33 @@ def certified(certificate: Certificate) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def read_lock(path: str | Path) -> Lock:
     """Read a lockfile. Raises `InvalidRequest` if it is not one or has another format, and `OSError`."""
     path = Path(path)
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidRequest(f"{path} is not a lockfile: it is not JSON ({error})") from None
-    found = written.get("format") if isinstance(written, dict) else None
-    if found != FORMAT:
+    file_format = document.get("format") if isinstance(document, dict) else None
+    if file_format != FORMAT:
         raise InvalidRequest(
-            f"{path} is a lockfile of format {found}, and this version of tokentape reads format {FORMAT}. Check it "
-            "with the version that wrote it, or write a new one with `tokentape lock`, which only shows changes from "
-            "now on"
-            if isinstance(found, int)
+            f"{path} is a lockfile of format {file_format}, and this version of tokentape reads format {FORMAT}. "
+            "Check it with the version that wrote it, or write a new one with `tokentape lock`, which only shows "
+            "changes from now on"
+            if isinstance(file_format, int)
             else f"{path} is not a lockfile: it has no `format`. `tokentape lock MODEL -o {path.name}` writes one"
         )
     try:
-        lock = msgspec.convert(written, Lock)
+        lock = msgspec.convert(document, Lock)
         # A field that is not written back is unknown: it is misspelled, or from another version.
-        if json.loads(lock.to_text()) != written:
+        if json.loads(lock.to_text()) != document:
             raise ValueError("it has unknown fields, or lacks some")
         if set(lock.components.steps) != set(_STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
@@ -374,16 +374,19 @@ def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | No
     ids = [vocab.get("".join(merge)) if len(merge) == 2 else None for merge in merges]
     if None in ids or not ids:
         return None
-    steps, cuts = np.diff(np.array(ids, "<i4"), prepend=np.int32(0)), np.array([len(one) for one, _ in merges], "<u2")
+    steps, cuts = (
+        np.diff(np.array(ids, "<i4"), prepend=np.int32(0)),
+        np.array([len(first) for first, _ in merges], "<u2"),
+    )
     return base64.b64encode(zlib.compress(steps.tobytes() + cuts.tobytes(), 9)).decode()
 
 
 def unpacked_merges(packed: str, vocab: Mapping[str, int]) -> list[Merge]:
     """Undo `packed_merges`. Raises `ValueError` if the text is damaged, or made with another vocabulary."""
     try:
-        read = zlib.decompressobj().decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
-        many = len(read) // 6
-        ids, cuts = np.cumsum(np.frombuffer(read, "<i4", many)), np.frombuffer(read, "<u2", many, many * 4)
+        data = zlib.decompressobj().decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
+        many = len(data) // 6
+        ids, cuts = np.cumsum(np.frombuffer(data, "<i4", many)), np.frombuffer(data, "<u2", many, many * 4)
         pieces = {number: piece for piece, number in vocab.items()}
         tokens = [pieces[number] for number in ids.tolist()]
     except (zlib.error, KeyError) as error:

@@ -102,8 +102,8 @@ async def run_trials(
 
     tasks = [asyncio.create_task(run(trial)) for trial in trials]
     try:
-        for done in asyncio.as_completed(tasks):
-            yield await done
+        for future in asyncio.as_completed(tasks):
+            yield await future
     finally:
         for task in tasks:
             task.cancel()
@@ -126,29 +126,29 @@ async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, s
         return outcome(trial, ids[:-1] if ids and ids[-1] in stops else ids, renderer.tokenizer)
 
     ids, tops = await _sample(engine, prompt, params, trial.name)
-    found = read(ids)
-    result = ProbeResult(trial, tuple(ids), found)
-    if not settings.ban or found.kind not in _EDITS:
+    reading = read(ids)
+    result = ProbeResult(trial, tuple(ids), reading)
+    if not settings.ban or reading.kind not in _EDITS:
         return result
     banned: dict[int, set[int]] = {}
     for _ in range(MOST_BANS):
-        at = found.at
-        if found.kind not in _EDITS or not 0 <= at < len(ids):
+        position = reading.at
+        if reading.kind not in _EDITS or not 0 <= position < len(ids):
             break
-        banned.setdefault(at, set()).add(ids[at])
-        other = next((token_id for token_id, _ in tops[at] if token_id not in banned[at]), None)
-        if other is None:
+        banned.setdefault(position, set()).add(ids[position])
+        likeliest = next((token_id for token_id, _ in tops[position] if token_id not in banned[position]), None)
+        if likeliest is None:
             break
         # Bans at later positions belonged to another continuation.
-        banned = {place: refused for place, refused in banned.items() if place <= at}
-        ids, tops = [*ids[:at], other], tops[: at + 1]
-        if other not in stops and len(ids) < settings.max_tokens:
-            left = replace(params, max_tokens=settings.max_tokens - len(ids))
-            more, more_tops = await _sample(engine, [*prompt, *ids], left, trial.name)
+        banned = {place: refused for place, refused in banned.items() if place <= position}
+        ids, tops = [*ids[:position], likeliest], tops[: position + 1]
+        if likeliest not in stops and len(ids) < settings.max_tokens:
+            remaining = replace(params, max_tokens=settings.max_tokens - len(ids))
+            more, more_tops = await _sample(engine, [*prompt, *ids], remaining, trial.name)
             ids, tops = ids + more, tops + more_tops
-        found = read(ids)
-    bans = tuple((place, one) for place, refused in sorted(banned.items()) for one in sorted(refused))
-    return replace(result, banned=found, bans=bans)
+        reading = read(ids)
+    bans = tuple((place, token_id) for place, refused in sorted(banned.items()) for token_id in sorted(refused))
+    return replace(result, banned=reading, bans=bans)
 
 
 async def _sample(
@@ -167,29 +167,29 @@ async def _sample(
 class ProbeFile:
     """A JSONL file of a header and results, to append to. Drops a cut-off line, refuses results of other settings."""
 
-    def __init__(self, path: str | Path, made: Header) -> None:
+    def __init__(self, path: str | Path, expected: Header) -> None:
         path = Path(path)
         content = path.read_bytes() if path.exists() else b""
         whole = content.rfind(b"\n") + 1
         try:
-            head, *rows = [json.loads(line) for line in content[:whole].splitlines()] or [made]
+            head, *rows = [json.loads(line) for line in content[:whole].splitlines()] or [expected]
             if not whole and not _HEAD.startswith(content[: len(_HEAD)]):
                 raise ValueError("its only line is no header")
-            if head.get("format") != made["format"]:
+            if head.get("format") != expected["format"]:
                 raise ValueError(f"its first line is not that of format {FORMAT}")
             self.results = msgspec.convert(rows, list[ProbeResult])
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidRequest(f"{path} has no results of a probe: {error}") from None
-        if other := [key for key, value in made.items() if head.get(key) != value]:
+        if differing := [key for key, value in expected.items() if head.get(key) != value]:
             raise InvalidRequest(
-                f"{path} has results of another probe ({', '.join(other)} differ); name another file, or move this one "
-                "away"
+                f"{path} has results of another probe ({', '.join(differing)} differ); name another file, or move this "
+                "one away"
             )
         self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
         self._file.truncate(whole)
         self._file.seek(whole)
         if not whole:
-            self._write(made)
+            self._write(expected)
 
     def __enter__(self) -> ProbeFile:
         return self
@@ -230,75 +230,75 @@ class Summary:
 
 def summarise(results: Sequence[ProbeResult]) -> Summary:
     """Count results. The trials of a sentence are not independent, so intervals are over sentences."""
-    back = [one for one in results if one.outcome.kind != "other"]
-    edits = [one for one in back if one.outcome.kind in _EDITS]
-    again = [one for one in results if one.banned is not None]
-    classes = {name: _share(edits, [one.outcome.artifact == name for one in edits]) for name in ARTIFACTS}
-    banned = {kind: _share(again, [one.banned.kind == kind for one in again if one.banned]) for kind in KINDS}
+    back = [result for result in results if result.outcome.kind != "other"]
+    edits = [result for result in back if result.outcome.kind in _EDITS]
+    again = [result for result in results if result.banned is not None]
+    classes = {name: _share(edits, [result.outcome.artifact == name for result in edits]) for name in ARTIFACTS}
+    banned = {kind: _share(again, [result.banned.kind == kind for result in again if result.banned]) for kind in KINDS}
     return Summary(
         trials=len(results),
-        outcomes={kind: _share(results, [one.outcome.kind == kind for one in results]) for kind in KINDS},
-        strict=_share(back, [one.outcome.kind == "phantom" for one in back]),
-        normalised=_share(back, [one.outcome.kind in _EDITS for one in back]),
-        classes={name: one for name, one in classes.items() if one.changed},
-        noncanonical=_share(results, [not one.outcome.canonical for one in results]),
-        banned={kind: one for kind, one in banned.items() if one.changed},
+        outcomes={kind: _share(results, [result.outcome.kind == kind for result in results]) for kind in KINDS},
+        strict=_share(back, [result.outcome.kind == "phantom" for result in back]),
+        normalised=_share(back, [result.outcome.kind in _EDITS for result in back]),
+        classes={name: rate for name, rate in classes.items() if rate.changed},
+        noncanonical=_share(results, [not result.outcome.canonical for result in results]),
+        banned={kind: rate for kind, rate in banned.items() if rate.changed},
     )
 
 
 def _share(results: Sequence[ProbeResult], which: Sequence[bool]) -> Rate:
     shares = Shares()
-    for result, one in zip(results, which, strict=True):
-        shares.add(result.trial.text, [((), one, 1)])
+    for result, matches in zip(results, which, strict=True):
+        shares.add(result.trial.text, [((), matches, 1)])
     return shares.rate(())
 
 
-def probe_layout(made: Header, results: Sequence[ProbeResult], tokenizer: Tokenizer) -> Report:
-    found = summarise(results)
+def probe_layout(head: Header, results: Sequence[ProbeResult], tokenizer: Tokenizer) -> Report:
+    summary = summarise(results)
     blocks: list[Block] = [
-        Paragraph(f"{found.trials} trials"),
+        Paragraph(f"{summary.trials} trials"),
         Paragraph(
             "A model is asked to replace one word of a sentence. A phantom edit returns the same word with other ids: "
             "the ids changed, and the text did not."
         ),
-        Facts({key: made[key] for key in ("model", "engine", "temperature")}),
+        Facts({key: head[key] for key in ("model", "engine", "temperature")}),
         Heading("Outcomes"),
-        _bars(found.outcomes),
+        _bars(summary.outcomes),
         Details("What they mean", [Facts({str(kind): meaning for kind, meaning in KINDS.items()})]),
         Heading("Phantom edits, of the sentences that came back"),
-        _bars({"byte-strict": found.strict, "white space normalised": found.normalised}),
+        _bars({"byte-strict": summary.strict, "white space normalised": summary.normalised}),
     ]
-    if found.classes:
-        rows = [[name, ARTIFACTS[name].phantom or "", ARTIFACTS[name].meaning] for name in found.classes]
+    if summary.classes:
+        rows = [[name, ARTIFACTS[name].phantom or "", ARTIFACTS[name].meaning] for name in summary.classes]
         blocks += [
             Heading("Classes of phantom edits"),
-            _bars(found.classes),
+            _bars(summary.classes),
             Details("What they mean", [Table(["class", "number in arXiv 2601.14658", "meaning"], rows, {1})]),
         ]
-    if found.banned:
+    if summary.banned:
         blocks += [
             Heading("With the ids of phantom edits banned"),
             Paragraph("Greedy decoding continued with the likeliest other id."),
-            _bars(found.banned),
+            _bars(summary.banned),
         ]
-    blocks += [Heading("Completions"), _bars({"not canonical": found.noncanonical})]
+    blocks += [Heading("Completions"), _bars({"not canonical": summary.noncanonical})]
     edits = [result for result in results if result.outcome.kind in _EDITS][:_EXAMPLES]
     if edits:
         examples = [block for result in edits for block in _example(result, tokenizer)]
         blocks.append(Details(f"The first {len(edits)} phantom edits", examples))
-    return Report(f"Tokenization probe of {made['model']}", blocks)
+    return Report(f"Tokenization probe of {head['model']}", blocks)
 
 
 def _bars(rates: Mapping[str, Rate]) -> Bars:
-    bars = [rate_bar(f"{name} ({one.changed} of {one.total})", one) for name, one in rates.items()]
+    bars = [rate_bar(f"{name} ({rate.changed} of {rate.total})", rate) for name, rate in rates.items()]
     return Bars(bars, unit="share", highest=1.0)
 
 
 def _example(result: ProbeResult, tokenizer: Tokenizer) -> list[Block]:
-    one = result.outcome
+    edit = result.outcome
     rows: list[list[object]] = []
-    for name, ids in (("given", one.source), ("said", one.found)):
+    for name, ids in (("given", edit.source), ("said", edit.found)):
         spelled = " | ".join(tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids)
         rows.append([name, list(ids), spelled])
-    heading = Heading(f"{result.trial.target}: {one.artifact}", 3)
+    heading = Heading(f"{result.trial.target}: {edit.artifact}", 3)
     return [heading, Paragraph(result.trial.text), Table(["", "ids", "tokens"], rows)]

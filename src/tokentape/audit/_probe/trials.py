@@ -70,8 +70,8 @@ class Trial:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        asked = WORDINGS[self.wording].format(target=self.target, text=self.text)
-        return ({"role": "user", "content": asked},)
+        prompt = WORDINGS[self.wording].format(target=self.target, text=self.text)
+        return ({"role": "user", "content": prompt},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +100,33 @@ def read_texts(path: str | Path = BUILT_IN, *, seed: int = 0) -> list[Sentence]:
     Raises `InvalidRequest` if a target is not in its text, or if the file is not UTF-8, and `NothingToMeasure` if no
     line has a target.
     """
-    found: list[Sentence] = []
+    sentences: list[Sentence] = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise InvalidRequest(f"{path} is not UTF-8 text") from None
     for number, line in enumerate(map(str.strip, lines), 1):
         if line.startswith("{"):
-            found.append(_from_json(line, f"{path}, line {number}"))
+            sentences.append(_from_json(line, f"{path}, line {number}"))
         elif bracketed := re.fullmatch(r"([^\[]*)\[([^\[\]\s]+)\](.*)", line):
-            found.append((bracketed[1], bracketed[2], bracketed[3]))
+            sentences.append((bracketed[1], bracketed[2], bracketed[3]))
         else:
             words = [word for word in re.finditer(r"(?<=\s)[^\W\d_]{4,}\b", line) if line.count(word[0]) == 1]
             for word in random.Random(f"{seed} {line}").sample(words, min(1, len(words))):
-                found.append((line[: word.start()], word[0], line[word.end() :]))
-    if not found:
+                sentences.append((line[: word.start()], word[0], line[word.end() :]))
+    if not sentences:
         raise NothingToMeasure(
             f"{path} has no sentence with a word to replace; expected one a line, its word in [brackets]"
         )
-    return found
+    return sentences
 
 
 def trials(texts: Sequence[Sentence], *, repetitions: int = 1) -> Iterator[Trial]:
     """Yield every sentence in every wording, `repetitions` times."""
     for repetition in range(repetitions):
-        for wording, asked in WORDINGS.items():
+        for wording, template in WORDINGS.items():
             for before, target, after in texts:
-                parts = [before, target, after, asked, repetition]
+                parts = [before, target, after, template, repetition]
                 name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
                 yield Trial(name, before, target, after, wording, repetition)
 
@@ -135,10 +135,10 @@ def _from_json(line: str, where: str) -> Sentence:
     try:
         fields = json.loads(line)
         target = fields["target"]
-        before, found, after = fields["text"].partition(target)
+        before, middle, after = fields["text"].partition(target)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise InvalidRequest(f'{where} is not {{"text": …, "target": …}}') from None
-    if not (target and found):
+    if not (target and middle):
         raise InvalidRequest(f"{where}: the target is not in the text")
     return before, target, after
 
@@ -158,18 +158,20 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
         return Outcome("replaced", canonical=canonical)
     end = spelled.index(target, start) + len(target)
     word = text.index(trial.before.encode() + target) + len(trial.before.encode())
-    given, said = _stretches((ours, (len(text[:word].rstrip()), word + len(target))), (theirs, (start, end)))
-    ids, found = tuple(source[given]), tuple(completion[said])
-    if ids == found:
-        return Outcome("unchanged", None, ids, found, canonical=canonical)
-    at = said.start + first_difference(ids, found)
-    one, other = b"".join(ours[given]), b"".join(theirs[said])
-    if one == other:
-        around = b"".join(ours[: given.start]), b"".join(ours[given.stop :])
-        return Outcome("phantom", boundary_artifact(ours[given], theirs[said], *around), ids, found, at, canonical)
-    if one.split() == other.split():
-        return Outcome("spacing", text_artifact(one, other), ids, found, at, canonical)
-    return Outcome("other", None, ids, found, canonical=canonical)
+    stretch = len(text[:word].rstrip()), word + len(target)
+    source_slice, reply_slice = _stretches((ours, stretch), (theirs, (start, end)))
+    ids, reply = tuple(source[source_slice]), tuple(completion[reply_slice])
+    if ids == reply:
+        return Outcome("unchanged", None, ids, reply, canonical=canonical)
+    position = reply_slice.start + first_difference(ids, reply)
+    source_bytes, reply_bytes = b"".join(ours[source_slice]), b"".join(theirs[reply_slice])
+    if source_bytes == reply_bytes:
+        around = b"".join(ours[: source_slice.start]), b"".join(ours[source_slice.stop :])
+        artifact = boundary_artifact(ours[source_slice], theirs[reply_slice], *around)
+        return Outcome("phantom", artifact, ids, reply, position, canonical)
+    if source_bytes.split() == reply_bytes.split():
+        return Outcome("spacing", text_artifact(source_bytes, reply_bytes), ids, reply, position, canonical)
+    return Outcome("other", None, ids, reply, canonical=canonical)
 
 
 def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
@@ -186,8 +188,8 @@ def _stretches(*sides: tuple[Sequence[bytes], tuple[int, int]]) -> list[slice]:
     """Return, per side, the tokens that cover a byte range, extended until both exceed it equally, or to the end."""
     edges = [list(accumulate(map(len, pieces), initial=0)) for pieces, _ in sides]
     ranges = [(ends, *place) for ends, (_, place) in zip(edges, sides, strict=True)]
-    lefts = set.intersection(*({start - at for at in ends if at <= start} for ends, start, _ in ranges))
-    rights = set.intersection(*({at - end for at in ends if at >= end} for ends, _, end in ranges))
+    lefts = set.intersection(*({start - edge for edge in ends if edge <= start} for ends, start, _ in ranges))
+    rights = set.intersection(*({edge - end for edge in ends if edge >= end} for ends, _, end in ranges))
     return [
         slice(
             bisect_right(ends, start - min(lefts)) - 1 if lefts else 0,

@@ -66,12 +66,12 @@ def audit(
     began = time.monotonic()
     with ExitStack() as opened:
         backends = []
-        for given, options in ((a, options_a), (b, options_b)):
-            if isinstance(given, str | Path):
-                progress(f"opening {given}")
-                given = open_backend(str(given), options)
-                opened.callback(given.close)
-            backends.append(given)
+        for side, options in ((a, options_a), (b, options_b)):
+            if isinstance(side, str | Path):
+                progress(f"opening {side}")
+                side = open_backend(str(side), options)
+                opened.callback(side.close)
+            backends.append(side)
         run, files = _Run(backends[0], backends[1], progress), [Path(path) for path in corpus]
         stable = run.stability()
         if stable:
@@ -86,7 +86,7 @@ def audit(
         return AuditReport(
             a=run.a.facts,
             b=run.b.facts,
-            findings=tuple(sorted(run.findings, key=lambda one: one.severity == "caution")),
+            findings=tuple(sorted(run.findings, key=lambda finding: finding.severity == "caution")),
             tried=run.tried,
             skipped=run.skipped,
             notes=tuple(run.notes),
@@ -97,25 +97,28 @@ def audit(
 
 
 def loaded_findings(
-    a: Path, b: Path, said: str, progress: Callable[[str], None] = lambda _: None
+    a: Path, b: Path, difference: str, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Skew], str]:
-    """Load two folders with transformers. Return findings, or a note; both quote `said`, how their files differ."""
+    """Load two folders with transformers. Return findings, or a note; both quote `difference`, that of their files."""
     from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
 
     progress("loading both folders with transformers")
-    one, other = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
-    run = _Run(one, other, progress)
+    ours, theirs = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
+    run = _Run(ours, theirs, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
-    if sides := "; ".join(unlike_sides(one, other)):
+    if sides := "; ".join(unlike_sides(ours, theirs)):
         cause = f"{sides}: ids differ where padding or truncation is asked for"
         run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
-    elif same_tokenizer(one, other):
-        return [], f"{said}: {by} loads the same tokenizer from both"
+    elif same_tokenizer(ours, theirs):
+        return [], f"{difference}: {by} loads the same tokenizer from both"
     run.texts()
     run.decoding()
     run.findings += file_findings(run.a, run.b, run.causes, run.findings, templates=False)
-    found = [replace(x, cause=f"loaded by {by}, {x.cause} ({said})", fix=_SAME_SETTINGS) for x in run.findings]
-    return found, "" if found else f"{said}: the tokenizers that {by} loads agree on everything that was tried"
+    findings = [replace(x, cause=f"loaded by {by}, {x.cause} ({difference})", fix=_SAME_SETTINGS) for x in run.findings]
+    return (
+        findings,
+        "" if findings else f"{difference}: the tokenizers that {by} loads agree on everything that was tried",
+    )
 
 
 class _Run:
@@ -138,11 +141,11 @@ class _Run:
         """Encode the battery twice with each side. Add a finding and return False if a side gives other ids then."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
         sides = zip("AB", (self.a, self.b), self.known, strict=True)
-        found = [text_probes.unstable_finding(side, letter, texts, known) for letter, side, known in sides]
-        self.findings += filter(None, found)
-        if any(found):
+        unstable = [text_probes.unstable_finding(side, letter, texts, known_ids) for letter, side, known_ids in sides]
+        self.findings += filter(None, unstable)
+        if any(unstable):
             self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
-        return not any(found)
+        return not any(unstable)
 
     def texts(self) -> None:
         """Probe plain texts, control tokens, BOS and EOS."""
@@ -173,7 +176,7 @@ class _Run:
         if not self._able("special", "special", "BOS and EOS"):
             return
         plain = text_probes.special_texts(self.a, self.b)
-        unlike = {one.text for one in text_probes.compare_texts(self.a, self.b, plain, known=self.known)}
+        unlike = {difference.text for difference in text_probes.compare_texts(self.a, self.b, plain, known=self.known)}
         agreed = {text: group for text, group in plain.items() if text not in unlike}
         self.tried["special"] = len(agreed)
         differing = text_probes.compare_texts(self.a, self.b, agreed, special=True)
@@ -186,15 +189,18 @@ class _Run:
         texts = battery.by_text(battery.texts())
         if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
             texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
-        asked = list(texts)
+        listed = list(texts)
         ids = (
-            text_probes.encoded(side, asked, known) for side, known in zip((self.a, self.b), self.known, strict=True)
+            text_probes.encoded(side, listed, known_ids)
+            for side, known_ids in zip((self.a, self.b), self.known, strict=True)
         )
-        both = zip(asked, *ids, strict=True)
-        sequences = {tuple(one): texts[text] for text, one, other in both if one == other and one}
+        rows = zip(listed, *ids, strict=True)
+        sequences = {tuple(ids_a): texts[text] for text, ids_a, ids_b in rows if ids_a == ids_b and ids_a}
         if not (self.a.is_server or self.b.is_server):
             alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))
-            sequences |= {(one,): "vocabulary" for one in alone if self.a.token(one) == self.b.token(one)}
+            sequences |= {
+                (token_id,): "vocabulary" for token_id in alone if self.a.token(token_id) == self.b.token(token_id)
+            }
         self.tried["decode"] = len(sequences)
         self.findings += text_probes.decode_findings(self.a, self.b, sequences)
 
@@ -202,12 +208,12 @@ class _Run:
         """Compare renderings and loss masks of built-in and the user's `own` conversations, and servers' prompts."""
         if self._able("render", "render", "rendering"):
             self.progress("rendering conversations")
-            found = chat_findings(self.a, self.b, self.causes, self.progress, own)
-            self._add(found.findings, found.left)
-            self.own = found.counts["own"], found.counts["own differing"]
-            self.tried["render"] = found.counts["render"]
-            if found.counts["masks"]:
-                self.tried["masks"] = found.counts["masks"]
+            result = chat_findings(self.a, self.b, self.causes, self.progress, own)
+            self._add(result.findings, result.left)
+            self.own = result.counts["own"], result.counts["own differing"]
+            self.tried["render"] = result.counts["render"]
+            if result.counts["masks"]:
+                self.tried["masks"] = result.counts["masks"]
         for letter, backend in (("A", self.a), ("B", self.b)):
             if backend.echoes:
                 tried, new = echo_findings(backend, letter)
@@ -228,14 +234,14 @@ class _Run:
         ours, theirs = self.a.facts.loading, self.b.facts.loading
         if ours is None or theirs is None or ours == theirs:
             return
-        said = settings_apart(ours, theirs)
+        difference = settings_apart(ours, theirs)
         a, b = (Path((side.reopened_as or "").removeprefix("json:")) for side in (self.a, self.b))
         try:
-            found, note = loaded_findings(a, b, said, self.progress)
+            findings, note = loaded_findings(a, b, difference, self.progress)
         except TokenizerUnusable as error:
-            found, note = [Skew("unknown", "facts", f"{said}, and {error}", _SAME_SETTINGS, 1)], ""
-        known = {one.cause for one in self.findings}
-        self.findings += [one for one in found if not any(cause in one.cause for cause in known)]
+            findings, note = [Skew("unknown", "facts", f"{difference}, and {error}", _SAME_SETTINGS, 1)], ""
+        causes = {finding.cause for finding in self.findings}
+        self.findings += [finding for finding in findings if not any(cause in finding.cause for cause in causes)]
         self.notes += [note] if note else []
 
     def uncovered(self) -> Iterator[str]:
@@ -262,21 +268,23 @@ class _Run:
         if not self.tried.get("masks"):
             yield "loss masks: no template marks the tokens that carry loss"
 
-    def _add(self, findings: Sequence[Skew], left: int) -> None:
+    def _add(self, findings: Sequence[Skew], unexplained: int) -> None:
         """Add findings. If an earlier finding has the same kind and cause, add to its count instead."""
         for new in findings:
-            for at, old in enumerate(self.findings):
+            for index, old in enumerate(self.findings):
                 if (old.kind, old.cause) == (new.kind, new.cause):
                     where = tuple(dict.fromkeys((*old.where, *new.where)))
-                    self.findings[at] = replace(old, count=old.count + new.count, where=where)
+                    self.findings[index] = replace(old, count=old.count + new.count, where=where)
                     break
             else:
                 self.findings.append(new)
-        if left:
-            self.notes.append(f"{left} more inputs differ and were not explained: fix the findings, and audit again")
+        if unexplained:
+            self.notes.append(
+                f"{unexplained} more inputs differ and were not explained: fix the findings, and audit again"
+            )
 
     def _able(self, ability: Ability, probe: Probe, what: str) -> bool:
-        lacking = [one for one, side in (("A", self.a), ("B", self.b)) if ability not in side.facts.abilities]
+        lacking = [letter for letter, side in (("A", self.a), ("B", self.b)) if ability not in side.facts.abilities]
         if lacking:
             reason = f"{what}: not supported by {' and '.join(lacking)}"
             self.skipped[probe] = f"{self.skipped[probe]}; {reason}" if probe in self.skipped else reason

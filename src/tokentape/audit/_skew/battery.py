@@ -55,11 +55,11 @@ def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
 
 def by_text(groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Map each text to its group, or to the first of its groups."""
-    found: dict[str, str] = {}
+    group_of: dict[str, str] = {}
     for group, members in groups.items():
         for text in members:
-            found.setdefault(text, group)
-    return found
+            group_of.setdefault(text, group)
+    return group_of
 
 
 _LONGEST = 200
@@ -82,40 +82,42 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
     spellings |= dict.fromkeys(_text(piece, byte_level=False) for piece in {**pieces[0], **pieces[1]})
     if len(specs) == 1:  # the merges of the other side are not known
         spellings |= dict.fromkeys(map(merged_text, spellings))
-    found = {"vocabulary": tuple(spellings)}
+    by_group = {"vocabulary": tuple(spellings)}
     if len(specs) == 1:
-        found["competing merges"] = tuple(dict.fromkeys(map(merged_text, _competing_texts(specs[0]))))
+        by_group["competing merges"] = tuple(dict.fromkeys(map(merged_text, _competing_texts(specs[0]))))
     if all(pieces):
-        found["changed pieces"] = tuple(dict.fromkeys(_overlapping(unlike(*pieces), {**pieces[0], **pieces[1]})))
+        by_group["changed pieces"] = tuple(dict.fromkeys(_overlapping(unlike(*pieces), {**pieces[0], **pieces[1]})))
     parts = set(differing)
     if parts & {"merges", "settings"}:
-        found["merges"] = tuple(dict.fromkeys(_merge_texts(*specs)))
+        by_group["merges"] = tuple(dict.fromkeys(_merge_texts(*specs)))
     if parts & {"normalizer", "pre_tokenizer", "settings"}:
         strings = {text for part in parts for spec in specs for text in _strings(part, spec)}
-        found["strings of the parts"] = tuple(one.format(text, text) for text in sorted(strings) for one in _BESIDE)
-        found["characters"] = _characters()
-    return found
+        by_group["strings of the parts"] = tuple(
+            form.format(text, text) for text in sorted(strings) for form in _BESIDE
+        )
+        by_group["characters"] = _characters()
+    return by_group
 
 
 def token_texts(token: str) -> list[str]:
     """Return texts that spell a token, alone and next to characters to which its flags or a normalizer react."""
     forms = [unicodedata.normalize("NFC", token), token.upper(), token.lower()]
     around = ("{}", "a{}b", " {} ", "a {} b", "{}\u0338", "{}\u0301", "\n{}\n", "{}{}", "\u0338{}")
-    return list(dict.fromkeys([*(one.format(token, token) for one in around), *forms]))
+    return list(dict.fromkeys([*(form.format(token, token) for form in around), *forms]))
 
 
 def vocabulary_texts(*specs: Spec) -> dict[str, None]:
     """Return the text of each token of the vocabularies, as keys. Tokens that spell no text are left out."""
-    found: dict[str, None] = {}
+    spellings: dict[str, None] = {}
     seen: set[tuple[bool, str]] = set()
     for spec in specs:
         vocab, byte_level = part_of(spec, "vocabulary"), is_byte_level(spec)
         pieces = vocab if isinstance(vocab, Mapping) else (entry[0] for entry in vocab)
         new = {(byte_level, piece): None for piece in pieces if (byte_level, piece) not in seen}
         seen.update(new)
-        found |= dict.fromkeys(_text(piece, byte_level=byte_level) for _, piece in new)
-    found.pop("", None)
-    return found
+        spellings |= dict.fromkeys(_text(piece, byte_level=byte_level) for _, piece in new)
+    spellings.pop("", None)
+    return spellings
 
 
 def merged_text(text: str) -> str:
@@ -132,16 +134,18 @@ def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
     byte_level = is_byte_level(a)
     ours, theirs = ({merge: n for n, merge in enumerate(part_of(spec, "merges"))} for spec in (a, b))
     lacking = lacking_merges(list(ours), list(theirs))
-    common = ([merge for merge in ranks if merge in other] for ranks, other in ((ours, theirs), (theirs, ours)))
-    moved = [merge for one, other in zip(*common, strict=True) if one != other for merge in (one, other)]
+    common = ([merge for merge in ranks if merge in others] for ranks, others in ((ours, theirs), (theirs, ours)))
+    moved = [merge for pair in zip(*common, strict=True) if pair[0] != pair[1] for merge in pair]
     for merge in islice(dict.fromkeys([*lacking, *moved]), _MOST_MERGES):
         if len(merge) != 2:
             continue
         left, right = merge
         yield from (around.format(_text(left + right, byte_level=byte_level)) for around in ("{}", " {}", "a{}", "{}a"))
-        rivals = (one for one in {**ours, **theirs} if len(one) == 2 and (one[0] == right or one[1] == left))
-        for one in islice(rivals, _MOST_RIVALS):
-            yield _text(left + right + one[1] if one[0] == right else one[0] + left + right, byte_level=byte_level)
+        rivals = (rival for rival in {**ours, **theirs} if len(rival) == 2 and (rival[0] == right or rival[1] == left))
+        for rival in islice(rivals, _MOST_RIVALS):
+            yield _text(
+                left + right + rival[1] if rival[0] == right else rival[0] + left + right, byte_level=byte_level
+            )
 
 
 def _competing_texts(spec: Spec) -> Iterator[str]:
@@ -154,13 +158,13 @@ def _competing_texts(spec: Spec) -> Iterator[str]:
         for piece, begins in ((merge[1], 0), (merge[0], 1)):
             at_piece.setdefault(piece, ([], []))[begins].append(merge)
     for piece, (ending, beginning) in at_piece.items():
-        by_rank = [(ranks[one], side, one) for side, some in enumerate((ending, beginning)) for one in some]
+        by_rank = [(ranks[merge], side, merge) for side, some in enumerate((ending, beginning)) for merge in some]
         for ordered in (sorted(by_rank), sorted(by_rank, reverse=True)):
             last: list[Merge | None] = [None, None]
-            for _, side, one in ordered:
-                last[side] = one
+            for _, side, merge in ordered:
+                last[side] = merge
                 if (rival := last[1 - side]) is not None:
-                    before, after = (one, rival) if side == 0 else (rival, one)
+                    before, after = (merge, rival) if side == 0 else (rival, merge)
                     if text := _text(before[0] + piece + after[1], byte_level=byte_level):
                         yield text
 
@@ -168,14 +172,14 @@ def _competing_texts(spec: Spec) -> Iterator[str]:
 def _overlapping(changed: Iterable[str], pieces: Iterable[str]) -> Iterator[str]:
     """Yield texts in which changed pieces compete with others: words in which the ends of two pieces overlap."""
     for piece in islice(changed, _MOST_CHANGED):
-        pairs = (pair for one in pieces for pair in ((one, piece), (piece, one)))
+        pairs = (pair for neighbor in pieces for pair in ((neighbor, piece), (piece, neighbor)))
         joined = (
             before + after[n:]
             for before, after in pairs
             for n in range(1, min(len(before), len(after)))
             if before.endswith(after[:n])
         )
-        yield from (_text(one, byte_level=False) for one in islice(joined, _MOST_RIVALS))
+        yield from (_text(text, byte_level=False) for text in islice(joined, _MOST_RIVALS))
 
 
 def _strings(part: str, spec: Spec) -> Iterator[str]:
@@ -194,9 +198,9 @@ def _strings(part: str, spec: Spec) -> Iterator[str]:
 @cache
 def _characters() -> tuple[str, ...]:
     """Return texts with every assigned character up to U+1FFFF, several per text, but few of Hangul and Han."""
-    kept = [c for c in map(chr, range(0x20, 0x20000)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
-    rare = [c for c in kept if not ("\u3400" <= c <= "\u9fff" or "\uac00" <= c <= "\ud7a3") or ord(c) % 29 == 0]
-    groups: Iterable[list[str]] = (rare[at : at + _AT_ONCE] for at in range(0, len(rare), _AT_ONCE))
+    characters = [c for c in map(chr, range(0x20, 0x20000)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
+    rare = [c for c in characters if not ("\u3400" <= c <= "\u9fff" or "\uac00" <= c <= "\ud7a3") or ord(c) % 29 == 0]
+    groups: Iterable[list[str]] = (rare[start : start + _AT_ONCE] for start in range(0, len(rare), _AT_ONCE))
     return tuple(text for group in groups for text in (" ".join(group), "".join(group)))
 
 
@@ -250,13 +254,13 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
 def template_conversations(sources: Iterable[str]) -> Iterator[SkewChat]:
     """Yield conversations with the strings that templates look for or replace in contents, as text of each role."""
     user = _user("What is a questionword?")
-    found = [text for source in sources for text in (*ChatTemplate(source).compared_strings, *_replaced(source))]
-    for text in dict.fromkeys(found):
-        for said in (text, f"a {text} b"):
-            yield SkewChat((_user(said),), name=f"user says {text}")
-            yield SkewChat(({"role": "system", "content": said}, user), name=f"system says {text}")
-            yield SkewChat((user, {"role": "assistant", "content": said}, user), name=f"assistant says {text}")
-            yield _called(user, grammar.TURNS["call"], said, f"result says {text}")
+    strings = [text for source in sources for text in (*ChatTemplate(source).compared_strings, *_replaced(source))]
+    for text in dict.fromkeys(strings):
+        for content in (text, f"a {text} b"):
+            yield SkewChat((_user(content),), name=f"user says {text}")
+            yield SkewChat(({"role": "system", "content": content}, user), name=f"system says {text}")
+            yield SkewChat((user, {"role": "assistant", "content": content}, user), name=f"assistant says {text}")
+            yield _called(user, grammar.TURNS["call"], content, f"result says {text}")
 
 
 def _replaced(source: str) -> Iterator[str]:
@@ -264,7 +268,7 @@ def _replaced(source: str) -> Iterator[str]:
     calls: list[nodes.Call | nodes.Filter] = [*tree.find_all(nodes.Call), *tree.find_all(nodes.Filter)]
     for call in calls:
         name = call.name if isinstance(call, nodes.Filter) else getattr(call.node, "attr", "")
-        texts = [one.value for one in call.args[:1] if isinstance(one, nodes.Const)]
+        texts = [argument.value for argument in call.args[:1] if isinstance(argument, nodes.Const)]
         if name in _REPLACING and texts and str(texts[0]).strip():
             yield str(texts[0])
 

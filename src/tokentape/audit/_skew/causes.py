@@ -46,11 +46,11 @@ class TextCauses:
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
         self._trials: Trials | None = None
         self._known: list[Cause] = []
-        both = a.facts.spec is not None and b.facts.spec is not None
+        specs_known = a.facts.spec is not None and b.facts.spec is not None
         self.differing = tokenizer_parts.differing_parts(a.facts, b.facts)
         self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
         self._differing = [name for name in self.differing if name not in ("post_processor", "decoder")]
-        self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if both else {}
+        self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if specs_known else {}
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
         """Return the cause of the different ids of a text. With `special`, the ids include BOS and EOS."""
@@ -59,13 +59,13 @@ class TextCauses:
             around = _special_cause(text, a_ids, b_ids, self._a, self._b)
             if special or around is not None:
                 return around or Cause("unknown", _first_ids_apart(a_ids, b_ids), SAME_FILES, "unknown")
-        both = self.tables or (a.spec is not None and b.spec is not None)
-        found = self._by_exchange(text, b_ids) if both else self._by_trial(text, a_ids, b_ids)
-        return found or self._by_input(text, a_ids, b_ids)
+        exchangeable = self.tables or (a.spec is not None and b.spec is not None)
+        cause = self._by_exchange(text, b_ids) if exchangeable else self._by_trial(text, a_ids, b_ids)
+        return cause or self._by_input(text, a_ids, b_ids)
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
         a, b = self._a.facts, self._b.facts
-        names = self.tables or [*self._differing, *(f"{_ADDED}:{said}" for said in self._added)]
+        names = self.tables or [*self._differing, *(f"{_ADDED}:{description}" for description in self._added)]
 
         def explains(group: Sequence[str]) -> bool:
             encoder = self._exchange(tuple(group))
@@ -106,27 +106,27 @@ class TextCauses:
         if self.tables and names not in self._exchanged:
             self._exchanged[names] = self._a.with_tables(names, self._b)
         elif names not in self._exchanged:
-            made, b = self._a.facts.spec or {}, self._b.facts.spec or {}
+            spec, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
-                kind, _, said = name.partition(":")
-                made = (
-                    tokenizer_parts.with_tokens(made, b, self._added[said])
+                kind, _, description = name.partition(":")
+                spec = (
+                    tokenizer_parts.with_tokens(spec, b, self._added[description])
                     if kind == _ADDED
-                    else tokenizer_parts.with_part(made, name, b)
+                    else tokenizer_parts.with_part(spec, name, b)
                 )
             try:
-                self._exchanged[names] = encoder_of(load_spec(made))
+                self._exchanged[names] = encoder_of(load_spec(spec))
             except TokenizerUnusable:
                 self._exchanged[names] = None
         return self._exchanged[names]
 
     def words(self, name: str) -> str:
-        kind, _, said = name.partition(":")
+        kind, _, description = name.partition(":")
         a, b = self._a.facts, self._b.facts
         if self.tables:
             return tokenizer_parts.table_words(name, a, b)
         return (
-            tokenizer_parts.added_words(self._added[said], a, b)
+            tokenizer_parts.added_words(self._added[description], a, b)
             if kind == _ADDED
             else tokenizer_parts.part_words(name, a, b)
         )
@@ -141,26 +141,26 @@ class TextCauses:
     @cached_property
     def _agreed(self) -> dict[str, list[int]]:
         """The ids of battery texts that both backends encode alike. A cause must not change them."""
-        return {text: ids for text, ids, other in self._tried if ids == other}
+        return {text: ids for text, ids, other_ids in self._tried if ids == other_ids}
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
         """Find a part in common use that makes the backend with a known tokenizer.json give the other's ids."""
-        known, wanted, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
-        if known.facts.spec is None:
+        known_side, expected, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
+        if known_side.facts.spec is None:
             return None
-        for found in self._known:
-            if found.gives == gives and found.encoder and _gives(found.encoder, [text], [wanted]):
-                return found
-        self._trials = self._trials or Trials(known.facts.spec)
-        one, other = ("B", "A") if gives == "b" else ("A", "B")
-        around = _around_tokens(text, known.facts)
+        for cause in self._known:
+            if cause.gives == gives and cause.encoder and _gives(cause.encoder, [text], [expected]):
+                return cause
+        self._trials = self._trials or Trials(known_side.facts.spec)
+        letter, other_letter = ("B", "A") if gives == "b" else ("A", "B")
+        around = _around_tokens(text, known_side.facts)
         for kind, what, encoder in self._trials.of(text):
             if kind == "added token" and self._a.encode(around) != self._b.encode(around):
                 continue  # the text around the token differs too, so the token is not the cause
-            if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
+            if _gives(encoder, [text], [expected]) and self._keeps_agreed(encoder):
                 fix = _fix(kind, self._a.facts, self._b.facts)
-                said = f"{one} behaves as {other} would with {what}"
-                self._known.append(Cause(kind, said, fix, f"{kind}:{what}", encoder, gives))
+                description = f"{letter} behaves as {other_letter} would with {what}"
+                self._known.append(Cause(kind, description, fix, f"{kind}:{what}", encoder, gives))
                 return self._known[-1]
         return None
 
@@ -171,25 +171,25 @@ class TextCauses:
     def _by_input(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause:
         """Find the cause by changing and cutting the text. If nothing fits, return kind `unknown`."""
         a, b = self._a, self._b
-        for letter, gives, plain, wanted in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
+        for letter, gives, plain, expected in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
             for kind, what, change in _CHANGES:
                 encoder: Encoder = partial(_encode_changed, plain, change)
-                if change(text) != text and _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
+                if change(text) != text and _gives(encoder, [text], [expected]) and self._keeps_agreed(encoder):
                     return Cause(kind, f"{letter} {what}", SAME_FILES, f"{letter}:{what}", encoder, gives)
             side, longer = (b if gives == "b" else a), text * 3
             most = max(len(ids[1] if gives == "b" else ids[0]) for _, *ids in self._tried)
-            for what, encoder in _cut(text, wanted, a_ids, b_ids, plain, most):
+            for what, encoder in _cut(text, expected, a_ids, b_ids, plain, most):
                 if (
-                    _gives(encoder, [text], [wanted])
+                    _gives(encoder, [text], [expected])
                     and _gives(encoder, [longer], side.encode([longer]))
                     and self._keeps_agreed(encoder)
                 ):
                     return Cause("truncation", f"{letter} {what}", _WHOLE, f"{letter}:{what}", encoder, gives)
-        one, other = _pieces(a, a_ids), _pieces(b, b_ids)
-        if one and one == other:
+        a_pieces, b_pieces = _pieces(a, a_ids), _pieces(b, b_ids)
+        if a_pieces and a_pieces == b_pieces:
             return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
         what = f"the sides give this text other tokens: {_first_ids_apart(a_ids, b_ids)}"
-        if one and "".join(one) == "".join(other):
+        if a_pieces and "".join(a_pieces) == "".join(b_pieces):
             what = f"the sides cut this text into other tokens: {_first_ids_apart(a_ids, b_ids)}"
         return Cause("unknown", what, SAME_FILES, "unknown")
 
@@ -203,38 +203,38 @@ def _around_tokens(text: str, facts: BackendFacts) -> list[str]:
 def _differ_by_special_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
     """Return True if the ids differ only by special tokens before or after them."""
     longer, shorter = sorted((a_ids, b_ids), key=len, reverse=True)
-    at = _place(shorter, longer)
-    if at is None or a_ids == b_ids:
+    start = _place(shorter, longer)
+    if start is None or a_ids == b_ids:
         return False
     special = {token.id for facts in (a, b) for token in facts.added.values() if token.special}
-    return special.issuperset([*longer[:at], *longer[at + len(shorter) :]])
+    return special.issuperset([*longer[:start], *longer[start + len(shorter) :]])
 
 
 def _place(part: Sequence[int], whole: Sequence[int]) -> int | None:
     places = range(len(whole) - len(part), -1, -1)
-    return next((at for at in places if whole[at : at + len(part)] == part), None) if part else None
+    return next((start for start in places if whole[start : start + len(part)] == part), None) if part else None
 
 
 def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Backend) -> Cause | None:
     def around(backend: Backend, ids: list[int]) -> str:
         plain = backend.encode([text])[0]
-        at = _place(plain, ids) if plain else len(ids)
-        if at is None:
+        start = _place(plain, ids) if plain else len(ids)
+        if start is None:
             return "other tokens around"
-        sides = {"before": ids[:at], "after": ids[at + len(plain) :]}
-        said = [
+        sides = {"before": ids[:start], "after": ids[start + len(plain) :]}
+        parts = [
             f"{' '.join(backend.token(i) or str(i) for i in some)} {where}" for where, some in sides.items() if some
         ]
-        return " and ".join(said) or "nothing around"
+        return " and ".join(parts) or "nothing around"
 
-    one, other = around(a, a_ids), around(b, b_ids)
-    if one == other:
+    a_words, b_words = around(a, a_ids), around(b, b_ids)
+    if a_words == b_words:
         return None
     return Cause(
         "BOS/EOS",
-        f"A puts {one} the text, B {other}",
+        f"A puts {a_words} the text, B {b_words}",
         "Let one thing add BOS and EOS. A rendered chat template has its own: encode it with add_special_tokens=False.",
-        f"special:{one}:{other}",
+        f"special:{a_words}:{b_words}",
     )
 
 
@@ -252,15 +252,15 @@ def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
     return SAME_FILES if a.kind == b.kind else LOAD_THE_FILE
 
 
-def _gives(encoder: Encoder, texts: list[str], wanted: list[list[int]]) -> bool:
+def _gives(encoder: Encoder, texts: list[str], expected: list[list[int]]) -> bool:
     try:
-        return encoder(texts) == wanted
+        return encoder(texts) == expected
     except InvalidRequest:
         return False
 
 
 def _encode_changed(plain: Backend, change: Callable[[str], str], texts: Sequence[str]) -> list[list[int]]:
-    return plain.encode([change(one) for one in texts])
+    return plain.encode([change(text) for text in texts])
 
 
 _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
@@ -271,44 +271,44 @@ _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
 
 
 def _cut(
-    text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
+    text: str, expected: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
 ) -> Iterator[tuple[str, Encoder]]:
     """Yield descriptions and encoders of cuts of `plain`'s ids or text. `most`: the most ids of the cutting side."""
-    kept = len(wanted)
+    limit = len(expected)
 
     def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
-        return [ids[:kept] for ids in plain.encode(list(texts))]
+        return [ids[:limit] for ids in plain.encode(list(texts))]
 
     def ids_from(texts: Sequence[str]) -> list[list[int]]:
-        return [ids[-kept:] for ids in plain.encode(list(texts))]
+        return [ids[-limit:] for ids in plain.encode(list(texts))]
 
     def in_pieces(size: int, texts: Sequence[str]) -> list[list[int]]:
-        pieces = [[one[at : at + size] for at in range(0, len(one), size)] for one in texts]
+        pieces = [[whole[start : start + size] for start in range(0, len(whole), size)] for whole in texts]
         return [[i for ids in plain.encode(some) for i in ids] if some else [] for some in pieces]
 
-    if most <= kept < len(b_ids if wanted is a_ids else a_ids):
-        yield f"cuts texts to their first {kept} ids", ids_up_to
-        yield f"cuts texts to their last {kept} ids", ids_from
-    same = first_difference(a_ids, b_ids)
-    about = len(plain.decode([wanted[:same]])[0]) if same and "decode" in plain.facts.abilities else 0
+    if most <= limit < len(b_ids if expected is a_ids else a_ids):
+        yield f"cuts texts to their first {limit} ids", ids_up_to
+        yield f"cuts texts to their last {limit} ids", ids_from
+    shared = first_difference(a_ids, b_ids)
+    about = len(plain.decode([expected[:shared]])[0]) if shared and "decode" in plain.facts.abilities else 0
     for size in range(max(about - _AROUND, 2), min(about + _AROUND, len(text))):
         yield f"encodes texts in pieces of {size} characters", partial(in_pieces, size)
 
 
 def _first_ids_apart(a_ids: list[int], b_ids: list[int]) -> str:
-    at = first_difference(a_ids, b_ids)
-    said = [str(ids[at]) if at < len(ids) else "no id" for ids in (a_ids, b_ids)]
-    return f"the first ids that differ, at {at}, are {said[0]} and {said[1]}"
+    index = first_difference(a_ids, b_ids)
+    shown = [str(ids[index]) if index < len(ids) else "no id" for ids in (a_ids, b_ids)]
+    return f"the first ids that differ, at {index}, are {shown[0]} and {shown[1]}"
 
 
 def _pieces(backend: Backend, ids: list[int]) -> list[str]:
-    found = [backend.token(token_id) for token_id in ids]
-    return [piece for piece in found if piece is not None] if None not in found else []
+    tokens = [backend.token(token_id) for token_id in ids]
+    return [piece for piece in tokens if piece is not None] if None not in tokens else []
 
 
 def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     return encode
 
@@ -327,8 +327,8 @@ class Trials:
         for what, part in tokenizer_parts.pre_tokenizers(self._spec).items():
             yield "pre-tokenizer", what, partial(self._swapped, {"pre_tokenizer": part})
         for what, steps in () if tokenizer_parts.is_byte_level(self._spec) else tokenizer_parts.SENTENCEPIECE.items():
-            both = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
-            yield "pre-tokenizer", what, partial(self._swapped, both)
+            changes = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+            yield "pre-tokenizer", what, partial(self._swapped, changes)
         added = self._spec.get("added_tokens") or []
         for what, tokens in _added_trials(added, text).items():
             if tokens != added:
@@ -367,7 +367,10 @@ class Trials:
 def _added_trials(added: list[Any], text: str) -> dict[str, list[Any]]:
     spelled = [token["content"] for token in added if token["content"] in text]
     changes = {
-        **{f"{one!r} read as text": [t for t in added if t["content"] != one] for one in spelled[:_MOST_SPELLED]},
+        **{
+            f"{content!r} read as text": [t for t in added if t["content"] != content]
+            for content in spelled[:_MOST_SPELLED]
+        },
         "its added tokens read as text": [],
         "only those of its added tokens that are special": [token for token in added if token["special"]],
     }

@@ -52,10 +52,10 @@ class _Outcomes:
     @property
     def manner(self) -> str:
         """`A refuses` or `B refuses`; else `text` if the templates are known to write different texts, else `ids`."""
-        for who, made in (("A refuses", self.a), ("B refuses", self.b)):
-            if isinstance(made, SkewResult):
+        for who, outcome in (("A refuses", self.a), ("B refuses", self.b)):
+            if isinstance(outcome, SkewResult):
                 return who
-        texts = [made.text for made in (self.a, self.b) if isinstance(made, Rendering)]
+        texts = [outcome.text for outcome in (self.a, self.b) if isinstance(outcome, Rendering)]
         return "text" if texts[0] != texts[1] and None not in texts else "ids"
 
 
@@ -63,35 +63,36 @@ def chat_findings(
     a: Backend, b: Backend, causes: TextCauses, progress: Callable[[str], None], own: Sequence[SkewChat] = ()
 ) -> ChatFound:
     """Render the built-in and the user's `own` conversations with both backends, and explain the differences."""
-    found = ChatFound(findings=[*_unstable_renderings(a, b)])
-    if any(one.severity == "skew" for one in found.findings):
-        return found
+    report = ChatFound(findings=[*_unstable_renderings(a, b)])
+    if any(finding.severity == "skew" for finding in report.findings):
+        return report
     compared = _ChatComparer(a, b, causes)
     differing: list[_Outcomes] = []
     masked: dict[str, Skew] = {}
     sources = [side.facts.template for side in (a, b) if side.facts.template is not None]
-    built_in = ((one, 0) for one in (*conversations(_end_token(a, b)), *template_conversations(sources)))
-    for conversation, users in (*built_in, *((one, 1) for one in own)):
-        made = compared.rendered(conversation)
-        if made is None or (isinstance(made.a, SkewResult) and isinstance(made.b, SkewResult)):
+    built_in = ((chat, 0) for chat in (*conversations(_end_token(a, b)), *template_conversations(sources)))
+    for conversation, users in (*built_in, *((chat, 1) for chat in own)):
+        outcomes = compared.rendered(conversation)
+        if outcomes is None or (isinstance(outcomes.a, SkewResult) and isinstance(outcomes.b, SkewResult)):
             continue
-        found.counts.update({"render": 1, "own": users})
-        if not isinstance(made.a, Rendering) or not isinstance(made.b, Rendering) or made.a.ids != made.b.ids:
-            found.counts["own differing"] += users
-            differing.append(made)
+        report.counts.update({"render": 1, "own": users})
+        a_side, b_side = outcomes.a, outcomes.b
+        if not isinstance(a_side, Rendering) or not isinstance(b_side, Rendering) or a_side.ids != b_side.ids:
+            report.counts["own differing"] += users
+            differing.append(outcomes)
             continue
         compared.agrees(conversation)
-        found.counts["masks"] += made.a.mask is not None or made.b.mask is not None
-        for cause in _mask_causes(a, b, made.a, made.b):
-            results = result(a, _trained(made.a), made.a.text), result(b, _trained(made.b), made.b.text)
+        report.counts["masks"] += a_side.mask is not None or b_side.mask is not None
+        for cause in _mask_causes(a, b, a_side, b_side):
+            results = result(a, _trained(a_side), a_side.text), result(b, _trained(b_side), b_side.text)
             finding = Skew("loss mask", "masks", cause, _MASKED, 1, (conversation.name,), conversation, *results)
             masked.setdefault(cause, finding)
-    differing.sort(key=lambda one: one.size)
-    inputs = [(one.conversation.name, one) for one in differing]
-    findings, found.left = explain(inputs, _MOST_EXAMINED, compared.examine, progress)
-    if len(differing) == found.counts["render"] and {one.manner for one in differing} <= {"A refuses", "B refuses"}:
-        findings = [replace(one, severity="skew") for one in findings]  # no conversation is rendered by both
-    found.findings += [*findings, *masked.values()]
+    differing.sort(key=lambda case: case.size)
+    inputs = [(case.conversation.name, case) for case in differing]
+    findings, report.left = explain(inputs, _MOST_EXAMINED, compared.examine, progress)
+    if len(differing) == report.counts["render"] and {case.manner for case in differing} <= {"A refuses", "B refuses"}:
+        findings = [replace(finding, severity="skew") for finding in findings]  # no conversation is rendered by both
+    report.findings += [*findings, *masked.values()]
     marks = [("mask" in side.facts.abilities) for side in (a, b)]
     if marks[0] != marks[1] and not (a.is_server or b.is_server):
         who, lacks = ("A", "B") if marks[0] else ("B", "A")
@@ -100,8 +101,8 @@ def chat_findings(
             f"template of {lacks} are all zeros or all ones, depending on the library's version"
         )
         fix = "Train with masks from recorded ids, or with the template that marks."
-        found.findings.append(Skew("loss mask", "masks", cause, fix, 1, severity="caution"))
-    return found
+        report.findings.append(Skew("loss mask", "masks", cause, fix, 1, severity="caution"))
+    return report
 
 
 def _unstable_renderings(a: Backend, b: Backend) -> Iterator[Skew]:
@@ -130,24 +131,24 @@ def _unstable_renderings(a: Backend, b: Backend) -> Iterator[Skew]:
 
 def _prompt_is_no_prefix(side: Backend) -> bool:
     """Return True if the prompt for a question is not a prefix of the question rendered with its answer."""
-    asked: tuple[Message, ...] = ({"role": "user", "content": "What is a questionword?"},)
-    answered = (*asked, {"role": "assistant", "content": "An answerword."})
-    prompt, whole = _render(side, SkewChat(asked)), _render(side, SkewChat(answered, generate=False))
-    both = isinstance(prompt, Rendering) and isinstance(whole, Rendering)
-    return both and whole.ids[: len(prompt.ids)] != prompt.ids  # type: ignore[union-attr]
+    question: tuple[Message, ...] = ({"role": "user", "content": "What is a questionword?"},)
+    answered = (*question, {"role": "assistant", "content": "An answerword."})
+    prompt, whole = _render(side, SkewChat(question)), _render(side, SkewChat(answered, generate=False))
+    rendered = isinstance(prompt, Rendering) and isinstance(whole, Rendering)
+    return rendered and whole.ids[: len(prompt.ids)] != prompt.ids  # type: ignore[union-attr]
 
 
 def _shows_date(facts: BackendFacts) -> bool:
     writers = [template_writer(facts.template or "", facts.template_variables, date) for date in _DAYS]
-    asked = islice(conversations(), _TWICE)
-    return all(writers) and any(len({writer(one) for writer in writers if writer}) > 1 for one in asked)
+    chats = islice(conversations(), _TWICE)
+    return all(writers) and any(len({writer(chat) for writer in writers if writer}) > 1 for chat in chats)
 
 
 def _end_token(a: Backend, b: Backend) -> str | None:
     """Return a control token that both backends know, preferably the one that ends turns."""
-    both = [content for content, token in a.facts.added.items() if token.special and content in b.facts.added]
+    shared = [content for content, token in a.facts.added.items() if token.special and content in b.facts.added]
     end = a.facts.special_tokens.get("eos_token")
-    return end if end in both else next(iter(both), None)
+    return end if end in shared else next(iter(shared), None)
 
 
 class _ChatComparer:
@@ -173,65 +174,65 @@ class _ChatComparer:
         manner = first.manner
 
         def differs(conversation: SkewChat) -> bool:
-            made = self.rendered(conversation) if conversation.messages else None
-            if made is None or made.manner != manner:
+            outcomes = self.rendered(conversation) if conversation.messages else None
+            if outcomes is None or outcomes.manner != manner:
                 return False
-            if isinstance(made.a, Rendering) and isinstance(made.b, Rendering):
-                return made.a.ids != made.b.ids
-            return isinstance(made.a, Rendering) or isinstance(made.b, Rendering)
+            if isinstance(outcomes.a, Rendering) and isinstance(outcomes.b, Rendering):
+                return outcomes.a.ids != outcomes.b.ids
+            return isinstance(outcomes.a, Rendering) or isinstance(outcomes.b, Rendering)
 
         small = smallest_conversation(first.conversation, differs)
-        made = self.rendered(small)
-        assert made is not None
-        cause = self._cause(made)
-        results = self._result(self._a, self._b, made.a), self._result(self._b, self._a, made.b)
-        found = Skew(cause.kind, "render", cause.what, cause.fix, 1, (), small, *results, cause.severity)
-        return cause.key, found, lambda left: [self._explains(cause, one) for one in left]
+        outcomes = self.rendered(small)
+        assert outcomes is not None
+        cause = self._cause(outcomes)
+        results = self._result(self._a, self._b, outcomes.a), self._result(self._b, self._a, outcomes.b)
+        finding = Skew(cause.kind, "render", cause.what, cause.fix, 1, (), small, *results, cause.severity)
+        return cause.key, finding, lambda others: [self._explains(cause, case) for case in others]
 
-    def _explains(self, cause: Cause, one: _Outcomes) -> bool:
+    def _explains(self, cause: Cause, outcomes: _Outcomes) -> bool:
         """Return True if the cause alone explains another difference, of rendered text or of its encoding."""
         if cause.encoder is not None:
-            known, wanted = (one.a, one.b) if cause.gives == "b" else (one.b, one.a)
-            if isinstance(known, SkewResult) or isinstance(wanted, SkewResult) or known.text is None:
+            source, target = (outcomes.a, outcomes.b) if cause.gives == "b" else (outcomes.b, outcomes.a)
+            if isinstance(source, SkewResult) or isinstance(target, SkewResult) or source.text is None:
                 return False
-            return cause.encoder([known.text])[0] == wanted.ids
+            return cause.encoder([source.text])[0] == target.ids
         if cause.explains is None:
             return False
-        ours, theirs = self._texts(one)
-        return ours is not None and theirs is not None and cause.explains(one.conversation, ours, theirs)
+        ours, theirs = self._texts(outcomes)
+        return ours is not None and theirs is not None and cause.explains(outcomes.conversation, ours, theirs)
 
-    def _cause(self, made: _Outcomes) -> Cause:
-        one, other, texts = made.a, made.b, self._texts(made)
-        if isinstance(one, SkewResult) or isinstance(other, SkewResult):
-            return self._templates.cause_of(made.conversation, *texts)
-        text = self._same_text(one, other, texts)
+    def _cause(self, outcomes: _Outcomes) -> Cause:
+        a, b, texts = outcomes.a, outcomes.b, self._texts(outcomes)
+        if isinstance(a, SkewResult) or isinstance(b, SkewResult):
+            return self._templates.cause_of(outcomes.conversation, *texts)
+        text = self._same_text(a, b, texts)
         if text is None:
-            return self._templates.cause_of(made.conversation, *texts)
-        spelling = self._spelling(made.conversation, one.ids, other.ids)
+            return self._templates.cause_of(outcomes.conversation, *texts)
+        spelling = self._spelling(outcomes.conversation, a.ids, b.ids)
         if spelling is not None:
             return spelling
-        cause = self._text_causes.cause_of(text, one.ids, other.ids)
+        cause = self._text_causes.cause_of(text, a.ids, b.ids)
         return Cause(cause.kind, cause.what, cause.fix, f"text:{cause.key}", cause.encoder, cause.gives)
 
-    def _same_text(self, one: Rendering, other: Rendering, texts: tuple[str | None, str | None]) -> str | None:
+    def _same_text(self, a: Rendering, b: Rendering, texts: tuple[str | None, str | None]) -> str | None:
         """Return the text that both templates wrote. Return None if they wrote different texts."""
-        if one.text is not None and other.text is not None:
-            return one.text if one.text == other.text else None
-        if one.text is not None:
-            return one.text if self._b.encode([one.text])[0] == other.ids else None
-        if other.text is not None:
-            return other.text if self._a.encode([other.text])[0] == one.ids else None
+        if a.text is not None and b.text is not None:
+            return a.text if a.text == b.text else None
+        if a.text is not None:
+            return a.text if self._b.encode([a.text])[0] == b.ids else None
+        if b.text is not None:
+            return b.text if self._a.encode([b.text])[0] == a.ids else None
         for text in filter(None, texts):
-            if self._a.encode([text])[0] == one.ids and self._b.encode([text])[0] == other.ids:
+            if self._a.encode([text])[0] == a.ids and self._b.encode([text])[0] == b.ids:
                 return text
         return texts[0] if texts[0] == texts[1] else None
 
     def _spelling(self, conversation: SkewChat, a_ids: list[int], b_ids: list[int]) -> Cause | None:
         """Return the cause if only one backend turns letters of a message into a control token."""
-        said = str(conversation.messages)
+        text = str(conversation.messages)
         for content, token in self._a.facts.added.items():
             counts = a_ids.count(token.id), b_ids.count(token.id)
-            if content in said and token == self._b.facts.added.get(content) and counts[0] != counts[1]:
+            if content in text and token == self._b.facts.added.get(content) and counts[0] != counts[1]:
                 who = "A" if counts[0] > counts[1] else "B"
                 what = f"{who} turns text of messages into control tokens, such as {content}; the other side does not"
                 fix = "Never let text become control: encode messages without control tokens on both sides."
@@ -239,23 +240,23 @@ class _ChatComparer:
         return None
 
     def _write(self, conversation: SkewChat) -> tuple[str | None, str | None]:
-        made = self.rendered(conversation)
-        return (None, None) if made is None else self._texts(made)
+        outcomes = self.rendered(conversation)
+        return (None, None) if outcomes is None else self._texts(outcomes)
 
-    def _texts(self, made: _Outcomes) -> tuple[str | None, str | None]:
-        return self._text(self._a, self._b, made.a), self._text(self._b, self._a, made.b)
+    def _texts(self, outcomes: _Outcomes) -> tuple[str | None, str | None]:
+        return self._text(self._a, self._b, outcomes.a), self._text(self._b, self._a, outcomes.b)
 
-    def _text(self, backend: Backend, other: Backend, made: _Outcome) -> str | None:
+    def _text(self, backend: Backend, other: Backend, outcome: _Outcome) -> str | None:
         """Return the text that a backend rendered, decoded if it returns only ids; None if it refused."""
-        if isinstance(made, SkewResult) or made.text is not None:
-            return None if isinstance(made, SkewResult) else made.text
-        known = other.facts.spec is not None and max(made.ids, default=0) < (other.facts.vocab_size or 0)
-        return (other if known else backend).decode([made.ids])[0]
+        if isinstance(outcome, SkewResult) or outcome.text is not None:
+            return None if isinstance(outcome, SkewResult) else outcome.text
+        decodable = other.facts.spec is not None and max(outcome.ids, default=0) < (other.facts.vocab_size or 0)
+        return (other if decodable else backend).decode([outcome.ids])[0]
 
-    def _result(self, backend: Backend, other: Backend, made: _Outcome) -> SkewResult:
-        if isinstance(made, SkewResult):
-            return made
-        return result(backend, made.ids, self._text(backend, other, made))
+    def _result(self, backend: Backend, other: Backend, outcome: _Outcome) -> SkewResult:
+        if isinstance(outcome, SkewResult):
+            return outcome
+        return result(backend, outcome.ids, self._text(backend, other, outcome))
 
 
 def _render(backend: Backend, conversation: SkewChat) -> _Outcome | None:
@@ -268,27 +269,29 @@ def _render(backend: Backend, conversation: SkewChat) -> _Outcome | None:
         return SkewResult(refused=str(error))
 
 
-def _mask_causes(a: Backend, b: Backend, one: Rendering, other: Rendering) -> Iterator[str]:
-    if one.mask is not None and other.mask is not None and one.mask != other.mask:
+def _mask_causes(a: Backend, b: Backend, a_rendering: Rendering, b_rendering: Rendering) -> Iterator[str]:
+    if a_rendering.mask is not None and b_rendering.mask is not None and a_rendering.mask != b_rendering.mask:
         yield "the sides mark different tokens of the same ids"
-    for letter, backend, made in (("A", a, one), ("B", b, other)):
-        if made.mask is None:
+    for letter, backend, rendering in (("A", a, a_rendering), ("B", b, b_rendering)):
+        if rendering.mask is None:
             continue
-        trained, whole = backend.decode([_trained(made), made.ids])
+        trained, whole = backend.decode([_trained(rendering), rendering.ids])
         if any(word in trained for word in ("questionword", "systemword", "resultword", "nextword")):
             yield f"{letter} marks text of other roles, which no model sampled, as carrying loss"
         if "answerword" in whole and "answerword" not in trained:
             yield f"{letter} does not mark some of the assistant's own text as carrying loss"
 
 
-def _trained(made: Rendering) -> list[int]:
-    return made.ids if made.mask is None else [i for i, kept in zip(made.ids, made.mask, strict=True) if kept]
+def _trained(rendering: Rendering) -> list[int]:
+    if rendering.mask is None:
+        return rendering.ids
+    return [i for i, trained in zip(rendering.ids, rendering.mask, strict=True) if trained]
 
 
 def echo_findings(backend: Backend, letter: str) -> tuple[int, list[Skew]]:
     """Compare prompts that a server samples from with those it renders. Return their number, and a finding."""
-    tried, found = 0, list[Skew]()
-    for conversation in filter(lambda one: one.generate, conversations()):
+    tried, findings = 0, list[Skew]()
+    for conversation in filter(lambda chat: chat.generate, conversations()):
         if tried == _ECHOED:
             break
         shown = _render(backend, conversation)
@@ -298,9 +301,9 @@ def echo_findings(backend: Backend, letter: str) -> tuple[int, list[Skew]]:
         if used is None:
             return 0, []
         tried += 1
-        if used != shown.ids and not found:
+        if used != shown.ids and not findings:
             cause = f"{letter} samples from a prompt other than the one that its /tokenize renders"
             fix = "Compare with the prompt_token_ids of its replies, not with /tokenize."
             results = result(backend, shown.ids), result(backend, used)
-            found.append(Skew("server", "echo", cause, fix, 1, (conversation.name,), conversation, *results))
-    return tried, found
+            findings.append(Skew("server", "echo", cause, fix, 1, (conversation.name,), conversation, *results))
+    return tried, findings

@@ -68,7 +68,7 @@ def compare_corpus(
     """
     files = [path.absolute() for path in corpus_files(paths)]
     ranges = list(ranges_of(files))
-    total = sum(one.end - one.start for one in ranges)
+    total = sum(file_range.end - file_range.start for file_range in ranges)
     workers = workers or os.cpu_count() or 1
     names = (a.reopened_as, b.reopened_as) if a.reopened_as and b.reopened_as else None
     if elsewhere is not None and names is None:
@@ -76,47 +76,47 @@ def compare_corpus(
             "a server is a side here, which actors would ask all at once; compare with it by `tokentape audit`"
         )
     if names is None or (elsewhere is None and (workers == 1 or total <= _SMALL)):
-        results: Iterable[Compared] = (compare_range(a, b, one) for one in ranges)
+        results: Iterable[Compared] = (compare_range(a, b, file_range) for file_range in ranges)
     else:
         results = elsewhere(names, ranges) if elsewhere else _in_processes(names, ranges, workers)
     began = time.monotonic()
     counts: Counter[str] = Counter(documents=0, characters=0, bytes=0, tokens=0, differing=0)
-    kept: list[Differing] = []
-    for found, differing in results:
-        counts.update(found)
-        kept += differing[: MOST_KEPT - len(kept)]
-        done = counts["bytes"] / 1e6
-        progress(f"corpus: {done:.1f} of {total / 1e6:.1f} MB, {done / (time.monotonic() - began):.1f} MB/s")
+    examples: list[Differing] = []
+    for range_counts, differing in results:
+        counts.update(range_counts)
+        examples += differing[: MOST_KEPT - len(examples)]
+        megabytes = counts["bytes"] / 1e6
+        progress(f"corpus: {megabytes:.1f} of {total / 1e6:.1f} MB, {megabytes / (time.monotonic() - began):.1f} MB/s")
     if not counts["documents"]:
         raise NothingToMeasure("the corpus holds no text: records need a field such as `text` or `messages`")
-    return CorpusStatistics(files=len(files), seconds=time.monotonic() - began, **counts), kept
+    return CorpusStatistics(files=len(files), seconds=time.monotonic() - began, **counts), examples
 
 
 def conversations_of(files: Iterable[Path]) -> Iterator[SkewChat]:
     """Yield the first `MOST_CONVERSATIONS` records that have `messages`, each with its `tools` if it has any."""
     ranges = ranges_of(path for path in files if path.suffix in _RECORDS)
-    found = ((one.path.name, record) for one in ranges for record in _records(one, ("messages", "tools")))
-    chats = ((name, one) for name, one in found if isinstance(one, dict) and _is_conversation(one.get("messages")))
-    for number, (name, one) in enumerate(islice(chats, MOST_CONVERSATIONS), 1):
-        messages, tools = one["messages"], one.get("tools")
-        given = tuple(tools) if isinstance(tools, list) else ()
-        yield SkewChat(tuple(messages), given, messages[-1]["role"] != "assistant", f"{name} conversation {number}")
+    records = ((part.path.name, record) for part in ranges for record in _records(part, ("messages", "tools")))
+    chats = ((name, row) for name, row in records if isinstance(row, dict) and _is_conversation(row.get("messages")))
+    for number, (name, chat) in enumerate(islice(chats, MOST_CONVERSATIONS), 1):
+        messages, tools = chat["messages"], chat.get("tools")
+        tools = tuple(tools) if isinstance(tools, list) else ()
+        yield SkewChat(tuple(messages), tools, messages[-1]["role"] != "assistant", f"{name} conversation {number}")
 
 
 def _is_conversation(messages: Any) -> bool:
     whole = isinstance(messages, list) and bool(messages)
-    return whole and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    return whole and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
 
 
-def _records(one: Range, columns: Sequence[str]) -> Iterator[Any]:
+def _records(file_range: Range, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the records of a range. Of Parquet, read only `columns`."""
-    if one.row_group is None:
-        yield from (_json_record(line) for line in _lines(one) if line.strip())
+    if file_range.row_group is None:
+        yield from (_json_record(line) for line in _lines(file_range) if line.strip())
         return
-    with open_parquet(one.path) as file:
-        known = [name for name in columns if name in file.schema_arrow.names]
-        groups = [one.row_group]
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=known) if known else ():
+    with open_parquet(file_range.path) as file:
+        present = [name for name in columns if name in file.schema_arrow.names]
+        groups = [file_range.row_group]
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=present) if present else ():
             yield from batch.to_pylist()
 
 
@@ -155,12 +155,12 @@ def _in_processes(names: tuple[str, str], ranges: Sequence[Range], workers: int)
     # Forked processes would share the parent's threads of `tokenizers`, which then refuse to run.
     workers = min(workers, len(ranges))
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_open_backends, initargs=names) as pool:
-        for finished in as_completed([pool.submit(_compare_opened, one) for one in ranges]):
+        for finished in as_completed([pool.submit(_compare_opened, file_range) for file_range in ranges]):
             yield finished.result()
 
 
-def _compare_opened(one: Range) -> Compared:
-    return compare_range(_opened[0], _opened[1], one)
+def _compare_opened(file_range: Range) -> Compared:
+    return compare_range(_opened[0], _opened[1], file_range)
 
 
 _opened: list[Backend] = []
@@ -171,34 +171,34 @@ def _open_backends(a: str, b: str) -> None:
     _opened[:] = [open_backend(a), open_backend(b)]
 
 
-def compare_range(a: Backend, b: Backend, one: Range) -> Compared:
-    counts: Counter[str] = Counter(bytes=one.end - one.start)
-    kept: list[Differing] = []
-    for batch in batches(documents_of(one)):
+def compare_range(a: Backend, b: Backend, file_range: Range) -> Compared:
+    counts: Counter[str] = Counter(bytes=file_range.end - file_range.start)
+    examples: list[Differing] = []
+    for batch in batches(documents_of(file_range)):
         ours, theirs = a.encode(batch), b.encode(batch)
-        both = zip(batch, ours, theirs, strict=True)
-        differing = [Differing(text, one.path.name, x, y) for text, x, y in both if x != y]
+        rows = zip(batch, ours, theirs, strict=True)
+        differing = [Differing(text, file_range.path.name, x, y) for text, x, y in rows if x != y]
         counts.update(documents=len(batch), characters=sum(map(len, batch)), tokens=sum(map(len, ours)))
         counts["differing"] += len(differing)
-        kept += differing[: MOST_KEPT - len(kept)]
-    return counts, kept
+        examples += differing[: MOST_KEPT - len(examples)]
+    return counts, examples
 
 
-def documents_of(one: Range) -> Iterator[str]:
+def documents_of(file_range: Range) -> Iterator[str]:
     """Yield the texts of a range: string fields of records, or pieces of several lines, with U+FFFD for no UTF-8."""
-    if one.path.suffix in _RECORDS:
-        for record in _records(one, (*_FIELDS, "messages")):
+    if file_range.path.suffix in _RECORDS:
+        for record in _records(file_range, (*_FIELDS, "messages")):
             yield from _texts_of(record)
         return
-    yield from map("".join, batches((line.decode("utf-8", "replace") for line in _lines(one)), PIECE_CHARACTERS))
+    yield from map("".join, batches((line.decode("utf-8", "replace") for line in _lines(file_range)), PIECE_CHARACTERS))
 
 
-def _lines(one: Range) -> Iterator[bytes]:
-    with one.path.open("rb") as file:
-        if one.start:
-            file.seek(one.start - 1)
+def _lines(file_range: Range) -> Iterator[bytes]:
+    with file_range.path.open("rb") as file:
+        if file_range.start:
+            file.seek(file_range.start - 1)
             file.readline()  # a line belongs to the range that it begins in
-        while file.tell() < one.end and (line := file.readline()):
+        while file.tell() < file_range.end and (line := file.readline()):
             yield line
 
 

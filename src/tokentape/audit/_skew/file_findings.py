@@ -27,19 +27,23 @@ _SIDES = "AB"
 
 
 def file_findings(
-    a: Backend, b: Backend, causes: TextCauses, found: Collection[Skew], *, templates: bool = True
+    a: Backend, b: Backend, causes: TextCauses, earlier: Collection[Skew], *, templates: bool = True
 ) -> list[Skew]:
-    """Return findings on tokenizer.json, special tokens and, with `templates`, templates that `found` lacks."""
-    kinds, known = {one.kind for one in found}, " ".join(one.cause for one in found)
+    """Return findings on tokenizer.json, special tokens and, with `templates`, templates, unless `earlier` has them."""
+    kinds, known_causes = {finding.kind for finding in earlier}, " ".join(finding.cause for finding in earlier)
     tables = _tables(a.facts, b.facts, causes.differing)
-    unknown = [(one, tokens) for one, tokens in tables if one.cause not in known]
-    new = [_shown(one, tokens, a, b) for one, tokens in unknown if one.kind != "vocabulary" or one.kind not in kinds]
+    unknown = [(finding, tokens) for finding, tokens in tables if finding.cause not in known_causes]
+    new = [
+        _shown(finding, tokens, a, b)
+        for finding, tokens in unknown
+        if finding.kind != "vocabulary" or finding.kind not in kinds
+    ]
     new += _special_tokens(a.facts, b.facts)
     cleans = a.facts.cleans_up, b.facts.cleans_up
     if None not in cleans and cleans[0] != cleans[1] and "decode clean-up" not in kinds:
         cause = f"clean_up_tokenization_spaces is {cleans[0]} in A and {cleans[1]} in B"
         new.append(Skew("decode clean-up", "facts", cause, "Set it to false in tokenizer_config.json.", 1))
-    skews = {one.kind for one in (*found, *new) if one.severity == "skew"}
+    skews = {finding.kind for finding in (*earlier, *new) if finding.severity == "skew"}
     for part in causes.differing:
         # If a side lacks the ability, no input tried the part, and the difference may be harmless.
         able = all(_ABILITY.get(part, "decode") in side.facts.abilities for side in (a, b))
@@ -47,21 +51,21 @@ def file_findings(
             cause = f"{causes.words(part)}; no input that was tried shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
     for name in causes.tables:
-        if (cause := table_words(name, a.facts, b.facts)) not in known:
+        if (cause := table_words(name, a.facts, b.facts)) not in known_causes:
             new.append(Skew(TABLES[name], "facts", f"{cause}; no input that was tried shows it", _TRAINED, 1))
-    if templates and not any(one.probe == "render" and one.severity == "skew" for one in found):
+    if templates and not any(finding.probe == "render" and finding.severity == "skew" for finding in earlier):
         new += _templates(a.facts, b.facts)
     return new
 
 
-def file_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> list[str]:
+def file_notes(a: BackendFacts, b: BackendFacts, findings: Collection[Skew]) -> list[str]:
     """Return each side's notes, and notes on versions and vocabulary sizes that differ without a finding."""
     notes = [f"{letter}: {note}" for letter, side in zip(_SIDES, (a, b), strict=True) for note in side.notes]
-    for library, (one, other) in unlike(a.versions, b.versions).items():
-        if one is not None and other is not None:
-            notes.append(f"{library} is {one} in A and {other} in B")
+    for library, (a_version, b_version) in unlike(a.versions, b.versions).items():
+        if a_version is not None and b_version is not None:
+            notes.append(f"{library} is {a_version} in A and {b_version} in B")
     sizes = a.vocab_size, b.vocab_size
-    if None not in sizes and sizes[0] != sizes[1] and "vocabulary" not in {one.kind for one in found}:
+    if None not in sizes and sizes[0] != sizes[1] and "vocabulary" not in {finding.kind for finding in findings}:
         notes.append(f"ids end at {sizes[0]} in A and at {sizes[1]} in B")
     return notes
 
@@ -70,42 +74,43 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
     """Yield findings on added tokens and vocabularies, each with the tokens that differ."""
     if a.spec is None or b.spec is None:
         return
-    for said, tokens in unlike_tokens(a, b).items():
+    for difference, tokens in unlike_tokens(a, b).items():
         # Converters set `special` for tokens that look like control tokens: ids stay the same, decoding hides them.
-        marked = a.kind != b.kind and said.startswith("special=") and "," not in said
+        marked = a.kind != b.kind and difference.startswith("special=") and "," not in difference
         severity: Severity = "caution" if marked else "skew"
-        found = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
-        if said.startswith("special="):
+        finding = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
+        if difference.startswith("special="):
             ids, token = (a.added[tokens[0]].id,), tokens[0]
             # Decoding may skip it where it is special.
             shown = [SkewResult(ids, (token,), "" if side.added[token].special else token) for side in (a, b)]
-            found = replace(found, example=ids, a=shown[0], b=shown[1])
-        yield found, tokens
+            finding = replace(finding, example=ids, a=shown[0], b=shown[1])
+        yield finding, tokens
     if "vocabulary" in differing:
         added = {**a.added, **b.added}
         changed = [token for token in unlike(_ids(a.spec), _ids(b.spec)) if token not in added]
         if changed:
-            said = f"{len(changed)} tokens have other ids or are on one side only, the first is {changed[0]!r}"
-            yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(changed)), changed
+            difference = f"{len(changed)} tokens have other ids or are on one side only, the first is {changed[0]!r}"
+            cause = f"the vocabularies differ: {difference}"
+            yield Skew("vocabulary", "facts", cause, SAME_FILES, len(changed)), changed
 
 
-def _shown(found: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
+def _shown(finding: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
     """Add an example to a finding: a token that the sides encode differently, or an id that they decode differently."""
-    if found.example is not None:
-        return found
-    texts = tokens if found.kind == "added token" else ()
-    for text, one, other in zip(texts, a.encode(texts), b.encode(texts), strict=True):
-        if one != other:
-            return replace(found, example=text, a=result(a, one), b=result(b, other))
+    if finding.example is not None:
+        return finding
+    texts = tokens if finding.kind == "added token" else ()
+    for text, a_ids, b_ids in zip(texts, a.encode(texts), b.encode(texts), strict=True):
+        if a_ids != b_ids:
+            return replace(finding, example=text, a=result(a, a_ids), b=result(b, b_ids))
     if not all("decode" in side.facts.abilities for side in (a, b)):
-        return found
+        return finding
     tables = [_ids(side.facts.spec or {}) for side in (a, b)]
     ids = {table[token] for table in tables for token in tokens if token in table}
-    asked = [(one,) for one in sorted(ids & {*tables[0].values()} & {*tables[1].values()})]
-    for example, text, another in zip(asked, a.decode(asked), b.decode(asked), strict=True):
-        if text != another:
-            return replace(found, example=example, a=result(a, example, text), b=result(b, example, another))
-    return found
+    sequences = [(token_id,) for token_id in sorted(ids & {*tables[0].values()} & {*tables[1].values()})]
+    for example, a_text, b_text in zip(sequences, a.decode(sequences), b.decode(sequences), strict=True):
+        if a_text != b_text:
+            return replace(finding, example=example, a=result(a, example, a_text), b=result(b, example, b_text))
+    return finding
 
 
 def _ids(spec: Spec) -> dict[str, int]:
@@ -124,8 +129,8 @@ def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         if name != "pad_token":
             yield Skew("special tokens", "facts", cause, "Set it to the same token on both sides.", 1)
             continue
-        both = zip(_SIDES, (a, b), pair, strict=True)
-        ends = [letter for letter, side, pad in both if pad and pad == side.special_tokens.get("eos_token")]
+        sides = zip(_SIDES, (a, b), pair, strict=True)
+        ends = [letter for letter, side, pad in sides if pad and pad == side.special_tokens.get("eos_token")]
         cause += f"; it is the EOS token in {' and '.join(ends)}" if ends else ""
         if ends or None not in pair:  # a side that only serves needs no padding
             yield Skew("padding", "facts", cause, _PAD_FIX if ends else SAME_FILES, 1)
@@ -140,21 +145,21 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         pairs["template for tools"] = a.tool_template or a.template, b.tool_template or b.template
     if a.templates is not None and b.templates is not None:
         pairs |= {f"chat template named {name}": pair for name, pair in unlike(a.templates, b.templates).items()}
-    for name, (one, other) in pairs.items():
-        if one is not None and other is not None:
-            if not _same_template(one, other):
+    for name, (a_template, b_template) in pairs.items():
+        if a_template is not None and b_template is not None:
+            if not _same_template(a_template, b_template):
                 cause = f"the {name} differs between A and B; no conversation that was tried shows it"
                 yield Skew("template", "facts", cause, _TRAINED, 1)
-        elif one is not None or other is not None:
-            lacking, has, lacks = (b, "A", "B") if other is None else (a, "B", "A")
+        elif a_template is not None or b_template is not None:
+            lacking, has, lacks = (b, "A", "B") if b_template is None else (a, "B", "A")
             if lacking.loading is not None or lacking.kind.startswith(("AutoTokenizer", "GGUF")):
                 yield Skew("template", "facts", f"{has} has a {name} and {lacks} has none", _TRAINED, 1)
 
 
-def _same_template(one: str, other: str) -> bool:
+def _same_template(a: str, b: str) -> bool:
     """Return True if two templates differ at most in comments and `{% generation %}` tags."""
     try:
-        return one == other or _program(one) == _program(other)
+        return a == b or _program(a) == _program(b)
     except jinja2.TemplateError:
         return False
 
@@ -183,13 +188,13 @@ def configuration_findings(a: BackendFacts, b: BackendFacts) -> list[Skew]:
 def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.configuration is None or b.configuration is None:
         return
-    for key, (one, other) in unlike(a.configuration, b.configuration).items():
+    for key, (a_value, b_value) in unlike(a.configuration, b.configuration).items():
         if key == ROWS:
             continue
         ends = key.endswith((" eos_token_id", " stop_strings"))
-        are_ids = all(map(_is_number, (*(one or ()), *(other or ()))))
-        if ends or key.endswith(SAMPLED) or " forced_" in key or None not in (one, other) or not are_ids:
-            cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (
+        are_ids = all(map(_is_number, (*(a_value or ()), *(b_value or ()))))
+        if ends or key.endswith(SAMPLED) or " forced_" in key or None not in (a_value, b_value) or not are_ids:
+            cause = f"{key} is {_listed(a_value)} in A and {_listed(b_value)} in B" + (
                 ": turns end at different tokens" if ends else ""
             )
             yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)
@@ -211,8 +216,8 @@ def _rows(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
             surplus.setdefault(f"ids {size} to {rows - 1}", []).append(letter)
             continue
         tokens = [token.content for token in side.added.values() if token.id >= rows][:3]
-        named = f" ({', '.join(map(repr, tokens))}...)" if tokens else ""
-        lacking.append(f"ids {rows} to {size - 1}{named} have no row in the embedding of {letter}")
+        names = f" ({', '.join(map(repr, tokens))}...)" if tokens else ""
+        lacking.append(f"ids {rows} to {size - 1}{names} have no row in the embedding of {letter}")
     if lacking:
         same = len(lacking) == 2 and ROWS not in unlike(a.configuration or {}, b.configuration or {})
         severity: Severity = "caution" if same else "skew"
@@ -229,14 +234,16 @@ def _is_number(value: Any) -> TypeGuard[int]:
 def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     """Yield findings on the length at which transformers truncates, and on truncation and padding in tokenizer.json."""
     if a.max_length != b.max_length and all(CONFIG in side.files for side in (a, b)):
-        said = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
-        cause = f"{MAX_LENGTH} is {said}: transformers cuts texts there where truncation is asked for"
+        lengths = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
+        cause = f"{MAX_LENGTH} is {lengths}: transformers cuts texts there where truncation is asked for"
         yield Skew("truncation", "facts", cause, _TRAINED, 1, severity="caution")
     if a.spec is None or b.spec is None or not a.kind == b.kind == "tokenizer.json":
         return
     for name in ("truncation", "padding"):
         parts = [spec.get(name) or None for spec in (a.spec, b.spec)]
         if parts[0] != parts[1]:
-            one, other = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
-            cause = f"{name} in tokenizer.json is {one} in A and {other} in B: `tokenizers` applies it to every text"
+            a_part, b_part = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
+            cause = (
+                f"{name} in tokenizer.json is {a_part} in A and {b_part} in B: `tokenizers` applies it to every text"
+            )
             yield Skew("truncation", "facts", cause, f"Remove `{name}` from tokenizer.json on both sides.", 1)

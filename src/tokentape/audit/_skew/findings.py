@@ -127,33 +127,33 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `--json` prints it, without the tokenizer.json of either backend."""
-        found: dict[str, Any] = blocks.json_value(
+        report: dict[str, Any] = blocks.json_value(
             {name: getattr(self, name) for name in self.__slots__ if name not in "ab"}
         )
-        for one, written in zip(self.findings, found["findings"], strict=True):
-            written["example"] = _example_as_json(one.example)
-            for side in (written["a"], written["b"]):
+        for finding, fields in zip(self.findings, report["findings"], strict=True):
+            fields["example"] = _example_as_json(finding.example)
+            for side in (fields["a"], fields["b"]):
                 for name in [name for name in ("text", "refused") if side[name] is None]:
                     del side[name]
         if self.corpus is not None:
-            found["corpus"]["megabytes_per_second"] = round(self.corpus.megabytes_per_second, 3)
+            report["corpus"]["megabytes_per_second"] = round(self.corpus.megabytes_per_second, 3)
         sides = {"a": _facts(self.a), "b": _facts(self.b)}
-        return {"format": 1, "skewed": self.skewed, **sides, **found, "seconds": round(self.seconds, 3)}
+        return {"format": 1, "skewed": self.skewed, **sides, **report, "seconds": round(self.seconds, 3)}
 
 
 def parts(facts: BackendFacts) -> dict[str, str]:
     """Return normalizer, pre-tokenizer, post-processor, decoder and model settings, each as compact JSON."""
     if facts.spec is None:
         return {}
-    found = {name: facts.spec.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
-    found["model"] = {key: value for key, value in facts.spec["model"].items() if key not in ("vocab", "merges")}
-    return {name: json.dumps(part, ensure_ascii=False, sort_keys=True) for name, part in found.items()}
+    by_name = {name: facts.spec.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
+    by_name["model"] = {key: value for key, value in facts.spec["model"].items() if key not in ("vocab", "merges")}
+    return {name: json.dumps(part, ensure_ascii=False, sort_keys=True) for name, part in by_name.items()}
 
 
 def _facts(facts: BackendFacts) -> dict[str, Any]:
     names = ("name", "kind", "versions", "files", "vocab_size", "special_tokens", "cleans_up", "notes")
-    found = blocks.json_value({name: getattr(facts, name) for name in names})
-    return {**found, "added_tokens": len(facts.added), "parts": parts(facts)}
+    values = blocks.json_value({name: getattr(facts, name) for name in names})
+    return {**values, "added_tokens": len(facts.added), "parts": parts(facts)}
 
 
 def _example_as_json(example: str | SkewChat | tuple[int, ...] | None) -> Any:
@@ -196,24 +196,29 @@ RULES = {kind: f"the sides differ in: {kind}" for kind in get_args(Kind)}
 def audit_cases(report: AuditReport) -> list[blocks.CiCase]:
     """Return a case for each probe that was tried, with its findings, for CI systems."""
     cases = []
-    for probe in dict.fromkeys([*report.tried, *(one.probe for one in report.findings)]):
-        found = []
-        for one in (one for one in report.findings if one.probe == probe):
-            lines = [f"{name}: {said}" if name != "cause" else f"{said}: {_inputs(one)}" for name, said in _rows(one)]
-            level: Literal["warning", "error"] = "warning" if one.severity == "caution" else "error"
-            found.append(blocks.CiFinding(one.kind, level, one.kind, "\n".join(lines)))
+    for probe in dict.fromkeys([*report.tried, *(finding.probe for finding in report.findings)]):
+        findings = []
+        for finding in report.findings:
+            if finding.probe != probe:
+                continue
+            lines = [
+                f"{name}: {value}" if name != "cause" else f"{value}: {_inputs(finding)}"
+                for name, value in _rows(finding)
+            ]
+            level: Literal["warning", "error"] = "warning" if finding.severity == "caution" else "error"
+            findings.append(blocks.CiFinding(finding.kind, level, finding.kind, "\n".join(lines)))
         tried = f"{report.tried[probe]} " if probe in report.tried else ""
-        cases.append(blocks.CiCase(f"{tried}{_TRIED[probe]}", found))
+        cases.append(blocks.CiCase(f"{tried}{_TRIED[probe]}", findings))
     return cases + [blocks.CiCase(f"not tried: {_TRIED[probe]}", skipped=why) for probe, why in report.skipped.items()]
 
 
-def _rows(one: Skew) -> Iterator[tuple[str, str]]:
-    yield "cause", one.cause
-    if one.example is not None:
-        yield "smallest", _example(one.example)
-        for letter, outcome, other in (("A", one.a, one.b), ("B", one.b, one.a)):
+def _rows(finding: Skew) -> Iterator[tuple[str, str]]:
+    yield "cause", finding.cause
+    if finding.example is not None:
+        yield "smallest", _example(finding.example)
+        for letter, outcome, other in (("A", finding.a, finding.b), ("B", finding.b, finding.a)):
             yield from ((letter, line) for line in _outcome_lines(outcome, other))
-    yield "fix", one.fix
+    yield "fix", finding.fix
 
 
 def _blocks(report: AuditReport) -> Iterator[blocks.Block]:
@@ -232,8 +237,8 @@ def _blocks(report: AuditReport) -> Iterator[blocks.Block]:
         differing += [(corpus.differing_conversations, corpus.conversations, "conversations")]
         for many, of, what in differing:
             if of:
-                said = f"Of your {of:,} {what}, {many:,} ({many / of:.1%}) have other ids on the serving side."
-                yield blocks.Paragraph(said, "fail" if many else "ok")
+                summary = f"Of your {of:,} {what}, {many:,} ({many / of:.1%}) have other ids on the serving side."
+                yield blocks.Paragraph(summary, "fail" if many else "ok")
     for reason in report.skipped.values():
         yield blocks.Paragraph(f"Not tried: {reason}.", "dim")
     for number, finding in enumerate(report.findings, 1):
@@ -270,8 +275,8 @@ def _backend_rows(a: BackendFacts, b: BackendFacts) -> list[tuple[str, str, str]
             "added tokens": str(len(facts.added) or "not known"),
         }
         hashes = {f"{name}, SHA-256": sha256 for name, sha256 in facts.files.items()}
-        named = {"named": facts.name, "loaded as": facts.kind}
-        sides.append({**named, **sizes, **facts.versions, **facts.special_tokens, **hashes})
+        identity = {"named": facts.name, "loaded as": facts.kind}
+        sides.append({**identity, **sizes, **facts.versions, **facts.special_tokens, **hashes})
     ours, theirs = sides
     return [(name, ours.get(name, "-")[:64], theirs.get(name, "-")[:64]) for name in {**ours, **theirs}]
 
@@ -281,12 +286,12 @@ def _finding(number: int, finding: Skew) -> Iterator[blocks.Block]:
     note = f"{_inputs(finding)}{'  (caution)' if caution else ''}"
     yield blocks.Heading(f"{number}. {finding.kind}", 3, note, "warn" if caution else "fail")
     yield blocks.Facts(list(_rows(finding)))
-    at = first_difference(finding.a.ids, finding.b.ids)
-    start = max(at - _AROUND, 0)
-    both = {"A": finding.a.ids[start : at + _AROUND], "B": finding.b.ids[start : at + _AROUND]}
-    ids = {letter: some for letter, some in both.items() if some}
+    index = first_difference(finding.a.ids, finding.b.ids)
+    start = max(index - _AROUND, 0)
+    windows = {"A": finding.a.ids[start : index + _AROUND], "B": finding.b.ids[start : index + _AROUND]}
+    ids = {letter: some for letter, some in windows.items() if some}
     if finding.example is not None and ids:
-        yield blocks.Details("ids", [blocks.TokenIds(ids, (at - start, at - start + 1))])
+        yield blocks.Details("ids", [blocks.TokenIds(ids, (index - start, index - start + 1))])
 
 
 def _inputs(finding: Skew) -> str:
@@ -315,14 +320,14 @@ def _outcome_lines(outcome: SkewResult, other: SkewResult) -> list[str]:
     line = _ids(outcome.ids, outcome.tokens, max(first_difference(outcome.ids, other.ids) - 2, 0))
     if outcome.text is None:
         return [line]
-    at = max(first_difference(outcome.text, other.text or "") - 12, 0)
-    before, after = "…" if at else "", "…" if at + _TEXT < len(outcome.text) else ""
-    return [line, f"{before}{quoted(outcome.text[at : at + _TEXT])}{after}"]
+    start = max(first_difference(outcome.text, other.text or "") - 12, 0)
+    before, after = "…" if start else "", "…" if start + _TEXT < len(outcome.text) else ""
+    return [line, f"{before}{quoted(outcome.text[start : start + _TEXT])}{after}"]
 
 
 def _ids(ids: Sequence[int], tokens: Sequence[str], start: int) -> str:
     # Quotes show the ends of a token that can't be seen.
-    spelled = [quoted(one) if one != one.strip() or "\n" in one or not one else one for one in tokens]
+    spelled = [quoted(token) if token != token.strip() or "\n" in token or not token else token for token in tokens]
     shown = range(start, min(start + _TOKENS, len(ids)))
     listed = [f"{ids[n]} {spelled[n]}" if tokens else str(ids[n]) for n in shown]
     before, after = "… " if start else "", " …" if start + _TOKENS < len(ids) else ""

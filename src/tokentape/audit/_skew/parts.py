@@ -74,12 +74,12 @@ def pre_tokenizers(spec: Mapping[str, Any]) -> dict[str, Any]:
         schemes = {"a space before the first word": "first", "a space before every piece": "always"}
         schemes["no space before the first word"] = "never"
         return {what: metaspace(scheme, split=False) for what, scheme in schemes.items()}
-    found = {f"the split of {name}": byte_level(name) for name in SPLITS}
-    found["no split at all"] = _BYTES
+    variants = {f"the split of {name}": byte_level(name) for name in SPLITS}
+    variants["no split at all"] = _BYTES
     own = spec.get("pre_tokenizer")
     if own is not None:
-        found["its own split, with a space put before the text"] = _with_prefix_space(own)
-    return {**found, "SentencePiece's handling of spaces (Metaspace)": metaspace("always", split=True)}
+        variants["its own split, with a space put before the text"] = _with_prefix_space(own)
+    return {**variants, "SentencePiece's handling of spaces (Metaspace)": metaspace("always", split=True)}
 
 
 def is_byte_level(spec: Mapping[str, Any]) -> bool:
@@ -122,7 +122,7 @@ def part_of(spec: Spec, name: str) -> Any:
 
 def merges_of(model: Spec) -> list[Merge]:
     """Return the merges of a tokenizer.json's model, which stores each as a string or as a list."""
-    return [tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in model.get("merges") or ()]
+    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges") or ()]
 
 
 def _normalized(part: Any, name: str) -> Any:
@@ -130,8 +130,8 @@ def _normalized(part: Any, name: str) -> Any:
     if not isinstance(part, Mapping):
         return part
     if steps := _STEPS & part.keys():
-        kept = [step for step in (_normalized(step, name) for step in part[min(steps)]) if step is not None]
-        return ({**part, min(steps): kept} if len(kept) > 1 else kept[0]) if kept else None
+        normalized = [step for step in (_normalized(step, name) for step in part[min(steps)]) if step is not None]
+        return ({**part, min(steps): normalized} if len(normalized) > 1 else normalized[0]) if normalized else None
     if part.get("type") == "ByteLevel":
         if name == "post_processor":
             return None  # it changes offsets only
@@ -183,8 +183,8 @@ def differing_tables(a: BackendFacts, b: BackendFacts) -> list[str]:
 def table_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     changed = unlike(a.tables[name], b.tables[name])
     entry, pair = next(iter(changed.items()))
-    one, other = ("absent" if value is None else value for value in pair)
-    return f"{name} of the model file: {len(changed)} differ, as {entry!r}: {one} in A and {other} in B"
+    a_value, b_value = ("absent" if value is None else value for value in pair)
+    return f"{name} of the model file: {len(changed)} differ, as {entry!r}: {a_value} in A and {b_value} in B"
 
 
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
@@ -194,8 +194,8 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
     unequal = {name: _both(name, a, b) for name in PARTS if _raw(a.spec, name) != _raw(b.spec, name)}
     return [
         name
-        for name, (one, other) in unequal.items()
-        if one != other and not _equivalent(name, one, other, a.spec, b.spec)
+        for name, (a_part, b_part) in unequal.items()
+        if a_part != b_part and not _equivalent(name, a_part, b_part, a.spec, b.spec)
     ]
 
 
@@ -206,22 +206,24 @@ def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
         return [{**_DEFAULTS, **part} for part in parts]
     if name == "vocabulary":
         added = {**a.added, **b.added}
-        parts = [{t: i for t, i in one.items() if t not in added} if isinstance(one, Mapping) else one for one in parts]
+        parts = [
+            {t: i for t, i in part.items() if t not in added} if isinstance(part, Mapping) else part for part in parts
+        ]
     return parts
 
 
-def _equivalent(name: str, one: Any, other: Any, a: Spec, b: Spec) -> bool:
+def _equivalent(name: str, a_part: Any, b_part: Any, a: Spec, b: Spec) -> bool:
     """Return True if two versions of a part are proven to give the same ids and text."""
     if name == "merges":
         prefixed = any(spec["model"].get(prefix) for spec in (a, b) for prefix in _PREFIXES)
-        return not prefixed and same_merges(one, other)
+        return not prefixed and same_merges(a_part, b_part)
     if name == "settings":
-        if {key for key in one if one[key] != other[key]} != {"ignore_merges"}:
+        if {key for key in a_part if a_part[key] != b_part[key]} != {"ignore_merges"}:
             return False
         merges = [part_of(spec, "merges") for spec in (a, b)]
         fewer = min(merges, key=len)
         return makes_whole_vocabulary(a["model"], fewer) and (merges[0] == merges[1] or same_merges(*merges))
-    return bool(_loaded(one, name) == _loaded(other, name))
+    return bool(_loaded(a_part, name) == _loaded(b_part, name))
 
 
 def _raw(spec: Spec, name: str) -> Any:
@@ -290,63 +292,63 @@ def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
         first = min(pairs)
         if first == inf:
             return False
-        at = pairs.index(first)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        index = pairs.index(first)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return tuple(parts) == merge
 
 
 def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `spec` with the added `tokens` as `other` defines them, or removed if `other` lacks them."""
-    kept = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
-    taken = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
-    found = {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
+    unchanged = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
+    others = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
+    changed = {**spec, "added_tokens": sorted([*unchanged, *others], key=lambda token: token["id"])}
     vocab, theirs = spec["model"]["vocab"], other["model"]["vocab"]
     if isinstance(vocab, Mapping) and isinstance(theirs, Mapping):
         # `tokenizers` ignores the id of an added token that is in the vocabulary, or that does not come next.
         own = {token: theirs[token] for token in tokens if token in theirs}
-        found["model"] = {**spec["model"], "vocab": {t: i for t, i in vocab.items() if t not in tokens} | own}
-    return found
+        changed["model"] = {**spec["model"], "vocab": {t: i for t, i in vocab.items() if t not in tokens} | own}
+    return changed
 
 
 def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     """Describe how two backends differ in a part."""
-    one, other = _both(name, a, b)
+    a_part, b_part = _both(name, a, b)
     if name in ("merges", "vocabulary"):
-        return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
+        return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(a_part, b_part)}"
     if name == "settings":
-        changed = ", ".join(f"{key}={pair[0]} against {pair[1]}" for key, pair in unlike(one, other).items())
+        changed = ", ".join(f"{key}={pair[0]} against {pair[1]}" for key, pair in unlike(a_part, b_part).items())
         return f"the model settings differ: {changed}"
-    return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
+    return f"the {PARTS[name]} is {brief(a_part)} in A and {brief(b_part)} in B"
 
 
-def _entries_apart(one: Any, other: Any) -> str:
+def _entries_apart(a_part: Any, b_part: Any) -> str:
     """Describe how two lists of merges, or two vocabularies, differ: how many entries, and the first difference."""
-    counts = f"{len(one)} entries in A, {len(other)} in B"
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        changed = unlike(one, other)
+    counts = f"{len(a_part)} entries in A, {len(b_part)} in B"
+    if isinstance(a_part, Mapping) and isinstance(b_part, Mapping):
+        changed = unlike(a_part, b_part)
         if not changed:
             return counts
         entry, pair = next(iter(changed.items()))
         ids = ["absent" if number is None else number for number in pair]
         return f"{counts}; {len(changed)} differ, as {entry!r}: {ids[0]} in A, {ids[1]} in B"
-    at = first_difference(one, other)
-    said = [repr(" ".join(map(str, part[at]))) if at < len(part) else "none" for part in (one, other)]
-    return f"{counts}; the first that differs, at {at}, is {said[0]} in A and {said[1]} in B"
+    index = first_difference(a_part, b_part)
+    shown = [repr(" ".join(map(str, part[index]))) if index < len(part) else "none" for part in (a_part, b_part)]
+    return f"{counts}; the first that differs, at {index}, is {shown[0]} in A and {shown[1]} in B"
 
 
 def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
     """Group the added tokens that differ between the backends by a description of their difference."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     plain = all(side.spec is not None and part_of(side.spec, "normalizer") is None for side in (a, b))
     for content in {**a.added, **b.added}:
-        one, other = a.added.get(content), b.added.get(content)
-        if plain and one and other and one != other and not _overlaps(content, {*a.added, *b.added}):
-            one = replace(one, normalized=other.normalized)  # the flag has no effect without a normalizer
-        if one is None or other is None:
-            found.setdefault(f"not in {'A' if one is None else 'B'}", []).append(content)
-        elif one != other:
-            found.setdefault("ids" if one.id != other.id else _flags(one, other), []).append(content)
-    return {said: tuple(tokens) for said, tokens in found.items()}
+        a_token, b_token = a.added.get(content), b.added.get(content)
+        if plain and a_token and b_token and a_token != b_token and not _overlaps(content, {*a.added, *b.added}):
+            a_token = replace(a_token, normalized=b_token.normalized)  # the flag has no effect without a normalizer
+        if a_token is None or b_token is None:
+            groups.setdefault(f"not in {'A' if a_token is None else 'B'}", []).append(content)
+        elif a_token != b_token:
+            groups.setdefault("ids" if a_token.id != b_token.id else _flags(a_token, b_token), []).append(content)
+    return {difference: tuple(tokens) for difference, tokens in groups.items()}
 
 
 def _overlaps(token: str, others: Iterable[str]) -> bool:
@@ -360,23 +362,23 @@ def _overlaps(token: str, others: Iterable[str]) -> bool:
     )
 
 
-def _flags(one: BackendToken, other: BackendToken) -> str:
-    names = [name for name in BackendToken.__dataclass_fields__ if getattr(one, name) != getattr(other, name)]
-    return ", ".join(f"{name}={getattr(one, name)} against {getattr(other, name)}" for name in names)
+def _flags(a: BackendToken, b: BackendToken) -> str:
+    names = [name for name in BackendToken.__dataclass_fields__ if getattr(a, name) != getattr(b, name)]
+    return ", ".join(f"{name}={getattr(a, name)} against {getattr(b, name)}" for name in names)
 
 
 def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
     """Describe the difference of `tokens`, added tokens that all differ in the same way."""
     token, more = tokens[0], len(tokens) - 1
-    one, other = a.added.get(token), b.added.get(token)
-    if one is None or other is None:
-        have, lack = ("B", "A") if one is None else ("A", "B")
+    a_token, b_token = a.added.get(token), b.added.get(token)
+    if a_token is None or b_token is None:
+        have, lack = ("B", "A") if a_token is None else ("A", "B")
         are = f" and {more} more are added tokens" if more else " is an added token"
         return f"{token!r}{are} of {have} and not of {lack}, which reads it as text"
-    named = f"the added token {token!r}" + (f" (and of {more} more)" if more else "")
-    if one.id != other.id:
-        return f"the id of {named} is {one.id} in A and {other.id} in B"
-    return f"the flags of {named} differ: {_flags(one, other)}"
+    name = f"the added token {token!r}" + (f" (and of {more} more)" if more else "")
+    if a_token.id != b_token.id:
+        return f"the id of {name} is {a_token.id} in A and {b_token.id} in B"
+    return f"the flags of {name} differ: {_flags(a_token, b_token)}"
 
 
 def brief(part: Any) -> str:
@@ -385,8 +387,10 @@ def brief(part: Any) -> str:
         return "none"
     if steps := _STEPS & part.keys():
         return " + ".join(map(brief, part[min(steps)])) or "none"
-    said = [_argument(key, value) for key, value in part.items() if key != "type" and value not in (None, False, "")]
-    short = ", ".join(filter(None, said))
+    arguments = [
+        _argument(key, value) for key, value in part.items() if key != "type" and value not in (None, False, "")
+    ]
+    short = ", ".join(filter(None, arguments))
     return f"{part['type']}({short})" if short else str(part["type"])
 
 

@@ -28,21 +28,22 @@ def explain(
 
     Each input comes with the name of its group, conversation or file.
     """
-    left = list(differing)
+    remaining = list(differing)
     groups: dict[str, tuple[Skew, list[str]]] = {}
     for _ in range(most):
-        if not left:
+        if not remaining:
             break
-        (name, first), *left = left
-        progress(f"explaining differences, {len(left)} left")
-        key, found, explains = examine(first)
-        where = groups.setdefault(key, (found, []))[1]
-        explained = list(zip(left, explains([one for _, one in left]), strict=True))
-        where += [name, *(other for (other, _), known in explained if known)]
-        left = [pair for pair, known in explained if not known]
+        (name, first), *remaining = remaining
+        progress(f"explaining differences, {len(remaining)} left")
+        key, finding, explains = examine(first)
+        where = groups.setdefault(key, (finding, []))[1]
+        explained = list(zip(remaining, explains([item for _, item in remaining]), strict=True))
+        where += [name, *(label for (label, _), is_explained in explained if is_explained)]
+        remaining = [pair for pair, is_explained in explained if not is_explained]
     return [
-        replace(found, count=len(where), where=tuple(dict.fromkeys(where))[:WHERE]) for found, where in groups.values()
-    ], len(left)
+        replace(finding, count=len(where), where=tuple(dict.fromkeys(where))[:WHERE])
+        for finding, where in groups.values()
+    ], len(remaining)
 
 
 def as_text(token: str, facts: BackendFacts) -> str:
@@ -57,8 +58,8 @@ def as_text(token: str, facts: BackendFacts) -> str:
 def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> SkewResult:
     """Return the result of a backend, with the spelling of its ids if all are known."""
     tokens = [backend.token(token_id) for token_id in ids]
-    known = tuple(as_text(token, backend.facts) for token in tokens if token is not None)
-    return SkewResult(tuple(ids), known if len(known) == len(ids) else (), text)
+    spelled = tuple(as_text(token, backend.facts) for token in tokens if token is not None)
+    return SkewResult(tuple(ids), spelled if len(spelled) == len(ids) else (), text)
 
 
 _PIECES = 200
@@ -85,9 +86,9 @@ def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -
         chunks = (parts[start : start + size] for start in starts)
         # Sequences that can be cut can be joined.
         rests: Any = (parts[:start] + parts[start + size :] for start in starts)  # type: ignore[operator]
-        if (chunk := next((one for one in chunks if len(one) < len(parts) and fails(one)), None)) is not None:
+        if (chunk := next((part for part in chunks if len(part) < len(parts) and fails(part)), None)) is not None:
             parts, pieces = chunk, 2
-        elif (rest := next((one for one in rests if fails(one)), None)) is not None:
+        elif (rest := next((part for part in rests if fails(part)), None)) is not None:
             parts, pieces = rest, max(pieces - 1, 2)
         elif size == 1:
             break
@@ -100,7 +101,7 @@ def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
     """Shrink a text as long as it differs: remove lines first, then characters."""
     lines = tuple(text.splitlines(keepends=True))
     if len(lines) > 1:
-        text = "".join(smallest(lines, lambda kept: differs("".join(kept))))
+        text = "".join(smallest(lines, lambda remaining: differs("".join(remaining))))
     return _smallest_string(text, differs)
 
 
@@ -108,8 +109,8 @@ def _smallest_string(text: str, differs: Callable[[str], bool]) -> str:
     """Shrink a string as long as it differs. What stays long is cut into `_PIECES` pieces, not into characters."""
     while True:
         size = len(text) // _PIECES or 1
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        shorter = "".join(smallest(pieces, lambda kept: differs("".join(kept))))
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        shorter = "".join(smallest(pieces, lambda remaining: differs("".join(remaining))))
         if size == 1 or len(shorter) == len(text):
             return shorter
         text = shorter
@@ -129,17 +130,17 @@ def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], 
     return put(messages, _smaller(conversation.tools, lambda some: differs(put(messages, some)), _OF_TOOLS))
 
 
-def _smaller(value: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool]) -> Any:
-    """Shrink a JSON value as long as it differs. `kept` names fields that are never removed, see `_OF_MESSAGES`."""
+def _smaller(value: Any, differs: Callable[[Any], bool], fields: Mapping[str, bool]) -> Any:
+    """Shrink a JSON value as long as it differs. `fields`, see `_OF_MESSAGES`, are never removed."""
     if isinstance(value, Mapping):
-        found = dict(value)
+        smaller = dict(value)
         for key in value:
-            rest = {name: one for name, one in found.items() if name != key}
-            if key not in kept and differs(rest):
-                found = rest
-            elif kept.get(key, True) or not isinstance(found[key], str):
-                found = _smaller_member(found, key, differs, kept)
-        return found
+            without = {name: member for name, member in smaller.items() if name != key}
+            if key not in fields and differs(without):
+                smaller = without
+            elif fields.get(key, True) or not isinstance(smaller[key], str):
+                smaller = _smaller_member(smaller, key, differs, fields)
+        return smaller
     if not value or not isinstance(value, str | list | tuple):
         return value
     empty: Any = "" if isinstance(value, str) else []
@@ -148,15 +149,15 @@ def _smaller(value: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool
     if isinstance(value, str):
         return _smallest_string(value, differs)
     members = list(smallest(list(value), differs))
-    for at in range(len(members)):
-        members = _smaller_member(members, at, differs, kept)
+    for index in range(len(members)):
+        members = _smaller_member(members, index, differs, fields)
     return members
 
 
-def _smaller_member(members: Any, at: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool]) -> Any:
+def _smaller_member(members: Any, key: Any, differs: Callable[[Any], bool], fields: Mapping[str, bool]) -> Any:
     def put(member: Any) -> Any:
         changed = members.copy()
-        changed[at] = member
+        changed[key] = member
         return changed
 
-    return put(_smaller(members[at], lambda member: differs(put(member)), kept))
+    return put(_smaller(members[key], lambda member: differs(put(member)), fields))

@@ -55,22 +55,22 @@ def changes_of(messages: Messages) -> Iterator[tuple[str, Change]]:
     for field in dict.fromkeys(key for message in messages for key in message):
         if field not in ("role", "content"):
             yield f"messages without {field}", partial(_without, field)
-    for kept in range(1, len(messages)):
-        yield f"the last {kept} messages only", itemgetter(slice(-kept, None))
+    for count in range(1, len(messages)):
+        yield f"the last {count} messages only", itemgetter(slice(-count, None))
 
 
 def _content(change: Callable[[str], str], messages: Messages, none: str | None = None) -> Iterator[Message]:
-    for one in messages:
-        content = one.get("content")
+    for message in messages:
+        content = message.get("content")
         changed = change(content) if isinstance(content, str) else none if content is None else content
-        yield {**one, "content": changed} if "content" in one else one
+        yield {**message, "content": changed} if "content" in message else message
 
 
 def _joined(between: str, messages: Messages) -> Iterator[Message]:
-    for role, group in groupby(messages, lambda one: one["role"]):
+    for role, group in groupby(messages, lambda message: message["role"]):
         some = list(group)
-        plain = role in ("user", "system") and all(isinstance(one.get("content"), str) for one in some)
-        yield from [{**some[0], "content": between.join(one["content"] for one in some)}] if plain else some
+        plain = role in ("user", "system") and all(isinstance(message.get("content"), str) for message in some)
+        yield from [{**some[0], "content": between.join(message["content"] for message in some)}] if plain else some
 
 
 def _once(messages: Messages) -> Messages:
@@ -78,7 +78,7 @@ def _once(messages: Messages) -> Messages:
 
 
 def _without(field: str, messages: Messages) -> Messages:
-    return [{key: value for key, value in one.items() if key != field} for one in messages]
+    return [{key: value for key, value in message.items() if key != field} for message in messages]
 
 
 Writer: TypeAlias = Callable[[SkewChat], "str | None"]
@@ -114,14 +114,14 @@ _PROMPTED = "Pass add_generation_prompt=True to the template, and the same templ
 def _without_tools(text: str) -> str:
     """Return the text with each tool definition, a line of JSON, replaced by its name."""
 
-    def named(line: str) -> str:
+    def shortened(line: str) -> str:
         try:
             tool = json.loads(line) if line.startswith("{") else None
             return line if tool is None else f"tool {tool.get('function', tool)['name']}"
         except (ValueError, LookupError, TypeError):
             return line
 
-    return "\n".join(map(named, text.split("\n")))
+    return "\n".join(map(shortened, text.split("\n")))
 
 
 def _unescaped(text: str) -> str:
@@ -159,21 +159,21 @@ class TemplateCauses:
         self.agreed: list[SkewChat] = []
         """Conversations that both sides render alike. A cause must not change their text."""
 
-    def cause_of(self, conversation: SkewChat, one: str | None, other: str | None) -> Cause:
-        """Return why backend A renders `one` and backend B `other`. A text is None if its backend refuses."""
+    def cause_of(self, conversation: SkewChat, a_text: str | None, b_text: str | None) -> Cause:
+        """Return why backend A renders `a_text` and backend B `b_text`. A text is None if its backend refuses."""
         a, b = self._a, self._b
-        exchanged = self._by_exchange(conversation, other) if other is not None else None
-        if one is None or other is None:
-            who, whom = ("A", "B") if one is None else ("B", "A")
+        exchanged = self._by_exchange(conversation, b_text) if b_text is not None else None
+        if a_text is None or b_text is None:
+            who, whom = ("A", "B") if a_text is None else ("B", "A")
             refused = Cause("template", f"{who} refuses what {whom} renders", _SAME_TEMPLATE, f"refused:{who}")
             return replace(exchanged or refused, severity="caution")  # the error shows, and no wrong ids are trained
-        seen = self._by_change(conversation, one, other) or self._by_texts(conversation, one, other)
+        seen = self._by_change(conversation, a_text, b_text) or self._by_texts(conversation, a_text, b_text)
         if seen is not None and exchanged is not None and exchanged.key != _SEVERAL:
             fix = _SAME_TEMPLATE if exchanged.kind == "template" else exchanged.fix
             return replace(seen, what=f"{seen.what}; {exchanged.what}", fix=fix)
         if seen is not None or exchanged is not None:
             return seen or exchanged  # type: ignore[return-value]
-        what = f"they write {_apart(one, other)}"
+        what = f"they write {_apart(a_text, b_text)}"
         ours, theirs = _template(a, conversation), _template(b, conversation)
         if ours is not None and ours == theirs and a.template_variables == b.template_variables:
             what = f"the templates are the same, and yet {what}: {a.kind} and {b.kind} run them differently"
@@ -181,15 +181,15 @@ class TemplateCauses:
         differs = "the rendering differs" if ours is None or theirs is None else "the templates differ"
         return Cause("template", f"{differs}: {what}", _SAME_TEMPLATE, "template")
 
-    def _by_change(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
+    def _by_change(self, conversation: SkewChat, a_text: str, b_text: str) -> Cause | None:
         """Return the cause if a side renders as the only known template does with a changed conversation."""
         sources = [_template(side, conversation) for side in (self._a, self._b)]
         if (sources[0] is None) == (sources[1] is None):
             return None
-        at = 0 if sources[0] is not None else 1
-        source, letter, wanted = sources[at] or "", "BA"[at], (other, one)[at]
+        index = 0 if sources[0] is not None else 1
+        source, letter, expected = sources[index] or "", "BA"[index], (b_text, a_text)[index]
         if source not in self._writers:
-            self._writers[source] = self._writer(source, (self._a, self._b)[at].template_variables)
+            self._writers[source] = self._writer(source, (self._a, self._b)[index].template_variables)
         write = self._writers[source]
         if write is None:
             return None
@@ -199,63 +199,64 @@ class TemplateCauses:
 
         for what, change in changes_of(conversation.messages):
             new = changed(change, conversation)
-            if new == conversation or write(new) != wanted:
+            if new == conversation or write(new) != expected:
                 continue
             pairs = ((agreed, changed(change, agreed)) for agreed in self.agreed)
             touched = islice((pair for pair in pairs if pair[0] != pair[1]), _MOST_AGREED)
             if all(write(agreed) == write(new) for agreed, new in touched):
 
                 def explains(chat: SkewChat, ours: str, theirs: str, change: Change = change) -> bool:
-                    return write(changed(change, chat)) == (theirs, ours)[at]
+                    return write(changed(change, chat)) == (theirs, ours)[index]
 
                 return Cause("template", f"{letter} renders {what}", _AS_SENT, f"{letter}:{what}", explains=explains)
         return None
 
-    def _by_texts(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
+    def _by_texts(self, conversation: SkewChat, a_text: str, b_text: str) -> Cause | None:
         """Return the cause if the two texts alone show it."""
         for token in {side.special_tokens.get("bos_token") for side in (self._a, self._b)} - {None}:
             strip = partial(_without_leading, token or "")
-            counts = [(len(text) - len(strip(text))) // len(token or "") for text in (one, other)]
-            if counts[0] != counts[1] and strip(one) == strip(other):
+            counts = [(len(text) - len(strip(text))) // len(token or "") for text in (a_text, b_text)]
+            if counts[0] != counts[1] and strip(a_text) == strip(b_text):
                 what = f"{token} begins the prompt {counts[0]} times in A and {counts[1]} times in B"
                 return Cause("BOS/EOS", what, _ONE_BOS, f"bos:{tuple(counts)}", explains=_alike(strip))
-        found = _same_form(_FORMS, one, other)
-        if found is not None:
-            return found
-        if _prints_parts(one, other):
-            what = f"{'A' if _PRINTED.search(one) else 'B'} prints a list of content parts into the prompt"
+        cause = _same_form(_FORMS, a_text, b_text)
+        if cause is not None:
+            return cause
+        if _prints_parts(a_text, b_text):
+            what = f"{'A' if _PRINTED.search(a_text) else 'B'} prints a list of content parts into the prompt"
             return Cause("content parts", what, _AS_TEXT, "parts", explains=lambda _, *texts: _prints_parts(*texts))
-        if self._unprompted(conversation, one, other):
-            what = f"{'B' if one.startswith(other) else 'A'} writes less of the generation prompt: {_apart(one, other)}"
+        if self._unprompted(conversation, a_text, b_text):
+            who = "B" if a_text.startswith(b_text) else "A"
+            what = f"{who} writes less of the generation prompt: {_apart(a_text, b_text)}"
             return Cause("generation prompt", what, _PROMPTED, "generation prompt", explains=self._unprompted)
-        return _same_form(_LATER_FORMS, one, other) or self._swapped_tokens(one, other)
+        return _same_form(_LATER_FORMS, a_text, b_text) or self._swapped_tokens(a_text, b_text)
 
-    def _swapped_tokens(self, one: str, other: str) -> Cause | None:
+    def _swapped_tokens(self, a_text: str, b_text: str) -> Cause | None:
         """Return the cause if replacing one control token by another turns one text into the other."""
-        at = first_difference(one, other)
+        index = first_difference(a_text, b_text)
         tokens = {**self._a.added, **self._b.added}
-        starts = range(max(at - _LONGEST_CONTROL, 0), at + 1)
-        spelled = [[token for token in tokens if any(t.startswith(token, n) for n in starts)] for t in (one, other)]
+        starts = range(max(index - _LONGEST_CONTROL, 0), index + 1)
+        spelled = [[token for token in tokens if any(t.startswith(token, n) for n in starts)] for t in (a_text, b_text)]
         for ours in spelled[0]:
             for theirs in spelled[1]:
-                if ours != theirs and one.replace(ours, theirs) == other:
+                if ours != theirs and a_text.replace(ours, theirs) == b_text:
                     what = f"A writes {ours} where B writes {theirs}"
 
-                    def explains(_: SkewChat, one: str, other: str, old: str = ours, new: str = theirs) -> bool:
-                        return one.replace(old, new) == other
+                    def explains(_: SkewChat, a_text: str, b_text: str, old: str = ours, new: str = theirs) -> bool:
+                        return a_text.replace(old, new) == b_text
 
                     return Cause("template", what, _SAME_TEMPLATE, f"{ours}:{theirs}", explains=explains)
         return None
 
-    def _unprompted(self, conversation: SkewChat, one: str, other: str) -> bool:
+    def _unprompted(self, conversation: SkewChat, a_text: str, b_text: str) -> bool:
         """Return True if one text is the other without its generation prompt, or without a part of it."""
-        longer, shorter = sorted((one, other), key=len, reverse=True)
+        longer, shorter = sorted((a_text, b_text), key=len, reverse=True)
         if not conversation.generate or not longer.startswith(shorter):
             return False
-        without = self._write(replace(conversation, generate=False))[0 if longer is one else 1]
+        without = self._write(replace(conversation, generate=False))[0 if longer is a_text else 1]
         return without is not None and shorter.startswith(without) and without != longer
 
-    def _by_exchange(self, conversation: SkewChat, other: str) -> Cause | None:
+    def _by_exchange(self, conversation: SkewChat, b_text: str) -> Cause | None:
         """Return the cause if B's template variables, or one piece of B's template, turn A's text into B's."""
         a, b = self._a, self._b
         template, put = _template(a, conversation), _template(b, conversation)
@@ -264,15 +265,17 @@ class TemplateCauses:
         ours, theirs = a.template_variables, b.template_variables
         changed = unlike(ours, theirs)
         writer = self._writer(template, theirs) if changed else None
-        if writer is not None and writer(conversation) == other:
-            said = ", ".join(f"{name} is {pair[0]!r} in A and {pair[1]!r} in B" for name, pair in changed.items())
+        if writer is not None and writer(conversation) == b_text:
+            description = ", ".join(
+                f"{name} is {pair[0]!r} in A and {pair[1]!r} in B" for name, pair in changed.items()
+            )
             kind: Kind = "special tokens" if all(n.endswith("_token") for n in changed) else "template kwargs"
-            return Cause(kind, said, "Use the same values on both sides.", "variables", explains=_writes(writer))
-        for said, writer in self._pieces(template, put):
-            if writer(conversation) == other:
-                return Cause("template", said, _SAME_TEMPLATE, said, explains=_writes(writer))
+            return Cause(kind, description, "Use the same values on both sides.", "variables", explains=_writes(writer))
+        for description, writer in self._pieces(template, put):
+            if writer(conversation) == b_text:
+                return Cause("template", description, _SAME_TEMPLATE, description, explains=_writes(writer))
         whole = self._writer(put, theirs) if template != put else None
-        if whole is not None and whole(conversation) == other:
+        if whole is not None and whole(conversation) == b_text:
             return Cause("template", "the templates differ in several pieces at once", _SAME_TEMPLATE, _SEVERAL)
         return None
 
@@ -280,8 +283,9 @@ class TemplateCauses:
         """Return a description and a writer for each way to put one piece of B's template into A's."""
         if (template, other) not in self._exchanges:
             # A list and not a dict, because the same change in two places has the same description.
-            made = [(said, self._writer(put, self._a.template_variables)) for said, put in _exchanges(template, other)]
-            self._exchanges[template, other] = [(said, writer) for said, writer in made if writer]
+            variables = self._a.template_variables
+            pieces = [(what, self._writer(put, variables)) for what, put in _exchanges(template, other)]
+            self._exchanges[template, other] = [(what, writer) for what, writer in pieces if writer]
         return self._exchanges[template, other]
 
     def _writer(self, source: str, variables: Mapping[str, object]) -> Writer | None:
@@ -309,20 +313,20 @@ def _template(facts: BackendFacts, conversation: SkewChat) -> str | None:
     return (conversation.tools and facts.tool_template) or facts.template
 
 
-def _same_form(forms: tuple[_Form, ...], one: str, other: str) -> Cause | None:
+def _same_form(forms: tuple[_Form, ...], a_text: str, b_text: str) -> Cause | None:
     for key, kind, form, what, fix in forms:
-        if form(one) == form(other):
-            said = f"{what}: {_apart(one, other)}"
+        if form(a_text) == form(b_text):
+            description = f"{what}: {_apart(a_text, b_text)}"
             if key == "date":
-                dates = [match[0] if (match := _DATES.search(text)) else "none" for text in (one, other)]
-                said = f"{what}: {dates[0]} in A, {dates[1]} in B"
-            return Cause(kind, said, fix, key, explains=_alike(form))
+                dates = [match[0] if (match := _DATES.search(text)) else "none" for text in (a_text, b_text)]
+                description = f"{what}: {dates[0]} in A, {dates[1]} in B"
+            return Cause(kind, description, fix, key, explains=_alike(form))
     return None
 
 
-def _exchanges(one: str, other: str) -> Iterator[tuple[str, str]]:
-    """Yield a description of each piece in which the templates differ, and `one` with that piece of `other`."""
-    ours, theirs = ([part for part in _TAGS.split(source) if part] for source in (one, other))
+def _exchanges(a_template: str, b_template: str) -> Iterator[tuple[str, str]]:
+    """Yield a description of each piece in which the templates differ, and `a_template` with that piece of B's."""
+    ours, theirs = ([part for part in _TAGS.split(source) if part] for source in (a_template, b_template))
     changes = [c for c in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes() if c[0] != "equal"]
     for _, start, end, from_, to in changes if len(changes) <= _MOST_PIECES else ():
         mine, put = _quoted("".join(ours[start:end]), "".join(theirs[from_:to]))
@@ -332,11 +336,14 @@ def _exchanges(one: str, other: str) -> Iterator[tuple[str, str]]:
 
 def _quoted(*texts: str) -> list[str]:
     """Return two texts in quotes, cut around their first difference."""
-    at = max(first_difference(*texts) - _SHOWN, 0)
-    cut = [text[at : at + 2 * _SHOWN] for text in texts]
-    both = zip(texts, cut, strict=True)
-    shown = [f"{'...' if at else ''}{kept}{'...' if at + len(kept) < len(text) else ''}" for text, kept in both]
-    return [repr(one) if text else "nothing" for one, text in zip(shown, texts, strict=True)]
+    start = max(first_difference(*texts) - _SHOWN, 0)
+    cut = [text[start : start + 2 * _SHOWN] for text in texts]
+    pairs = zip(texts, cut, strict=True)
+    shown = [
+        f"{'...' if start else ''}{excerpt}{'...' if start + len(excerpt) < len(text) else ''}"
+        for text, excerpt in pairs
+    ]
+    return [repr(excerpt) if text else "nothing" for excerpt, text in zip(shown, texts, strict=True)]
 
 
 def _without_leading(token: str, text: str) -> str:
@@ -345,19 +352,19 @@ def _without_leading(token: str, text: str) -> str:
     return text
 
 
-def _apart(one: str, other: str) -> str:
+def _apart(a_text: str, b_text: str) -> str:
     """Quote both texts around their first difference."""
-    start = max(first_difference(one, other) - 10, 0)
-    return f"{one[start : start + _SHOWN]!r} and {other[start : start + _SHOWN]!r}"
+    start = max(first_difference(a_text, b_text) - 10, 0)
+    return f"{a_text[start : start + _SHOWN]!r} and {b_text[start : start + _SHOWN]!r}"
 
 
 def _alike(form: Callable[[str], str]) -> Callable[[SkewChat, str, str], bool]:
-    return lambda _, one, other: form(one) == form(other)
+    return lambda _, a_text, b_text: form(a_text) == form(b_text)
 
 
 def _writes(writer: Writer) -> Callable[[SkewChat, str, str], bool]:
-    return lambda conversation, _, other: writer(conversation) == other
+    return lambda conversation, _, b_text: writer(conversation) == b_text
 
 
-def _prints_parts(one: str, other: str) -> bool:
-    return (_PRINTED.search(one) is None) != (_PRINTED.search(other) is None)
+def _prints_parts(a_text: str, b_text: str) -> bool:
+    return (_PRINTED.search(a_text) is None) != (_PRINTED.search(b_text) is None)

@@ -39,16 +39,16 @@ def unstable_finding(backend: Backend, letter: str, texts: Collection[str], know
     """Return a finding if a side gives a text other ids a second time, or has dropout. Store the ids in `known`."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     tries = 20 if dropout else 1
-    asked = list(texts)
-    first = backend.encode(asked)
-    known.update(zip(asked, first, strict=True))
+    listed = list(texts)
+    first = backend.encode(listed)
+    known.update(zip(listed, first, strict=True))
     shown: tuple[str, SkewResult, SkewResult] | None = None
     for _ in range(tries):
-        again = backend.encode(asked)
-        unlike = [(t, x, y) for t, x, y in zip(asked, first, again, strict=True) if x != y]
+        again = backend.encode(listed)
+        unlike = [(t, x, y) for t, x, y in zip(listed, first, again, strict=True) if x != y]
         if unlike:
-            text, one, other = min(unlike, key=lambda each: len(each[0]))
-            shown = text, result(backend, one), result(backend, other)
+            text, first_ids, second_ids = min(unlike, key=lambda entry: len(entry[0]))
+            shown = text, result(backend, first_ids), result(backend, second_ids)
             break
     if shown is None and not dropout:
         return None
@@ -66,8 +66,8 @@ def encoded(
 ) -> list[list[int]]:
     """Return the ids of texts. Ask the backend only for texts that are not in `known`."""
     new = [text for text in texts if text not in known]
-    found = {**known, **dict(zip(new, backend.encode(new, special=special) if new else (), strict=True))}
-    return [found[text] for text in texts]
+    ids_of = {**known, **dict(zip(new, backend.encode(new, special=special) if new else (), strict=True))}
+    return [ids_of[text] for text in texts]
 
 
 def compare_texts(
@@ -79,30 +79,32 @@ def compare_texts(
     known: Sequence[Mapping[str, list[int]]] = ({}, {}),
 ) -> list[Differing]:
     """Return the texts that get different ids. `texts` maps each text to its group, `known` are ids of both sides."""
-    asked = list(texts)
-    ids = (encoded(side, asked, have, special=special) for side, have in zip((a, b), known, strict=True))
+    listed = list(texts)
+    ids = (encoded(side, listed, have, special=special) for side, have in zip((a, b), known, strict=True))
     return [
-        Differing(text, texts[text], one, other) for text, one, other in zip(asked, *ids, strict=True) if one != other
+        Differing(text, texts[text], a_ids, b_ids)
+        for text, a_ids, b_ids in zip(listed, *ids, strict=True)
+        if a_ids != b_ids
     ]
 
 
 def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) -> list[Differing]:
     """Find texts that get different ids with few requests: as lines of blocks, the first of which are split."""
-    found: list[Differing] = []
-    groups = [texts[at : at + _BLOCKS[0]] for at in range(0, len(texts), _BLOCKS[0])]
+    differences: list[Differing] = []
+    groups = [texts[start : start + _BLOCKS[0]] for start in range(0, len(texts), _BLOCKS[0])]
     for size in (*_BLOCKS[1:], 0):
         blocks = {"\n".join(group): group for group in groups}
         differing = compare_texts(a, b, dict.fromkeys(blocks, where))[:_MOST_BLOCKS]
         if not size:
-            return found + differing
+            return differences + differing
         groups = []
-        for one in differing:
-            smaller = [blocks[one.text][at : at + size] for at in range(0, len(blocks[one.text]), size)]
+        for block in differing:
+            smaller = [blocks[block.text][start : start + size] for start in range(0, len(blocks[block.text]), size)]
             if compare_texts(a, b, dict.fromkeys(map("\n".join, smaller), where)):
                 groups += smaller
             else:
-                found.append(one)
-    return found
+                differences.append(block)
+    return differences
 
 
 def explain_texts(
@@ -128,17 +130,19 @@ def explain_texts(
         a_ids, b_ids = a.encode([small], special=special)[0], b.encode([small], special=special)[0]
         cause = causes.cause_of(small, a_ids, b_ids, special=special)
 
-        def explains(left: list[Differing]) -> Sequence[bool]:
+        def explains(others: list[Differing]) -> Sequence[bool]:
             if cause.encoder is None:
-                return [False] * len(left)
-            made = cause.encoder([one.text for one in left])
-            wanted = [one.b_ids if cause.gives == "b" else one.a_ids for one in left]
-            return [ids == expected for ids, expected in zip(made, wanted, strict=True)]
+                return [False] * len(others)
+            outputs = cause.encoder([difference.text for difference in others])
+            targets = [difference.b_ids if cause.gives == "b" else difference.a_ids for difference in others]
+            return [ids == expected for ids, expected in zip(outputs, targets, strict=True)]
 
-        found = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
-        return cause.key, found, explains
+        finding = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
+        return cause.key, finding, explains
 
-    inputs = [(one.where, one) for one in sorted(differing, key=lambda one: len(one.text))]
+    inputs = [
+        (difference.where, difference) for difference in sorted(differing, key=lambda difference: len(difference.text))
+    ]
     return explain(inputs, MOST_EXAMINED, examine, progress)
 
 
@@ -155,41 +159,41 @@ def special_texts(a: Backend, b: Backend) -> dict[str, str]:
 
 def decode_findings(a: Backend, b: Backend, sequences: Mapping[tuple[int, ...], str]) -> list[Skew]:
     """Return one finding for each way in which the backends decode the same ids to different texts."""
-    found: dict[str, Skew] = {}
-    asked = list(sequences)
-    both = zip(asked, a.decode(asked), b.decode(asked), strict=True)
-    differing = [(ids, one, other) for ids, one, other in both if one != other]
-    for ids, one, other in sorted(differing, key=lambda each: len(each[0])):
-        kind, what, fix = _decode_cause(a, b, one, other)
-        earlier = found.get(kind)
+    findings: dict[str, Skew] = {}
+    listed = list(sequences)
+    rows = zip(listed, a.decode(listed), b.decode(listed), strict=True)
+    differing = [(ids, a_text, b_text) for ids, a_text, b_text in rows if a_text != b_text]
+    for ids, a_text, b_text in sorted(differing, key=lambda entry: len(entry[0])):
+        kind, what, fix = _decode_cause(a, b, a_text, b_text)
+        earlier = findings.get(kind)
         if earlier is not None:
             where = tuple(dict.fromkeys((*earlier.where, sequences[ids])))[:WHERE]
-            found[kind] = replace(earlier, cause=what, fix=fix, count=earlier.count + 1, where=where)
+            findings[kind] = replace(earlier, cause=what, fix=fix, count=earlier.count + 1, where=where)
             continue
 
         def same_way(ids: Sequence[int], kind: Kind = kind) -> bool:
-            one, other = a.decode([ids])[0], b.decode([ids])[0]
-            return one != other and _decode_cause(a, b, one, other)[0] == kind
+            a_text, b_text = a.decode([ids])[0], b.decode([ids])[0]
+            return a_text != b_text and _decode_cause(a, b, a_text, b_text)[0] == kind
 
         small = tuple(smallest(ids, same_way))
         results = result(a, small, a.decode([small])[0]), result(b, small, b.decode([small])[0])
-        found[kind] = Skew(kind, "decode", what, fix, 1, (sequences[ids],), small, *results)
-    return list(found.values())
+        findings[kind] = Skew(kind, "decode", what, fix, 1, (sequences[ids],), small, *results)
+    return list(findings.values())
 
 
-def _decode_cause(a: Backend, b: Backend, one: str, other: str) -> tuple[Kind, str, str]:
+def _decode_cause(a: Backend, b: Backend, a_text: str, b_text: str) -> tuple[Kind, str, str]:
     ours, theirs = (part_of(side.facts.spec, "decoder") if side.facts.spec else None for side in (a, b))
-    both = a.facts.spec is not None and b.facts.spec is not None
-    if both and ours != theirs and a.facts.cleans_up == b.facts.cleans_up:
+    specs_known = a.facts.spec is not None and b.facts.spec is not None
+    if specs_known and ours != theirs and a.facts.cleans_up == b.facts.cleans_up:
         what = f"the decoder is {brief(ours)} in A and {brief(theirs)} in B"
         return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
-    if _cleaned(one) == other or _cleaned(other) == one:
-        letter = "B" if _cleaned(one) == other else "A"
+    if _cleaned(a_text) == b_text or _cleaned(b_text) == a_text:
+        letter = "B" if _cleaned(a_text) == b_text else "A"
         what = f"{letter} removes spaces before punctuation when decoding (clean_up_tokenization_spaces)"
         return "decode clean-up", what, _NO_CLEAN_UP
-    if one.strip(" ") == other.strip(" "):
+    if a_text.strip(" ") == b_text.strip(" "):
         return "decoder", "one side drops or adds a space at the edge of what it decodes", LOAD_THE_FILE
-    if "�" in one + other:
+    if "�" in a_text + b_text:
         return "decoder", "the sides write bytes that are not a whole character differently", LOAD_THE_FILE
     return "decoder", "the sides decode the same ids to different texts", SAME_FILES
 

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 Block: TypeAlias = tuple[int, int, int]
-"""(start in `one`, start in `other`, length) of a run of equal elements."""
+"""(start in `a`, start in `b`, length) of a run of equal elements."""
 
 
 class Segment(NamedTuple):
@@ -28,13 +28,13 @@ _Path: TypeAlias = "tuple[Block, _Path] | None"
 _NOWHERE: tuple[int, _Path] = (-1, None)
 
 
-def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the first position at which two sequences differ; if none, the length of the shorter one."""
-    both = zip(one, other, strict=False)
-    return next((at for at, (x, y) in enumerate(both) if x != y), min(len(one), len(other)))
+    pairs = zip(a, b, strict=False)
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block] | None:
+def common_blocks(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> list[Block] | None:
     """Return the runs of a longest common subsequence, in order. Return None if it leaves more than `most` elements.
 
     Time is linear in the lengths and quadratic in the number of elements that differ.
@@ -42,10 +42,10 @@ def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int)
     >>> common_blocks("abcabba", "cbabac", most=10)
     [(2, 0, 1), (3, 2, 2), (6, 4, 1)]
     """
-    head = _same(zip(one, other, strict=False))
-    tail = _same(zip(reversed(one[head:]), reversed(other[head:]), strict=False))
-    n, m = len(one) - tail, len(other) - tail
-    # The furthest place in `one` on each diagonal (x - y), with the runs on the way there.
+    head = _same(zip(a, b, strict=False))
+    tail = _same(zip(reversed(a[head:]), reversed(b[head:]), strict=False))
+    n, m = len(a) - tail, len(b) - tail
+    # The furthest place in `a` on each diagonal (x - y), with the runs on the way there.
     reached: dict[int, tuple[int, _Path]] = {1: (head, None)}
     for edits in range(min(n + m - 2 * head, most) + 1):
         # Diagonals outside of the two sequences lead nowhere.
@@ -55,7 +55,7 @@ def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int)
             down = k == -edits or (k != edits and left < above)
             x, path = (above, from_above) if down else (left + 1, from_left)
             start = x
-            while x < n and x - k < m and one[x] == other[x - k]:
+            while x < n and x - k < m and a[x] == b[x - k]:
                 x += 1
             if x > start:
                 path = (start, start - k, x - start), path
@@ -65,34 +65,34 @@ def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int)
     return None
 
 
-def anchored_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block]:
+def anchored_blocks(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> list[Block]:
     """Return `common_blocks`, or a cheap approximation if more than `most` elements differ.
 
     The approximation uses elements that occur once in each sequence as anchors, as many as keep their order, and aligns
     the ranges between anchors one by one. A range with more than `most` differing elements is left unaligned.
     """
-    found = common_blocks(one, other, most)
-    if found is not None:
-        return found
+    exact = common_blocks(a, b, most)
+    if exact is not None:
+        return exact
     blocks: list[Block] = []
-    at = other_at = 0
-    for x, y in [*anchors(one, other), (len(one), len(other))]:
-        between = common_blocks(one[at:x], other[other_at:y], most) or []
-        blocks += [(at + start, other_at + other_start, length) for start, other_start, length in between]
-        blocks.append((x, y, int(x < len(one))))
-        at, other_at = x + 1, y + 1
+    a_start = b_start = 0
+    for x, y in [*anchors(a, b), (len(a), len(b))]:
+        between = common_blocks(a[a_start:x], b[b_start:y], most) or []
+        blocks += [(a_start + start, b_start + other_start, length) for start, other_start, length in between]
+        blocks.append((x, y, int(x < len(a))))
+        a_start, b_start = x + 1, y + 1
     return list(_joined(blocks))
 
 
-def aligned(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> Iterator[tuple[Segment, bool]]:
+def aligned(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> Iterator[tuple[Segment, bool]]:
     """Yield the segments that cover both sequences, in order, each with True if equal. Uses `anchored_blocks`."""
-    at = other_at = 0
-    for start, other_start, length in [*anchored_blocks(one, other, most), (len(one), len(other), 0)]:
-        if (at, other_at) != (start, other_start):
-            yield Segment(at, start, other_at, other_start), False
-        at, other_at = start + length, other_start + length
+    a_end = b_end = 0
+    for start, other_start, length in [*anchored_blocks(a, b, most), (len(a), len(b), 0)]:
+        if (a_end, b_end) != (start, other_start):
+            yield Segment(a_end, start, b_end, other_start), False
+        a_end, b_end = start + length, other_start + length
         if length:
-            yield Segment(start, at, other_start, other_at), True
+            yield Segment(start, a_end, other_start, b_end), True
 
 
 def _same(pairs: Iterable[tuple[Hashable, Hashable]]) -> int:
@@ -121,11 +121,11 @@ def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
         yield last
 
 
-def anchors(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
+def anchors(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
     """Return the positions of elements that occur once in each sequence: the longest chain with the same order."""
     places, other_places = (
         {element: n for n, element in enumerate(side) if many[element] == 1}
-        for side, many in ((one, Counter(one)), (other, Counter(other)))
+        for side, many in ((a, Counter(a)), (b, Counter(b)))
     )
     # The longest increasing subsequence by patience: `ends` has the least end of a chain of each length.
     ends: list[int] = []

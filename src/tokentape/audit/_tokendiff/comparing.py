@@ -108,14 +108,15 @@ class Comparison:
 
     def segments(self) -> Iterator[tuple[Segment, Difference | None]]:
         """Yield the segments that cover both sequences, in order, each with its difference, or None if it is equal."""
-        at = other_at = 0
-        for one in self.differences:
-            if one.expected_start > at:
-                yield Segment(at, one.expected_start, other_at, one.recorded_start), None
-            yield Segment(one.expected_start, one.expected_end, one.recorded_start, one.recorded_end), one
-            at, other_at = one.expected_end, one.recorded_end
-        if at < self.expected_tokens:
-            yield Segment(at, self.expected_tokens, other_at, self.recorded_tokens), None
+        end = other_end = 0
+        for difference in self.differences:
+            if difference.expected_start > end:
+                yield Segment(end, difference.expected_start, other_end, difference.recorded_start), None
+            start, other_start = difference.expected_start, difference.recorded_start
+            end, other_end = difference.expected_end, difference.recorded_end
+            yield Segment(start, end, other_start, other_end), difference
+        if end < self.expected_tokens:
+            yield Segment(end, self.expected_tokens, other_end, self.recorded_tokens), None
 
     def partners(self) -> npt.NDArray[np.int64]:
         """Return, per expected token, the position of the same token in the recorded ids; -1 if there is none."""
@@ -147,8 +148,8 @@ def compare(
 
     Raises `InvalidRequest` if the number of codes is not the number of ids.
     """
-    one, other = _Sequence(expected, tokenizer, provenance), _Sequence(recorded, tokenizer, recorded_provenance)
-    return Comparison(len(one.ids), len(other.ids), tuple(_Comparer(one, other).differences()))
+    left, right = _Sequence(expected, tokenizer, provenance), _Sequence(recorded, tokenizer, recorded_provenance)
+    return Comparison(len(left.ids), len(right.ids), tuple(_Comparer(left, right).differences()))
 
 
 class _Sequence:
@@ -213,85 +214,85 @@ def _spelled(tokenizer: Tokenizer, token_id: int) -> tuple[bytes, bool]:
 
 
 class _Comparer:
-    def __init__(self, one: _Sequence, other: _Sequence) -> None:
-        self.one = one
-        self.other = other
+    def __init__(self, expected: _Sequence, recorded: _Sequence) -> None:
+        self.expected = expected
+        self.recorded = recorded
 
     def differences(self) -> Iterator[Difference]:
-        one, other = self.one, self.other
+        expected, recorded = self.expected, self.recorded
         whole = self._trimmed()
-        if one.content(whole.start, whole.end) == other.content(whole.other_start, whole.other_end):
+        if expected.content(whole.start, whole.end) == recorded.content(whole.other_start, whole.other_end):
             yield from self._id_differences(whole)
             return
-        bounds, keys = one.segments(whole.start, whole.end)
-        other_bounds, other_keys = other.segments(whole.other_start, whole.other_end)
+        bounds, keys = expected.segments(whole.start, whole.end)
+        other_bounds, other_keys = recorded.segments(whole.other_start, whole.other_end)
         for (start, end, other_start, other_end), same in aligned(keys, other_keys, SEGMENTS):
             part = Segment(bounds[start], bounds[end], other_bounds[other_start], other_bounds[other_end])
             yield from self._id_differences(part) if same else self._in_gap(part)
 
     def _trimmed(self) -> Segment:
         """Return both sequences without the segments that they have in common at the start and at the end."""
-        one, other = self.one, self.other
-        head = common_prefix(one.array, other.array)
-        controls = np.flatnonzero(one.control[:head])
+        expected, recorded = self.expected, self.recorded
+        head = common_prefix(expected.array, recorded.array)
+        controls = np.flatnonzero(expected.control[:head])
         start = int(controls[-1]) + 1 if len(controls) else 0
-        tail = common_prefix(one.array[start:][::-1], other.array[start:][::-1])
-        controls = np.flatnonzero(one.control[len(one.ids) - tail :])
+        tail = common_prefix(expected.array[start:][::-1], recorded.array[start:][::-1])
+        controls = np.flatnonzero(expected.control[len(expected.ids) - tail :])
         last = tail - int(controls[0]) if len(controls) else 0
-        return Segment(start, len(one.ids) - last, start, len(other.ids) - last)
+        return Segment(start, len(expected.ids) - last, start, len(recorded.ids) - last)
 
     def _id_differences(self, part: Segment) -> Iterator[Difference]:
         """Yield the differences of a stretch of the same bytes, each between token boundaries of both sequences."""
-        one, other = self.one, self.other
-        n, at, end = part.start, part.start, 0
-        m, other_at, other_end = part.other_start, part.other_start, 0
+        expected, recorded = self.expected, self.recorded
+        n, start, end = part.start, part.start, 0
+        m, other_start, other_end = part.other_start, part.other_start, 0
         while n < part.end or m < part.other_end:
-            if end == other_end and n < part.end and m < part.other_end and one.ids[n] == other.ids[m]:
+            if end == other_end and n < part.end and m < part.other_end and expected.ids[n] == recorded.ids[m]:
                 n, m = n + 1, m + 1
-                at, other_at = n, m
+                start, other_start = n, m
                 continue
             if n < part.end and (end <= other_end or m == part.other_end):
-                end += len(one.pieces[n])
+                end += len(expected.pieces[n])
                 n += 1
             else:
-                other_end += len(other.pieces[m])
+                other_end += len(recorded.pieces[m])
                 m += 1
             if end == other_end:
-                yield self._moved(Segment(at, n, other_at, m))
-                at, other_at = n, m
+                yield self._moved(Segment(start, n, other_start, m))
+                start, other_start = n, m
 
     def _moved(self, part: Segment) -> Difference:
-        one, other = self.one, self.other
+        expected, recorded = self.expected, self.recorded
         start, end, other_start, other_end = part
-        if one.control[start:end].any() or other.control[other_start:other_end].any():
+        if expected.control[start:end].any() or recorded.control[other_start:other_end].any():
             return self._difference(part, "forged")
         first = max(start - _AROUND, 0)
-        before = np.flatnonzero(one.control[first:start])
-        after = np.flatnonzero(one.control[end : end + _AROUND])
+        before = np.flatnonzero(expected.control[first:start])
+        after = np.flatnonzero(expected.control[end : end + _AROUND])
         artifact = kinds.boundary_artifact(
-            one.pieces[start:end],
-            other.pieces[other_start:other_end],
-            one.content(first + int(before[-1]) + 1 if len(before) else first, start),
-            one.content(end, end + (int(after[0]) if len(after) else _AROUND)),
+            expected.pieces[start:end],
+            recorded.pieces[other_start:other_end],
+            expected.content(first + int(before[-1]) + 1 if len(before) else first, start),
+            expected.content(end, end + (int(after[0]) if len(after) else _AROUND)),
         )
         return self._difference(part, "ids", artifact)
 
     def _in_gap(self, gap: Segment) -> Iterator[Difference]:
-        one, other = self.one, self.other
+        expected, recorded = self.expected, self.recorded
         start, end, other_start, other_end = gap
-        region, other_region = one.region(start, end), other.region(other_start, other_end)
+        region, other_region = expected.region(start, end), recorded.region(other_start, other_end)
         if region.content == other_region.content:
             yield from self._id_differences(gap)
             return
         parts = self._parts(gap)
-        if not one.control[start:end].any() and not other.control[other_start:other_end].any():
+        if not expected.control[start:end].any() and not recorded.control[other_start:other_end].any():
             kind = kinds.kind_of_values(region, other_region)
             if kind is not None:
                 whole = Segment(parts[0].start, parts[-1].end, parts[0].other_start, parts[-1].other_end)
                 yield self._difference(whole, kind)
                 return
         for part in parts:
-            if one.content(part.start, part.end) == other.content(part.other_start, part.other_end):
+            if expected.content(part.start, part.end) == recorded.content(part.other_start, part.other_end):
                 yield from self._id_differences(part)
             else:
                 yield self._difference(part, self._kind(part, gap, region, other_region))
@@ -302,55 +303,55 @@ class _Comparer:
         Join two parts if fewer tokens lie between them than they have, and no special token: different words share
         some tokens by chance.
         """
-        found: list[Segment] = []
-        one, other = self.one.ids[gap.start : gap.end], self.other.ids[gap.other_start : gap.other_end]
-        for (start, end, other_start, other_end), same in aligned(one, other, RESOLUTION):
+        parts: list[Segment] = []
+        expected, recorded = self.expected.ids[gap.start : gap.end], self.recorded.ids[gap.other_start : gap.other_end]
+        for (start, end, other_start, other_end), same in aligned(expected, recorded, RESOLUTION):
             if same:
                 continue
             part = Segment(
                 gap.start + start, gap.start + end, gap.other_start + other_start, gap.other_start + other_end
             )
-            last = found[-1] if found else part
+            last = parts[-1] if parts else part
             near = min(_size(last), _size(part)) + (_one_sided(last) or _one_sided(part))
-            if found and part.start - last.end < near and not self.one.control[last.end : part.start].any():
+            if parts and part.start - last.end < near and not self.expected.control[last.end : part.start].any():
                 part = Segment(last.start, part.end, last.other_start, part.other_end)
-                found.pop()
-            found.append(part)
-        return found
+                parts.pop()
+            parts.append(part)
+        return parts
 
     def _kind(self, part: Segment, gap: Segment, region: kinds.Region, other_region: kinds.Region) -> str:
-        one, other = self.one, self.other
+        expected, recorded = self.expected, self.recorded
         start, end, other_start, other_end = part
-        if other_start == other_end == len(other.ids) and end == len(one.ids):
+        if other_start == other_end == len(recorded.ids) and end == len(expected.ids):
             return "cut"
-        if one.control[start:end].any() or other.control[other_start:other_end].any():
-            text, other_text = one.text(start, end), other.text(other_start, other_end)
+        if expected.control[start:end].any() or recorded.control[other_start:other_end].any():
+            text, other_text = expected.text(start, end), recorded.text(other_start, other_end)
             dropped = (kinds.is_reasoning(text) and not other_text.strip()) or (
                 kinds.is_reasoning(other_text) and not text.strip()
             )
             return "reasoning" if dropped else "control"
-        left, right = len(one.content(gap.start, start)), len(other.content(gap.other_start, other_start))
+        left, right = len(expected.content(gap.start, start)), len(recorded.content(gap.other_start, other_start))
         return kinds.kind_of_text(
             region,
             other_region,
-            (left, left + len(one.content(start, end))),
-            (right, right + len(other.content(other_start, other_end))),
+            (left, left + len(expected.content(start, end))),
+            (right, right + len(recorded.content(other_start, other_end))),
         )
 
     def _difference(self, part: Segment, kind: str, artifact: str | None = None) -> Difference:
         start, end, other_start, other_end = part
-        one, other = self.one, self.other
-        source = one.source(start, end) or other.source(other_start, other_end) or one.source_at(start)
-        said = source is None or Provenance[source.upper()] in _ASSISTANT
-        mild = (kind in _MILD and not said) or (kind == "cut" and source is None)
+        expected, recorded = self.expected, self.recorded
+        source = expected.source(start, end) or recorded.source(other_start, other_end) or expected.source_at(start)
+        by_assistant = source is None or Provenance[source.upper()] in _ASSISTANT
+        mild = (kind in _MILD and not by_assistant) or (kind == "cut" and source is None)
         return Difference(
             kind,
             "warning" if mild else "error",
             *part,
-            expected=tuple(one.ids[start:end]),
-            recorded=tuple(other.ids[other_start:other_end]),
-            expected_text=one.text(start, end),
-            recorded_text=other.text(other_start, other_end),
+            expected=tuple(expected.ids[start:end]),
+            recorded=tuple(recorded.ids[other_start:other_end]),
+            expected_text=expected.text(start, end),
+            recorded_text=recorded.text(other_start, other_end),
             source=source,
             artifact=artifact,
         )

@@ -80,25 +80,25 @@ _ENDING = re.compile(
 _TAIL = re.compile(r"(?:'s|’s|s'|s’|es|s)(?!\w)")
 
 
-def boundary_artifact(one: Sequence[bytes], other: Sequence[bytes], before: bytes = b"", after: bytes = b"") -> str:
+def boundary_artifact(a: Sequence[bytes], b: Sequence[bytes], before: bytes = b"", after: bytes = b"") -> str:
     """Return the artifact of a stretch that two sequences split into different tokens.
 
-    `one` and `other` have the bytes of each token, `before` and `after` the text around the stretch.
+    `a` and `b` have the bytes of each token, `before` and `after` the text around the stretch.
 
     >>> boundary_artifact([b" un", b"bel", b"ievable"], [b" unbelievable"])
     'morpheme'
     >>> boundary_artifact([b"12", b"3"], [b"123"])
     'digits'
     """
-    text = b"".join(one)
-    ends = [set(np.cumsum([len(piece) for piece in side]).tolist()) for side in (one, other)]
+    text = b"".join(a)
+    ends = [set(np.cumsum([len(piece) for piece in side]).tolist()) for side in (a, b)]
     moved = sorted(ends[0] ^ ends[1])
     if not moved:
         return "intra-word"  # two ids that spell the same bytes
     whole = before[-_AROUND:] + text + after[:_AROUND]
     start = len(before[-_AROUND:])
-    found = {_at_cut(whole, start + at, one, other) for at in moved}
-    return min(found, key=_ORDER.__getitem__)
+    artifacts = {_at_cut(whole, start + offset, a, b) for offset in moved}
+    return min(artifacts, key=_ORDER.__getitem__)
 
 
 def text_artifact(left: bytes, right: bytes) -> str:
@@ -110,15 +110,15 @@ def text_artifact(left: bytes, right: bytes) -> str:
     return "whitespace-substitution" if same_words and same_edges[0] == same_edges[1] else "space-dropped"
 
 
-def _at_cut(whole: bytes, at: int, one: Sequence[bytes], other: Sequence[bytes]) -> str:
-    if whole[at] & 0xC0 == 0x80:
+def _at_cut(whole: bytes, offset: int, a: Sequence[bytes], b: Sequence[bytes]) -> str:
+    if whole[offset] & 0xC0 == 0x80:
         return "partial-utf8"
-    left, right = whole[:at].decode("utf-8", "ignore"), whole[at:].decode("utf-8", "ignore")
+    left, right = whole[:offset].decode("utf-8", "ignore"), whole[offset:].decode("utf-8", "ignore")
     before, after = left[-1:], right[:1]
     if before.isspace() or after.isspace():
         if before.isspace() and after.isspace():
             return "whitespace-run"
-        alone = any(piece.isspace() for side in (one, other) for piece in side)
+        alone = any(piece.isspace() for side in (a, b) for piece in side)
         return "whitespace-detach" if alone else "whitespace-shift"
     if before.isdigit() and after.isdigit():
         return "digits"
@@ -209,14 +209,14 @@ class Region:
         return self.text[start:end]
 
     def _characters(self, stretch: Stretch) -> tuple[int, int]:
-        start, end = (len(self.content[:at].decode("utf-8", "replace")) for at in stretch)
+        start, end = (len(self.content[:offset].decode("utf-8", "replace")) for offset in stretch)
         return start, end
 
 
 def kind_of_text(expected: Region, recorded: Region, left: Stretch, right: Stretch) -> str:
     """Return the kind of a difference without special tokens: `left` in `expected`, `right` in `recorded`."""
-    one, other = expected.content[slice(*left)], recorded.content[slice(*right)]
-    if _reasoning_of(expected, one, recorded) or _reasoning_of(recorded, other, expected):
+    expected_bytes, recorded_bytes = expected.content[slice(*left)], recorded.content[slice(*right)]
+    if _reasoning_of(expected, expected_bytes, recorded) or _reasoning_of(recorded, recorded_bytes, expected):
         return "reasoning"
     if expected.text == recorded.text:
         return "bytes"
@@ -227,17 +227,21 @@ def kind_of_text(expected: Region, recorded: Region, left: Stretch, right: Stret
     word = _WORDS.get(expected.word_around(left).lower())
     if word is not None and word == _WORDS.get(recorded.word_around(right).lower()):
         return "boolean"
-    if b"".join(one.split()) == b"".join(other.split()):
+    if b"".join(expected_bytes.split()) == b"".join(recorded_bytes.split()):
         return "spacing"
-    return "missing" if not other else "text" if one else "extra"
+    return "missing" if not recorded_bytes else "text" if expected_bytes else "extra"
 
 
 def kind_of_values(expected: Region, recorded: Region) -> str | None:
     """Return `json` or `boolean` if the regions differ only in how their objects are written, else None."""
-    one, other = ([value for _, _, value in region.values] for region in (expected, recorded))
-    if not one or len(one) != len(other) or expected.between_values() != recorded.between_values():
+    expected_values, recorded_values = ([value for _, _, value in region.values] for region in (expected, recorded))
+    if (
+        not expected_values
+        or len(expected_values) != len(recorded_values)
+        or expected.between_values() != recorded.between_values()
+    ):
         return None
-    return _same_value(one, other)
+    return _same_value(expected_values, recorded_values)
 
 
 def is_reasoning(text: str) -> bool:
@@ -257,41 +261,41 @@ def _reasoning_of(region: Region, own: bytes, other: Region) -> bool:
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
-    at, left = text.find("{"), _READ_AGAIN * len(text)
-    while at >= 0 and left > 0:
-        found, read = _object_at(text, at)
-        if found is not None:
-            yield at, found[1], found[0]
+    start, budget = text.find("{"), _READ_AGAIN * len(text)
+    while start >= 0 and budget > 0:
+        result, wasted = _object_at(text, start)
+        if result is not None:
+            yield start, result[1], result[0]
         else:
-            left -= read
-        at = text.find("{", at + 1 if found is None else found[1])
+            budget -= wasted
+        start = text.find("{", start + 1 if result is None else result[1])
 
 
-def _object_at(text: str, at: int) -> tuple[tuple[Any, int] | None, int]:
-    """Return the object that begins at `at` and its end, or None, and the number of characters read in vain."""
+def _object_at(text: str, start: int) -> tuple[tuple[Any, int] | None, int]:
+    """Return the object that begins at `start` and its end, or None, and the number of characters read in vain."""
     try:
-        return json.JSONDecoder().raw_decode(text, at), 0
+        return json.JSONDecoder().raw_decode(text, start), 0
     except (ValueError, RecursionError) as error:
-        read = error.pos - at if isinstance(error, json.JSONDecodeError) else len(text)
+        wasted = error.pos - start if isinstance(error, json.JSONDecodeError) else len(text)
     # A template that writes a dictionary with `str` gives Python's spelling. Only the last few closing braces are
     # tried, since text has many others.
-    end = len(text) if _DICTIONARY.match(text, at) else at
+    end = len(text) if _DICTIONARY.match(text, start) else start
     for _ in range(_OBJECT_ENDS):
-        end = text.rfind("}", at, end)
+        end = text.rfind("}", start, end)
         if end < 0:
             break
-        read += end - at
+        wasted += end - start
         try:
-            return (ast.literal_eval(text[at : end + 1]), end + 1), read
+            return (ast.literal_eval(text[start : end + 1]), end + 1), wasted
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-    return None, read
+    return None, wasted
 
 
-def _same_value(one: Any, other: Any) -> str | None:
+def _same_value(a: Any, b: Any) -> str | None:
     """Return `json` if values are equal, `boolean` if only true, false and null are written differently, else None."""
     for kind, words in (("json", False), ("boolean", True)):
-        if _plain(one, words=words) == _plain(other, words=words):
+        if _plain(a, words=words) == _plain(b, words=words):
             return kind
     return None
 
@@ -299,16 +303,16 @@ def _same_value(one: Any, other: Any) -> str | None:
 def _plain(value: Any, *, words: bool) -> str:
     """Return canonical JSON of a value. With `words`, strings that name true, false or null become these values."""
 
-    def plain(one: Any) -> Any:
-        match one:
+    def plain(part: Any) -> Any:
+        match part:
             case dict():
-                return {str(key): plain(item) for key, item in one.items()}
+                return {str(key): plain(item) for key, item in part.items()}
             case list() | tuple():
-                return [plain(item) for item in one]
-            case str() if words and one.lower() in _WORDS:
-                return json.loads(_WORDS[one.lower()])
-            case float() if one.is_integer():
-                return int(one)
-        return one
+                return [plain(item) for item in part]
+            case str() if words and part.lower() in _WORDS:
+                return json.loads(_WORDS[part.lower()])
+            case float() if part.is_integer():
+                return int(part)
+        return part
 
     return json.dumps(plain(value), sort_keys=True, default=str)

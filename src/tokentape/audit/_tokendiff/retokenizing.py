@@ -68,11 +68,11 @@ class Retokenizer:
 
     def round_trips(self, completions: Sequence[TokenIds]) -> list[RoundTrip]:
         """Decode and encode each completion. They are encoded in one batch, so pass about 100k tokens at most."""
-        known = [self._known(ids) for ids in completions]
-        texts = [self._text(ids, content) for ids, content, _, _ in known]
+        parts = [self._known(ids) for ids in completions]
+        texts = [self._text(ids, content) for ids, content, _, _ in parts]
         encoded = self._encoded([anchor + text for anchor, text in texts])
         trips = []
-        for (ids, content, head, tail), (anchor, _), again in zip(known, texts, encoded, strict=True):
+        for (ids, content, head, tail), (anchor, _), again in zip(parts, texts, encoded, strict=True):
             back = np.array(again[1:] if anchor else again, np.int32)
             trips.append(RoundTrip(ids, ids if np.array_equal(ids, back) else back, content, head, tail))
         return trips
@@ -94,11 +94,11 @@ class Retokenizer:
             head += 1
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(content)
-        left = len(decoder.getstate()[0])
+        pending = len(decoder.getstate()[0])
         end = len(pieces)
-        while left > 0 and end > head:
+        while pending > 0 and end > head:
             end -= 1
-            left -= len(pieces[end])
+            pending -= len(pieces[end])
         return ids[head:end], b"".join(pieces[head:end]), head, len(pieces) - end
 
     def _text(self, ids: TokenIds, content: bytes) -> tuple[str, str]:
@@ -182,13 +182,13 @@ class TokenDrift:
     classes: Mapping[str, int] = field(default_factory=dict)
     """The number of changed stretches of each of `CLASSES`."""
 
-    def added(self, mask: npt.NDArray[np.bool_], found: Pairing | None) -> TokenDrift:
-        """Return the counts with one more sequence. `mask` has its trained tokens, `found` is None without drift."""
+    def added(self, mask: npt.NDArray[np.bool_], pairing: Pairing | None) -> TokenDrift:
+        """Return the counts with one more sequence. `mask` has its trained tokens, `pairing` is None without drift."""
         more = replace(self, sequences=self.sequences + 1, tokens=self.tokens + int(mask.sum()))
-        if found is None:
+        if pairing is None:
             return more
-        changed = [int(mask[change.start : change.end].sum()) for change in found.changes]
-        kinds = Counter(change.kind for change, many in zip(found.changes, changed, strict=True) if many)
+        changed = [int(mask[change.start : change.end].sum()) for change in pairing.changes]
+        kinds = Counter(change.kind for change, many in zip(pairing.changes, changed, strict=True) if many)
         return replace(
             more,
             changed_sequences=self.changed_sequences + 1,
@@ -203,9 +203,9 @@ class TokenDrift:
 
 def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pairing:
     """Match recorded ids with a trainer's ids. If the trainer's ids only end early, that is no drift."""
-    found = compare(recorded, trainers, tokenizer)
-    differences = [difference for difference in found.differences if difference.kind != "cut"]
-    partner = found.partners()
+    comparison = compare(recorded, trainers, tokenizer)
+    differences = [difference for difference in comparison.differences if difference.kind != "cut"]
+    partner = comparison.partners()
     if not differences:
         return Pairing("numeric", partner, len(recorded))
     changes = tuple(Change(d.expected_start, d.expected_end, ARTIFACTS[d.change].kind) for d in differences)

@@ -62,8 +62,8 @@ class RowComparison:
 
     @property
     def changed_values(self) -> dict[str, ValueChange]:
-        both = {"mask": self.mask, "logprobs": self.logprobs}
-        return {name: one for name, one in both.items() if one is not None and one.differing}
+        changes = {"mask": self.mask, "logprobs": self.logprobs}
+        return {name: change for name, change in changes.items() if change is not None and change.differing}
 
 
 def compare_rows(
@@ -75,35 +75,39 @@ def compare_rows(
     Logprobs may be `max_delta` nats apart. Rows wait in memory for their partners, so files in the same order take
     almost no memory.
     """
-    for one, other in _pairs(expected, recorded):
-        if one is None or other is None:
-            row = one or other
+    for expected_row, recorded_row in _pairs(expected, recorded):
+        if expected_row is None or recorded_row is None:
+            row = expected_row or recorded_row
             assert row is not None
-            yield RowComparison(row.name, row.line, None, "expected" if other is None else "recorded")
+            yield RowComparison(row.name, row.line, None, "expected" if recorded_row is None else "recorded")
             continue
-        found = Comparison(len(one.ids), len(other.ids), ())
-        if not np.array_equal(one.ids, other.ids):
-            codes = {"provenance": one.provenance, "recorded_provenance": other.provenance}
-            found = compare(one.ids, other.ids, tokenizer, **codes)
-        pairs = found.partners()
-        at = np.flatnonzero(pairs >= 0)
+        comparison = Comparison(len(expected_row.ids), len(recorded_row.ids), ())
+        if not np.array_equal(expected_row.ids, recorded_row.ids):
+            codes = {"provenance": expected_row.provenance, "recorded_provenance": recorded_row.provenance}
+            comparison = compare(expected_row.ids, recorded_row.ids, tokenizer, **codes)
+        pairs = comparison.partners()
+        positions = np.flatnonzero(pairs >= 0)
         mask = None
-        if one.mask is not None and other.mask is not None:
-            mask = _changed(one.mask[at].astype(float), other.mask[pairs[at]].astype(float), pairs[at], 0)
-        at = at if one.mask is None else at[one.mask[at]]
-        at = at if other.mask is None else at[other.mask[pairs[at]]]
+        if expected_row.mask is not None and recorded_row.mask is not None:
+            sides = expected_row.mask[positions].astype(float), recorded_row.mask[pairs[positions]].astype(float)
+            mask = _changed(*sides, pairs[positions], 0)
+        positions = positions if expected_row.mask is None else positions[expected_row.mask[positions]]
+        positions = positions if recorded_row.mask is None else positions[recorded_row.mask[pairs[positions]]]
         logprobs = None
-        if one.logprobs is not None and other.logprobs is not None:
-            logprobs = _changed(one.logprobs[at], other.logprobs[pairs[at]], pairs[at], max_delta)
-        yield RowComparison(one.name, other.line, found, None, mask, logprobs)
+        if expected_row.logprobs is not None and recorded_row.logprobs is not None:
+            sides = expected_row.logprobs[positions], recorded_row.logprobs[pairs[positions]]
+            logprobs = _changed(*sides, pairs[positions], max_delta)
+        yield RowComparison(expected_row.name, recorded_row.line, comparison, None, mask, logprobs)
 
 
-def _changed(one: npt.NDArray[Any], other: npt.NDArray[Any], places: npt.NDArray[Any], most: float) -> ValueChange:
-    apart = np.abs(one.astype(np.float64) - other)
+def _changed(
+    expected: npt.NDArray[Any], recorded: npt.NDArray[Any], places: npt.NDArray[Any], most: float
+) -> ValueChange:
+    apart = np.abs(expected.astype(np.float64) - recorded)
     # NaN on both sides is no difference, NaN on one side is.
-    differ = ~(apart <= most) & ~(np.isnan(one) & np.isnan(other))
+    differ = ~(apart <= most) & ~(np.isnan(expected) & np.isnan(recorded))
     first = int(places[differ][0]) if differ.any() else -1
-    return ValueChange(len(one), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
+    return ValueChange(len(expected), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
 
 
 def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tuple[IdRow | None, IdRow | None]]:
@@ -120,17 +124,17 @@ def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tup
                 matched = True
             else:
                 waiting[side][row.name].append(row)
-    left = [[row for rows in side.values() for row in rows] for side in waiting]
-    if not matched and len(left[0]) == len(left[1]) == 1:
-        yield left[0][0], left[1][0]
+    unmatched = [[row for rows in side.values() for row in rows] for side in waiting]
+    if not matched and len(unmatched[0]) == len(unmatched[1]) == 1:
+        yield unmatched[0][0], unmatched[1][0]
         return
-    taken: set[int] = set()
+    paired: set[int] = set()
     for side in (0, 1):
-        for row, partner in _by_prefix(left[side], left[1 - side]):
-            taken |= {id(row), id(partner)}
+        for row, partner in _by_prefix(unmatched[side], unmatched[1 - side]):
+            paired |= {id(row), id(partner)}
             yield (row, partner) if side == 0 else (partner, row)
-    yield from ((row, None) for row in left[0] if id(row) not in taken)
-    yield from ((None, row) for row in left[1] if id(row) not in taken)
+    yield from ((row, None) for row in unmatched[0] if id(row) not in paired)
+    yield from ((None, row) for row in unmatched[1] if id(row) not in paired)
 
 
 def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[IdRow, IdRow]]:
@@ -147,13 +151,14 @@ def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[
 
 def comparison_lines(comparison: Comparison, most: int = 20) -> Iterator[str]:
     """Yield a line per difference, up to `most`: severity, kind, places, source, both sides, escaped and shortened."""
-    for one in comparison.differences[:most]:
-        places = f"{_range(one.expected_start, one.expected_end)} | {_range(one.recorded_start, one.recorded_end)}"
-        source = f" {one.source}" if one.source else ""
-        yield f"{one.severity:<8}{one.kind:<10} at {places}{source}: {_sides(one)}"
-    left = len(comparison.differences) - most
-    if left > 0:
-        yield f"and {left} more"
+    for difference in comparison.differences[:most]:
+        recorded = _range(difference.recorded_start, difference.recorded_end)
+        places = f"{_range(difference.expected_start, difference.expected_end)} | {recorded}"
+        source = f" {difference.source}" if difference.source else ""
+        yield f"{difference.severity:<8}{difference.kind:<10} at {places}{source}: {_sides(difference)}"
+    remaining = len(comparison.differences) - most
+    if remaining > 0:
+        yield f"and {remaining} more"
 
 
 def summary(comparison: Comparison) -> str:
@@ -179,11 +184,13 @@ def row_summary(row: RowComparison) -> str:
 
 
 def _value_lines(row: RowComparison) -> dict[str, str]:
-    said = {}
-    for name, one in row.changed_values.items():
-        largest = f", by up to {one.largest:.3g} nats" if name == "logprobs" else ""
-        said[name] = f"{name} of {one.differing} of {one.tokens} tokens differ{largest}, the first is token {one.first}"
-    return said
+    lines = {}
+    for name, change in row.changed_values.items():
+        largest = f", by up to {change.largest:.3g} nats" if name == "logprobs" else ""
+        lines[name] = (
+            f"{name} of {change.differing} of {change.tokens} tokens differ{largest}, the first is token {change.first}"
+        )
+    return lines
 
 
 def printed(
@@ -209,8 +216,8 @@ def printed(
             if row.comparison is not None:
                 yield from (f"  {line}" for line in comparison_lines(row.comparison, most))
     if file_format == "json":
-        found = {"rows": total, "differing": len(differing), "rows_compared": compared, "comparisons": differing}
-        yield json_text(found)
+        report = {"rows": total, "differing": len(differing), "rows_compared": compared, "comparisons": differing}
+        yield json_text(report)
         return
     yield f"{len(differing)} of {total} rows differ"
     for name, many in compared.items():
@@ -220,26 +227,27 @@ def printed(
 
 def _ci_case(row: RowComparison) -> CiCase:
     if row.comparison is None:
-        found = [CiFinding(_ABSENT, "error", f"{row.name}: absent", row_summary(row))]
-        return CiCase(row.name, found, row_summary(row), row.line, [])
+        findings = [CiFinding(_ABSENT, "error", f"{row.name}: absent", row_summary(row))]
+        return CiCase(row.name, findings, row_summary(row), row.line, [])
     values = _value_lines(row)
     # Values first, because CI systems limit the number of annotations.
-    found = [CiFinding(name, "error", f"{row.name}: {name}", said) for name, said in values.items()]
-    for one in row.comparison.differences:
+    findings = [CiFinding(name, "error", f"{row.name}: {name}", line) for name, line in values.items()]
+    for difference in row.comparison.differences:
         place = {
-            "expected": [one.expected_start, one.expected_end],
-            "recorded": [one.recorded_start, one.recorded_end],
-            "expectedIds": list(one.expected[:_MOST_IDS]),
-            "recordedIds": list(one.recorded[:_MOST_IDS]),
-            "source": one.source,
-            "artifact": one.artifact,
+            "expected": [difference.expected_start, difference.expected_end],
+            "recorded": [difference.recorded_start, difference.recorded_end],
+            "expectedIds": list(difference.expected[:_MOST_IDS]),
+            "recordedIds": list(difference.recorded[:_MOST_IDS]),
+            "source": difference.source,
+            "artifact": difference.artifact,
         }
-        title = f"{row.name}: {one.kind} at token {one.recorded_start}"
-        meaning = "" if one.artifact is None else f", {ARTIFACTS[one.artifact].meaning}"
-        text = f"tokens {_range(one.recorded_start, one.recorded_end)}: {KINDS[one.kind]}{meaning}: {_sides(one)}"
-        found.append(CiFinding(one.kind, one.severity, title, text, place))
+        title = f"{row.name}: {difference.kind} at token {difference.recorded_start}"
+        meaning = "" if difference.artifact is None else f", {ARTIFACTS[difference.artifact].meaning}"
+        tokens = _range(difference.recorded_start, difference.recorded_end)
+        text = f"tokens {tokens}: {KINDS[difference.kind]}{meaning}: {_sides(difference)}"
+        findings.append(CiFinding(difference.kind, difference.severity, title, text, place))
     return CiCase(
-        row.name, found, row_summary(row), row.line, [*comparison_lines(row.comparison, 100), *values.values()]
+        row.name, findings, row_summary(row), row.line, [*comparison_lines(row.comparison, 100), *values.values()]
     )
 
 
@@ -247,8 +255,9 @@ def _range(start: int, end: int) -> str:
     return f"{start}" if end <= start + 1 else f"{start}-{end - 1}"
 
 
-def _sides(one: Difference) -> str:
-    return f"{_side(one.expected_text, one.expected)} -> {_side(one.recorded_text, one.recorded)}"
+def _sides(difference: Difference) -> str:
+    recorded = _side(difference.recorded_text, difference.recorded)
+    return f"{_side(difference.expected_text, difference.expected)} -> {recorded}"
 
 
 def _side(text: str, ids: Sequence[int]) -> str:

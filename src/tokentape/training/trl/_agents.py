@@ -38,12 +38,12 @@ def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Datase
 
     Raises `InvalidRequest` for a column that is no JSON.
     """
-    wanted = [name for name in dataset.column_names if name != "prompt"] if columns is None else list(columns)
+    names = [name for name in dataset.column_names if name != "prompt"] if columns is None else list(columns)
 
     def carried(row: dict[str, Any]) -> dict[str, Any]:
         messages = messages_of(row.get("prompt", ""))
         try:
-            messages[0][_ROW] = json.dumps({name: row[name] for name in wanted})
+            messages[0][_ROW] = json.dumps({name: row[name] for name in names})
         except TypeError as error:
             raise InvalidRequest(f"a row can't be carried: {error}; name the columns that can", "columns") from None
         return {"prompt": messages}
@@ -55,7 +55,7 @@ def row_of(prompt: Any) -> dict[str, Any]:
     """Return the row that a prompt of TRL's carries, at least `prompt`."""
     if isinstance(prompt, str) or not prompt:
         return {"prompt": prompt}
-    messages = [{key: value for key, value in one.items() if key != _ROW} for one in prompt]
+    messages = [{key: value for key, value in message.items() if key != _ROW} for message in prompt]
     return {**json.loads(prompt[0].get(_ROW) or "{}"), "prompt": messages}
 
 
@@ -74,14 +74,14 @@ def run_agent(
     session = client.session(metadata=metadata, pin=pin)
     error: Exception | None = None
     try:
-        found = agent(session, row)
-        reward = asyncio.run(awaited(found)) if inspect.isawaitable(found) else found
+        result = agent(session, row)
+        reward = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
         if reward is not None:
             session.reward(float(reward))
     except Exception as raised:
         error = raised
-    made = assemble(session.trajectories(), select=select, max_length=max_length, group=group)
-    return Rollout(session.session_id, tuple(made.samples), error)
+    assembled = assemble(session.trajectories(), select=select, max_length=max_length, group=group)
+    return Rollout(session.session_id, tuple(assembled.samples), error)
 
 
 def reply_of(answer: httpx2.Response) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def reply_of(answer: httpx2.Response) -> dict[str, Any]:
     return reply
 
 
-async def awaited(found: Any) -> Any:
+async def awaited(value: Any) -> Any:
     """Return what a function returned, or what its coroutine does."""
-    return await found if inspect.isawaitable(found) else found
+    return await value if inspect.isawaitable(value) else value
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
     """Return a prompt of a dataset as messages; one that is a string is the user's."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]

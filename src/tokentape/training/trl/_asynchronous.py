@@ -133,13 +133,13 @@ class GatewayWorker:
         """Run an agent; the last one of its group puts the samples of all on the queue."""
         try:
             metadata = {_GROUP: str(group), _VERSION: self._version}
-            made = run_agent(
+            rollout = run_agent(
                 self._client, self._agent, row, metadata, select=self._select, max_length=self._max_length, group=_GROUP
             )
             if self._stop_rule is not None:
-                self._stop_rule.add(made.samples if made.error is None else ())
+                self._stop_rule.add(rollout.samples if rollout.error is None else ())
             with self._lock:
-                rollouts.append(made)
+                rollouts.append(rollout)
                 complete = len(rollouts) == self._generations
             if complete:
                 for sample in self._scored(group, row, rollouts):
@@ -165,17 +165,18 @@ class GatewayWorker:
         for rollout in rollouts:
             if rollout.error is not None and self._failures == "raise":
                 raise TokentapeError(f"the agent of session {rollout.session_id!r} raised") from rollout.error
-        kept = [sample for one in rollouts if one.error is None for sample in one.samples if sample.reward is not None]
+        succeeded = [rollout for rollout in rollouts if rollout.error is None]
+        samples = [sample for rollout in succeeded for sample in rollout.samples if sample.reward is not None]
         self.metrics_queue.put(
             {
-                "rollout/samples_per_rollout": (sum(len(one.samples) for one in rollouts), len(rollouts)),
-                "rollout/without_sample": float(sum(not one.samples or one.error is not None for one in rollouts)),
+                "rollout/samples_per_rollout": (sum(len(rollout.samples) for rollout in rollouts), len(rollouts)),
+                "rollout/without_sample": float(len(rollouts) - sum(bool(rollout.samples) for rollout in succeeded)),
             }
         )
-        spread = float(np.std([sample.reward or 0.0 for sample in kept])) if kept else 0.0
+        spread = float(np.std([sample.reward or 0.0 for sample in samples])) if samples else 0.0
         return [
             _rollout_sample(sample, row, group, {"reward": float(sample.reward or 0.0), "reward_std": spread})
-            for sample in group_advantages(kept, epsilon=1e-8)
+            for sample in group_advantages(samples, epsilon=1e-8)
         ]
 
 

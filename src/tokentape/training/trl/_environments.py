@@ -32,7 +32,7 @@ class EnvironmentAgent:
 
     >>> GatewayRollouts(policy.client, EnvironmentAgent(ShopEnvironment), sync=policy.sync)     # doctest: +SKIP
 
-    Raises `InvalidRequest` for an environment without `reset`, and for a row whose `environment` is not there.
+    Raises `InvalidRequest` for an environment without `reset`, and for a row with an unknown `environment`.
     """
 
     factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]
@@ -49,11 +49,11 @@ class EnvironmentAgent:
         observation = await awaited(environment.reset(**row))
         messages = _with_observation(row.get("prompt", ""), observation)
         tools = {tool.__name__: tool for tool in [*self.tools, *_methods(environment)]}
-        asked = {**self.request, "model": "policy", **({"tools": _schemas(tools)} if tools else {})}
+        request = {**self.request, "model": "policy", **({"tools": _schemas(tools)} if tools else {})}
         headers = {"authorization": f"Bearer {session.api_key}"}
         async with httpx2.AsyncClient(headers=headers, timeout=600.0) as http:
             for _ in range(self.max_calls):
-                body = {**asked, "messages": messages}
+                body = {**request, "messages": messages}
                 reply = reply_of(await http.post(f"{session.base_url}/chat/completions", json=body))
                 messages.append(reply)
                 calls = reply.get("tool_calls") or []

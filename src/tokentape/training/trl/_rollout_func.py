@@ -79,7 +79,7 @@ class GatewayRollouts:
 
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="tokentape-agent") as pool:
             rollouts = list(pool.map(run, range(len(prompts))))
-        samples = self._one_each(rollouts)
+        samples = self._sample_per_rollout(rollouts)
         if self.stop_rule is not None and mode == "train":
             self.stop_rule.add(samples)
         sampled_at = temperature(samples, "trl")
@@ -92,14 +92,14 @@ class GatewayRollouts:
         return {
             **self.fields(samples),
             "reward": [sample.reward for sample in samples],
-            "session_id": [one.session_id for one in rollouts],
+            "session_id": [rollout.session_id for rollout in rollouts],
             "leaf": [sample.leaf for sample in samples],
             "verdict": [sample.verdict for sample in samples],
-            "branches": [len(one.samples) for one in rollouts],
+            "branches": [len(rollout.samples) for rollout in rollouts],
         }
 
-    def _one_each(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        whole = [self._one(rollout) for rollout in rollouts]
+    def _sample_per_rollout(self, rollouts: Sequence[Rollout]) -> list[Sample]:
+        whole = [self._sample_of(rollout) for rollout in rollouts]
         stand_in = next((sample for rollout in rollouts for sample in rollout.samples), None)
         samples = []
         for sample, rollout in zip(whole, rollouts, strict=True):
@@ -113,24 +113,24 @@ class GatewayRollouts:
                     "sessions, if others of the batch have something"
                 ) from rollout.error
             # TRL wants a sequence. Where there is none, another one's stands in; no token of it carries loss.
-            kept = sample or stand_in
-            samples.append(replace(kept, loss_mask=np.zeros_like(kept.loss_mask), reward=None))
+            source = sample or stand_in
+            samples.append(replace(source, loss_mask=np.zeros_like(source.loss_mask), reward=None))
         return samples
 
-    def _one(self, rollout: Rollout) -> Sample | None:
-        found = rollout.samples
-        if len(found) < 2:
-            return found[0] if found else None
+    def _sample_of(self, rollout: Rollout) -> Sample | None:
+        branches = rollout.samples
+        if len(branches) < 2:
+            return branches[0] if branches else None
         if self.branches == "refuse":
             raise InvalidRequest(
-                f"session {rollout.session_id!r} has {len(found)} branches, and TRL takes one sequence per rollout: "
+                f"session {rollout.session_id!r} has {len(branches)} branches, and TRL takes one sequence per rollout: "
                 "train the longest or the last with branches='longest' or 'last', leave retries out with "
                 "select=[DropRetries()], or train all of them with TRL's asynchronous trainer",
                 "branches",
             )
         if self.branches == "last":
-            return max(found, key=lambda sample: sample.leaf)
-        return max(found, key=lambda sample: int(sample.loss_mask.sum()))
+            return max(branches, key=lambda sample: sample.leaf)
+        return max(branches, key=lambda sample: int(sample.loss_mask.sum()))
 
 
 def _digest(prompt: Any) -> str:
@@ -142,11 +142,11 @@ def _digest(prompt: Any) -> str:
 def refuse_temperature(client: Client, temperature: float) -> None:
     """Raise `InvalidRequest` if TRL divides logits by a temperature that the recorded logprobs know nothing of."""
     engine = str(client.engine().engine)
-    found = served("trl", mode_of(engine), engine.split()[0])
-    if temperature != 1.0 and found.status != "ok":
+    check = served("trl", mode_of(engine), engine.split()[0])
+    if temperature != 1.0 and check.status != "ok":
         raise InvalidRequest(
-            f"{found.found}, and the trainer's is {temperature:g}: set temperature=1.0 in its config and sample with "
-            f"it. {found.advice}",
+            f"{check.found}, and the trainer's is {temperature:g}: set temperature=1.0 in its config and sample with "
+            f"it. {check.advice}",
             "temperature",
         )
 
@@ -158,7 +158,7 @@ def recorded_reward(reward: Sequence[float | None], branches: Sequence[int], **r
     """
     log = rest["log_metric"]
     log("rollouts/left_out", sum(max(0, number - 1) for number in branches) / len(branches))
-    log("rollouts/without_reward", sum(one is None for one in reward) / len(reward))
+    log("rollouts/without_reward", sum(value is None for value in reward) / len(reward))
     return list(reward)
 
 

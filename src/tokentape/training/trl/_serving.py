@@ -56,14 +56,14 @@ class Policy:
         """
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         idle = self.client.pause(timeout=wait or 0.0)
-        named: str | None = None
+        new_version: str | None = None
         try:
             if wait is not None and not idle:
                 raise EngineUnavailable(f"calls are still under way after {wait:g} s; the weights were not changed")
             self.load(pairs, version)
-            named = version
+            new_version = version
         finally:
-            self.client.resume(named)
+            self.client.resume(new_version)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False) -> None:
         """Load the tensors as `push` does, without pausing the gateway or setting its version.
@@ -125,8 +125,8 @@ def _whole(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
         }
     finally:
         model.unmerge_adapter()
-        for value, kept in before:
-            value.data.copy_(kept)
+        for value, original in before:
+            value.data.copy_(original)
 
 
 def _without_adapters(name: str) -> str:

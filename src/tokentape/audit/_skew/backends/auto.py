@@ -47,14 +47,15 @@ class AutoBackend(backends.Backend):
         variants = tokenizer.chat_template
         variants = variants if isinstance(variants, dict) else {"default": variants}
         template = variants.get("default")
-        named = {key: one for key, one in variants.items() if key not in ("default", "tool_use")}
+        other_templates = {key: source for key, source in variants.items() if key not in ("default", "tool_use")}
         abilities: set[backends.Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if makes_masks(template) and spec is not None else {"render"}
         special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         decoder = {} if spec is not None else tokenizer.added_tokens_decoder
         listed = [
-            backends.BackendToken(number, *(getattr(one, flag) for flag in _FLAGS)) for number, one in decoder.items()
+            backends.BackendToken(number, *(getattr(token, flag) for flag in _FLAGS))
+            for number, token in decoder.items()
         ]
         self.facts = backends.BackendFacts(
             name=name,
@@ -67,7 +68,7 @@ class AutoBackend(backends.Backend):
             vocab_size=len(tokenizer),
             template=template,
             tool_template=variants.get("tool_use"),
-            templates=None if options.template is not None else named,
+            templates=None if options.template is not None else other_templates,
             configuration=model_configuration(Path(path)),
             max_length=max_length(Path(path)),
             template_variables={**special_tokens, **options.kwargs},
@@ -77,10 +78,10 @@ class AutoBackend(backends.Backend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        found: list[list[int]] = self._tokenizer(
+        ids: list[list[int]] = self._tokenizer(
             list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
         )["input_ids"]
-        return found
+        return ids
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in sequences]
@@ -88,42 +89,43 @@ class AutoBackend(backends.Backend):
     def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         """See `Backend`. Text parts are joined, as servers and trainers do before a template sees them."""
         plain = [(message, plain_message(message)) for message in conversation.messages]
-        messages = [{key: value for key, value in sent.items() if key in message} for message, sent in plain]
-        asked = {
+        messages = [{key: value for key, value in flat.items() if key in message} for message, flat in plain]
+        arguments = {
             "tools": list(conversation.tools) or None,
             "add_generation_prompt": conversation.generate,
             **self._options.kwargs,
         }
         masked = "mask" in self.facts.abilities
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **asked)
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
             out = self._tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=masked, **asked
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=masked, **arguments
             )
         except Exception as error:  # a template raises any error
             raise TemplateRefused(f"apply_chat_template failed: {type(error).__name__}") from error
         return backends.Rendering(
-            out["input_ids"], text, [bool(one) for one in out["assistant_masks"]] if masked else None
+            out["input_ids"], text, [bool(flag) for flag in out["assistant_masks"]] if masked else None
         )
 
     def token(self, token_id: int) -> str | None:
-        found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
-        return found
+        spelling: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return spelling
 
 
 def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
     """Return True if transformers loaded the same tokenizer from two folders, with equal parts and settings."""
-    one, other = ({**(side.facts.spec or {}), "truncation": None, "padding": None} for side in (a, b))
+    spec_a, spec_b = ({**(side.facts.spec or {}), "truncation": None, "padding": None} for side in (a, b))
     names = ("special_tokens", "cleans_up", "vocab_size")
     switches = [[getattr(side.facts, name) for name in names] for side in (a, b)]
     splits = [side._tokenizer.split_special_tokens for side in (a, b)]
-    return a.facts.spec is not None and one == other and switches[0] == switches[1] and splits[0] == splits[1]
+    return a.facts.spec is not None and spec_a == spec_b and switches[0] == switches[1] and splits[0] == splits[1]
 
 
 def unlike_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
     """Describe the difference if transformers pads or truncates on different sides for two folders."""
-    sides = [(name, *(getattr(one._tokenizer, name) for one in (a, b))) for name in ("padding_side", "truncation_side")]
-    return [f"{name} is {one} in A and {other} in B" for name, one, other in sides if one != other]
+    names = ("padding_side", "truncation_side")
+    sides = [(name, getattr(a._tokenizer, name), getattr(b._tokenizer, name)) for name in names]
+    return [f"{name} is {of_a} in A and {of_b} in B" for name, of_a, of_b in sides if of_a != of_b]
 
 
 class SlowBackend(AutoBackend):

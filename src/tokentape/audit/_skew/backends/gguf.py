@@ -38,7 +38,7 @@ _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "u
 _NAMES = {
     "pad_token": "padding",
     "unk_token": "unknown",
-    **{f"{one}_token": one for one in ("bos", "eos", "eot", "eom")},
+    **{f"{token}_token": token for token in ("bos", "eos", "eot", "eom")},
 }
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
@@ -63,8 +63,8 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
                 notes.append("the file has no tokenizer.ggml.pre: llama.cpp uses its default split, made for no model")
             split = _SPLIT_OF.get(pre or "default")
             if split is None:
-                known = ", ".join(_SPLIT_OF)
-                raise TokenizerUnusable(f"{path}: tokenizer.ggml.pre is {pre!r}, an unknown split; expected {known}")
+                expected = ", ".join(_SPLIT_OF)
+                raise TokenizerUnusable(f"{path}: tokenizer.ggml.pre is {pre!r}, an unknown split; expected {expected}")
             spec = _byte_level_spec(metadata, split, whole_words=pre in _WHOLE_WORDS)
         case "llama":
             spec = _sentencepiece_spec(metadata)
@@ -130,13 +130,13 @@ def _sentencepiece_spec(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def merges_of(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
     """Return merges that make the same pieces as SentencePiece's BPE by scores: the highest score first."""
-    found = []
+    merges = []
     for piece, number in vocab.items():
-        for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
             if left in vocab and right in vocab:
-                found.append((-scores[number], vocab[left], vocab[right], left, right))
-    return [[left, right] for _, _, _, left, right in sorted(found)]
+                merges.append((-scores[number], vocab[left], vocab[right], left, right))
+    return [[left, right] for _, _, _, left, right in sorted(merges)]
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -157,20 +157,20 @@ def _common(
 ) -> dict[str, Any]:
     around: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special_tokens = {}
-    for which, wanted in (
+    for which, is_added in (
         ("bos", metadata.get("ggml.add_bos_token", bos_by_default)),
         ("eos", metadata.get("ggml.add_eos_token")),
     ):
         number = _special_id(metadata, which)
-        if wanted and number is not None:
+        if is_added and number is not None:
             token = metadata["ggml.tokens"][number]
             special_tokens[token] = {"id": token, "ids": [number], "tokens": [token]}
             piece = {"SpecialToken": {"id": token, "type_id": 0}}
             around = [piece, *around] if which == "bos" else [*around, piece]
     second = [
-        {kind: {"id": "B" if kind == "Sequence" else one["id"], "type_id": 1}}
+        {kind: {"id": "B" if kind == "Sequence" else value["id"], "type_id": 1}}
         for piece in around
-        for kind, one in piece.items()
+        for kind, value in piece.items()
     ]
     pair = [*around, *second]
     post = {"type": "TemplateProcessing", "single": around, "pair": pair, "special_tokens": special_tokens}

@@ -69,8 +69,8 @@ class MistralBackend(backends.Backend):
 
         if not conversation.generate:
             raise UnsupportedParameter("mistral-common renders prompts only", "add_generation_prompt")
-        kept = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
-        messages = [backends.with_text_arguments(message) for message in kept]
+        stripped = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
+        messages = [backends.with_text_arguments(message) for message in stripped]
         try:
             request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
             return backends.Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
@@ -86,8 +86,8 @@ class MistralBackend(backends.Backend):
 
 def _tekken_tables(file: Path) -> dict[str, dict[str, Any]]:
     doc = read_json(file)
-    pieces = {str(one.get("token_str") or one["token_bytes"]): one["rank"] for one in doc["vocab"]}
-    controls = {one["token_str"]: one["rank"] for one in doc.get("special_tokens") or ()}
+    pieces = {str(entry.get("token_str") or entry["token_bytes"]): entry["rank"] for entry in doc["vocab"]}
+    controls = {entry["token_str"]: entry["rank"] for entry in doc.get("special_tokens") or ()}
     return {"pieces": pieces, "control tokens": controls, "settings": dict(doc["config"])}
 
 
@@ -102,8 +102,8 @@ class TiktokenBackend(TemplateBackend):
         assumed = not split
         split = split or ("o200k_base" if len(ranks) > _O200K_RANKS else "cl100k_base")
         if split not in SPLITS or len(SPLITS[split]) > 1:
-            known = ", ".join(one for one, expressions in SPLITS.items() if len(expressions) == 1)
-            raise InvalidRequest(f"found split {split!r}; tiktoken takes a split of one expression: {known}")
+            usable = ", ".join(split_name for split_name, expressions in SPLITS.items() if len(expressions) == 1)
+            raise InvalidRequest(f"found split {split!r}; tiktoken takes a split of one expression: {usable}")
         config = read_json(file.parent / "tokenizer_config.json")
         added = {
             token["content"]: backends.BackendToken(
@@ -166,7 +166,7 @@ def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[backends.Backe
     """Return a tokenizer.json that encodes as tiktoken does: its merges are all pairs that make a token, by rank."""
     merges: list[list[str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
         merges += (
             [byte_piece(left), byte_piece(right)]
@@ -198,9 +198,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     except (ValueError, binascii.Error):
         raise TokenizerUnusable(f"{path} is no file of tiktoken ranks: expected lines of base64 and a number") from None
     tokens: dict[int, bytes] = {}
-    for found, number in ranks.items():
-        if (other := tokens.setdefault(number, found)) != found:
-            raise TokenizerUnusable(f"{path} gives the rank {number} to {other!r} and to {found!r}")
+    for token, number in ranks.items():
+        if (earlier := tokens.setdefault(number, token)) != token:
+            raise TokenizerUnusable(f"{path} gives the rank {number} to {earlier!r} and to {token!r}")
     return ranks
 
 
@@ -254,12 +254,12 @@ class SentencePieceBackend(backends.Backend):
         """See `Backend`."""
         if not isinstance(other, SentencePieceBackend):
             return None
-        made, theirs = _parsed(self._data), _parsed(other._data)
+        ours, theirs = _parsed(self._data), _parsed(other._data)
         for field in (_FIELDS[name] for name in names):
-            made.ClearField(field)
-            getattr(made, field).MergeFrom(getattr(theirs, field))
+            ours.ClearField(field)
+            getattr(ours, field).MergeFrom(getattr(theirs, field))
         try:
-            model = require("sentencepiece").SentencePieceProcessor(model_proto=made.SerializeToString())
+            model = require("sentencepiece").SentencePieceProcessor(model_proto=ours.SerializeToString())
         except (OSError, RuntimeError):
             return None
         return lambda texts: list(model.encode(list(texts), out_type=int))
@@ -274,7 +274,7 @@ def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
     return {
         "normalizer": {name: _short(getattr(model.normalizer_spec, name)) for name in _NORMALIZER},
         "settings": {name: _short(getattr(model.trainer_spec, name)) for name in _SETTINGS},
-        "pieces": {one.piece: (at, round(one.score, 6), _TYPES[one.type]) for at, one in enumerate(model.pieces)},
+        "pieces": {piece.piece: (n, round(piece.score, 6), _TYPES[piece.type]) for n, piece in enumerate(model.pieces)},
     }
 
 

@@ -31,7 +31,7 @@ _ROLES = ("user", "system", "assistant")
 _T = TypeVar("_T")
 
 
-class _ServerInfo(msgspec.Struct):
+class _ServerDescription(msgspec.Struct):
     """The answer of a server at one of `_PATHS`."""
 
     version: str = ""
@@ -61,7 +61,7 @@ class ServerBackend(backends.Backend):
         if any(self._chat_ids(backends.SkewChat(({"role": role, "content": "hi"},))) is not None for role in _ROLES):
             abilities.add("render")
         self.echoes = self._kind == "vllm" and "render" in abilities
-        ignored = [what for what, given in (("template", options.template), ("date", options.date)) if given]
+        ignored = [what for what, value in (("template", options.template), ("date", options.date)) if value]
         self.facts = backends.BackendFacts(
             name=name,
             kind=f"{KINDS[self._kind]} server",
@@ -73,16 +73,16 @@ class ServerBackend(backends.Backend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        found = self._loop.run(_all(self._asked(text, special=special) for text in texts))
-        self.refused |= {text for text, ids in zip(texts, found, strict=True) if ids is None}
-        return [ids if ids is not None else [] for ids in found]
+        answers = self._loop.run(_all(self._asked(text, special=special) for text in texts))
+        self.refused |= {text for text, ids in zip(texts, answers, strict=True) if ids is None}
+        return [ids if ids is not None else [] for ids in answers]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        asked = [tuple(ids) for ids in sequences]
-        new = [ids for ids in dict.fromkeys(asked) if ids not in self._texts]
+        keys = [tuple(ids) for ids in sequences]
+        new = [ids for ids in dict.fromkeys(keys) if ids not in self._texts]
         texts = self._loop.run(_all(server_text(self._kind, self._http, self._model, ids) for ids in new))
         self._texts |= {ids: text or "" for ids, text in zip(new, texts, strict=True)}
-        return [self._texts[ids] for ids in asked]
+        return [self._texts[ids] for ids in keys]
 
     def render(self, conversation: backends.SkewChat) -> backends.Rendering:
         """See `Backend`. Arguments as JSON text are not supported: servers parse them before they render."""
@@ -117,9 +117,9 @@ class ServerBackend(backends.Backend):
     def _chat_ids(self, conversation: backends.SkewChat) -> list[int] | None:
         messages = [_wire(message) for message in conversation.messages]
         how: dict[str, Any] = {"generate": conversation.generate, "template_kwargs": self._kwargs}
-        asked = server_chat_ids(self._kind, self._http, self._model, messages, conversation.tools, **how)
+        request = server_chat_ids(self._kind, self._http, self._model, messages, conversation.tools, **how)
         try:
-            return self._loop.run(asked)
+            return self._loop.run(request)
         except errors.EngineError as error:
             if "answered 500" in str(error):  # the answer of servers if a template raises
                 return None
@@ -157,15 +157,15 @@ class _Loop:
         self._loop.close()
 
 
-async def _all(asked: Any) -> list[Any]:
+async def _all(coroutines: Any) -> list[Any]:
     """Await coroutines, at most `_AT_ONCE` at a time, and return the results in order."""
     free = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    async def limited(coroutine: Coroutine[Any, Any, _T]) -> _T:
         async with free:
             return await coroutine
 
-    return await asyncio.gather(*map(one, asked))
+    return await asyncio.gather(*map(limited, coroutines))
 
 
 async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, str]:
@@ -194,11 +194,11 @@ async def _detected(http: HttpClient) -> str | None:
     return None
 
 
-async def _server_info(kind: str, http: HttpClient) -> _ServerInfo | None:
+async def _server_info(kind: str, http: HttpClient) -> _ServerDescription | None:
     """Return the server's answer at the paths of a kind. Return None if the server is not of that kind."""
     for path in _PATHS[kind]:
         try:
-            info = msgspec.json.decode(await http.get(path), type=_ServerInfo)
+            info = msgspec.json.decode(await http.get(path), type=_ServerDescription)
         except (errors.EngineError, errors.EngineContractError, errors.InvalidRequest, msgspec.MsgspecError) as error:
             if isinstance(error, errors.EngineError) and error.retry:
                 raise  # it can't be reached
@@ -210,5 +210,5 @@ async def _server_info(kind: str, http: HttpClient) -> _ServerInfo | None:
 
 def _wire(message: Message) -> dict[str, Any]:
     """Return a message for the wire: arguments as JSON text, reasoning under both names that servers read."""
-    sent = dict(backends.with_text_arguments(message))
-    return {**sent, "reasoning": sent["reasoning_content"]} if "reasoning_content" in sent else sent
+    fields = dict(backends.with_text_arguments(message))
+    return {**fields, "reasoning": fields["reasoning_content"]} if "reasoning_content" in fields else fields

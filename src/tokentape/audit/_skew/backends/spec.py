@@ -114,7 +114,8 @@ class SpecBackend(TemplateBackend):
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """See `Backend`. Raises `InvalidRequest` for invalid Unicode, `TokenizerUnusable` for other failures."""
         try:
-            return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+            return [encoding.ids for encoding in encodings]
         except TypeError as error:
             raise InvalidRequest("a text holds a lone surrogate, which is not valid Unicode") from error
         except BaseException as error:
@@ -237,13 +238,13 @@ def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Return the text without the private characters of `_with_marks`, and the ranges that they enclosed."""
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
-    at = start = 0
+    position = start = 0
     for piece in re.split(f"([{_BEGIN}{_END}])", text):
         if piece == _BEGIN:
-            start = at
+            start = position
         elif piece == _END:
-            spans.append((start, at))
+            spans.append((start, position))
         else:
             pieces.append(piece)
-            at += len(piece)
+            position += len(piece)
     return "".join(pieces), spans
