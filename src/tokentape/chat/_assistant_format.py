@@ -292,14 +292,16 @@ def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
             before = asked_twice[: asked_twice.find(CONTENT)] if CONTENT in asked_twice else prompt
             end = MARK.search(before, len(QUESTION["content"]))
             shared = prompt[: common_prefix(prompt, before)]
-            at = -1 if end is None else prompt.find(end[0], len(QUESTION["content"]))
-            if end is not None and at > len(shared):
+            if end is None:
+                return shared
+            start = prompt.find(end[0], len(QUESTION["content"]))
+            if start > len(shared):
                 # The last question is marked before what ends it, which may be all that follows.
-                ending = before[end.start() :]
-                ending = ending[: common_prefix(ending, prompt[at:])]
-                return prompt if prompt[at:] == ending else prompt[:at] + _without_opening(ending, openings)
-            # A mark that opens the next message comes after one that ends the question.
-            return _without_opening(shared, openings) if end is not None else shared
+                shared = prompt[: start + common_prefix(prompt[start:], before[end.start() :])]
+                if shared == prompt:
+                    return prompt
+            # The control token that ends the question may end messages before it too.
+            return _without_opening(shared, openings if len(shared) > start + len(end[0]) else openings[-1:])
         opening = openings[-1] if openings else ""
         if opening and opening in prompt:
             # It takes no two questions in a row. Where the answer's header follows the mark, that ends the question.
