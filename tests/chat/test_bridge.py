@@ -211,6 +211,36 @@ def test_reasoning_cut_short_is_closed_without_the_next_header_where_the_last_qu
     assert "<|im_start|>" not in closing
 
 
+LAST_IS_FINAL = """{%- for m in messages -%}
+{%- if m.reasoning_content %}<|im_start|>assistant:plan
+{{ m.reasoning_content }}
+{% endif %}<|im_start|>{{ m.role }}{{ ':final' if m.role == 'assistant' }}
+{{ 'Final: ' if loop.last and m.role == 'assistant' }}{{ m.content }}
+{% endfor -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_reasoning_cut_short_is_closed_without_what_only_the_last_turn_says() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LAST_IS_FINAL))
+    text, closing = bridged(renderer, "<|im_start|>assistant:plan\na thought")
+    assert text == "\n\n<|im_start|>user\nnext\n"
+    assert closing == "\n"
+
+
+SPEAKERS = """{{ '<|fim_middle|>rules<|im_end|>' }}{%- for m in messages -%}
+{{ '<|fim_prefix|>' if m.role == 'user' else '<|fim_suffix|>' }} {{ m.content }}
+{%- if m.role == 'assistant' and loop.last %}<|endoftext|>{% else %}<|im_end|>{% endif -%}
+{%- endfor -%}{%- if messages[-1].role != 'assistant' -%}<|fim_suffix|> {% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_what_ends_messages_is_no_generation_prompt_where_the_template_begins_with_its_own_message() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(SPEAKERS))
+    form = renderer.format(setup_for(renderer))
+    assert renderer.tokenizer.spell_marks(form.generation_prompt) == "<|fim_suffix|> "
+    assert bridged(renderer, "hi<|im_end|>")[0] == "<|fim_prefix|> next<|im_end|><|fim_suffix|> "
+
+
 @pytest.mark.usefixtures("source")
 def test_a_result_without_the_name_that_the_template_writes_is_refused_after_a_reply_without_calls() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")

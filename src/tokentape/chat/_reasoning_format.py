@@ -104,7 +104,7 @@ def shortest_close(
     Return the rest of the close too: it opens the content after the reasoning.
     """
     close = reasoning.close
-    shared = len(close)
+    shared = in_history = len(close)
     if shape is not None:
         around = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
         if around is not None:
@@ -112,14 +112,16 @@ def shortest_close(
     within = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT, QUESTION)
     if within is not None:
         # What only the last turn says before its content closes no reasoning.
-        shared = min(shared, common_prefix(close, within[1]))
+        in_history = common_prefix(close, within[1])
+        shared = min(shared, in_history)
     if content_open.strip() and close.rstrip().endswith(content_open.strip()):
         shared = min(shared, close.rindex(content_open.strip()) or shared)
     if not close[shared:].strip():
         return reasoning, ""
     shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
     if not close[:shared].strip():
-        return reasoning, ""
+        # The header of the content closes the reasoning.
+        shared = in_history if close[:in_history].strip() else len(close)
     return replace(reasoning, close=close[:shared]), close[shared:]
 
 
