@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import jsonschema
@@ -320,7 +321,7 @@ def test_every_reply_that_a_tag_lets_through_is_read_as_the_calls(template: str)
         tag = structural_tag(rule, form, renderer.tokenizer, TOOLS, stop_ids)
         if tag is None:
             continue
-        replies = list(walks(renderer, tag, stop_ids, 20))
+        replies = list(islice(walks(renderer, tag, stop_ids, 80), 15))
         assert len(replies) > 5, tag
         for ids in replies:
             parser = renderer.parser(setup, (), prompt)
