@@ -2,16 +2,17 @@
 
     python benchmarks/long_record.py CHECKOUT [--turns N] [--per-session N] [--rounds N] [--directory DIR]
 
-CHECKOUT is a checkout of the older commit (`git worktree add`). Its code writes the record, which this release reads
-too: sessions that use tools, 64 added and 64 sampled tokens per turn with four characters of text each. Both then take
-turns, in processes of their own. The table shows medians of user and system time of the process, and its largest peak
-of memory. With `--directory` the record is kept, and used again.
+CHECKOUT is a checkout of the older commit (`git worktree add`). Its code writes the record: sessions that use tools, 64
+added and 64 sampled tokens per turn with four characters of text each. This release migrates a copy of it, as a gateway
+does when it starts. Both then take turns, each on its own record and in a new process. The table shows medians of the
+process's user and system time, and its largest peak of memory. With `--directory` the records are kept, and used again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -73,6 +74,13 @@ rng = np.random.default_rng(1)
 asyncio.run(fill())
 """
 
+MIGRATE = """
+import sys
+from tokentape.store import SqliteStore
+
+SqliteStore.open(sys.argv[1]).close()
+"""
+
 
 def run(checkout: Path, *arguments: str) -> tuple[float, int]:
     """Run Python with a checkout's sources. Return CPU seconds and the peak of memory in MB. Findings end the run."""
@@ -87,19 +95,20 @@ def run(checkout: Path, *arguments: str) -> tuple[float, int]:
 
 
 def measure(before: Path, directory: Path, rounds: int) -> None:
-    """Print the table for the record in `directory`."""
+    """Print the table for the records in `directory`."""
     output = directory / "trajectories.parquet"
-    arguments = {"verify": [str(directory)], "export": [str(directory), "-o", str(output)]}
+    records = {before: str(directory / "before"), HERE: str(directory / "now")}
+    options = {"verify": [], "export": ["-o", str(output)]}
     load = os.getloadavg()[0]
     print(f"{'':8}{'CPU s before':>14}{'now':>8}{'ratio':>8}{'MB before':>12}{'now':>6}")
     for command in COMMANDS:
-        found: dict[Path, list[tuple[float, int]]] = {before: [], HERE: []}
+        measured: dict[Path, list[tuple[float, int]]] = {before: [], HERE: []}
         for _ in range(rounds):
-            for checkout, measured in found.items():
-                measured.append(run(checkout, "-m", "tokentape", command, *arguments[command]))
+            for checkout, figures in measured.items():
+                figures.append(run(checkout, "-m", "tokentape", command, records[checkout], *options[command]))
                 output.unlink(missing_ok=True)
-        old, new = (statistics.median(seconds for seconds, _ in found[one]) for one in (before, HERE))
-        peaks = [max(peak for _, peak in found[one]) for one in (before, HERE)]
+        old, new = (statistics.median(seconds for seconds, _ in measured[checkout]) for checkout in (before, HERE))
+        peaks = [max(peak for _, peak in measured[checkout]) for checkout in (before, HERE)]
         print(f"{command:8}{old:>14.1f}{new:>8.1f}{new / old:>8.2f}{peaks[0]:>12}{peaks[1]:>6}", flush=True)
     print(f"load {load:.0f} to {os.getloadavg()[0]:.0f}")
 
@@ -111,12 +120,16 @@ def main() -> None:
     parser.add_argument("--per-session", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="folder for the record; default: a temporary folder")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        directory = given.directory or Path(folder)
-        if not (directory / "tokentape.db").exists():
-            run(given.checkout, "-c", FILL, str(directory), str(given.turns), str(given.per_session))
-        measure(given.checkout, directory, given.rounds)
+        directory = arguments.directory or Path(folder)
+        before, now = directory / "before", directory / "now"
+        if not now.exists():
+            before.mkdir(parents=True, exist_ok=True)
+            run(arguments.checkout, "-c", FILL, str(before), str(arguments.turns), str(arguments.per_session))
+            shutil.copytree(before, now)
+            run(HERE, "-c", MIGRATE, str(now))
+        measure(arguments.checkout, directory, arguments.rounds)
 
 
 if __name__ == "__main__":
