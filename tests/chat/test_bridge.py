@@ -241,6 +241,18 @@ def test_what_ends_messages_is_no_generation_prompt_where_the_template_begins_wi
     assert bridged(renderer, "hi<|im_end|>")[0] == "<|fim_prefix|> next<|im_end|><|fim_suffix|> "
 
 
+NO_PROMPT = """{{ 'rules<|im_end|>' }}{%- for m in messages -%}
+({{ m.role }} {{ loop.index }}) {{ m.content }}<|im_end|>
+{%- endfor -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_what_ends_messages_is_no_generation_prompt_where_the_template_writes_none() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_PROMPT))
+    assert renderer.format(setup_for(renderer)).generation_prompt == ""
+    assert bridged(renderer, "(assistant 2) hi<|im_end|>")[0] == "(user 3) next<|im_end|>"
+
+
 @pytest.mark.usefixtures("source")
 def test_a_result_without_the_name_that_the_template_writes_is_refused_after_a_reply_without_calls() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")

@@ -296,10 +296,10 @@ def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
                 return shared
             start = prompt.find(end[0], len(QUESTION["content"]))
             if start > len(shared):
-                # The last question is marked before what ends it, which may be all that follows.
+                # The last question is marked before what ends it.
                 shared = prompt[: start + common_prefix(prompt[start:], before[end.start() :])]
-                if shared == prompt:
-                    return prompt
+            if shared == prompt:
+                return prompt  # Nothing follows what ends the question.
             # The control token that ends the question may end messages before it too.
             return _without_opening(shared, openings if len(shared) > start + len(end[0]) else openings[-1:])
         opening = openings[-1] if openings else ""
