@@ -140,7 +140,7 @@ def test_a_bridge_that_is_shorter_than_the_context_is_an_invariant_violation(ren
 
 
 def test_no_bridge_is_a_refusal(renderer: Renderer) -> None:
-    with pytest.raises(TemplateRefused, match="Reluctant has no bridge for messages of user"):
+    with pytest.raises(TemplateRefused, match="Reluctant has no bridge for messages with roles user"):
         bridged(renderer, Reluctant)
 
 
