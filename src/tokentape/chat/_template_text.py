@@ -114,7 +114,7 @@ class TemplateText:
     def suffix(
         self, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message] | None = None
     ) -> str:
-        """Return the marked text that the template writes after `reply`, see `Renderer.bridge`. Used by certificates."""
+        """Return the template's marked text after `reply`, see `Renderer.bridge`. Used by certificates."""
         return self._suffix(reply, new_messages, setup, self.format(setup), history)[0]
 
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
