@@ -146,7 +146,7 @@ def test_no_bridge_is_a_refusal(renderer: Renderer) -> None:
 
 def test_a_bridge_needs_the_context(renderer: Renderer) -> None:
     external = overridden(renderer, Chat)
-    with pytest.raises(InvariantViolation, match="none were given"):
+    with pytest.raises(InvariantViolation, match="pass `context_ids`"):
         external.bridge(external.tokenizer.array([1]), {"role": "assistant"}, [QUESTION], setup_for(external))
 
 
