@@ -148,11 +148,11 @@ def test_a_trajectory_is_read_from_a_line(tmp_path: Path) -> None:
         ('{"ids": [1, 2], "mask": [1]}', "1 values of mask for 2 ids"),
         ('{"ids": [1, 2], "mask": 1}', "mask: expected a list of numbers"),
         ('{"ids": [1, 2], "mask": ["a", "b"]}', "mask: expected a list of numbers"),
-        ('{"schema_version": 1, "token_ids": [1]}', "a trajectory is damaged"),
-        (own_row(completion_starts=[1, 1]), "a trajectory is damaged"),
-        (own_row(weight_versions=[]), "a trajectory is damaged"),
-        (own_row(provenance=[2, -1]), "a trajectory is damaged"),
-        (own_row(provenance=[2, 77]), "a trajectory is damaged"),
+        ('{"schema_version": 1, "token_ids": [1]}', "a trajectory is corrupt"),
+        (own_row(completion_starts=[1, 1]), "a trajectory is corrupt"),
+        (own_row(weight_versions=[]), "a trajectory is corrupt"),
+        (own_row(provenance=[2, -1]), "a trajectory is corrupt"),
+        (own_row(provenance=[2, 77]), "a trajectory is corrupt"),
     ],
 )
 def test_what_is_no_row_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:

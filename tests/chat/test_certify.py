@@ -457,7 +457,7 @@ def test_a_template_that_nobody_has_seen_is_certified() -> None:
     assert {check.name for check in certificate.parsing if check.holds is not True} == set()
     # Its prompt ends with letters, `bot>>`, and a reply may begin with another `>`.
     reasons = {found.reason for found in certificate.continuations}
-    assert reasons == {"the text stays, but it encodes to other ids where the turn meets its prompt"}
+    assert reasons == {"the text stays, but it encodes to different ids where the turn meets its prompt"}
 
 
 NOTHING_BETWEEN = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ m.content }}<|im_end|>

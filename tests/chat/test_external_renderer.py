@@ -140,13 +140,13 @@ def test_a_bridge_that_is_shorter_than_the_context_is_an_invariant_violation(ren
 
 
 def test_no_bridge_is_a_refusal(renderer: Renderer) -> None:
-    with pytest.raises(TemplateRefused, match="Reluctant has no bridge for messages of user"):
+    with pytest.raises(TemplateRefused, match="Reluctant has no bridge for messages with roles user"):
         bridged(renderer, Reluctant)
 
 
 def test_a_bridge_needs_the_context(renderer: Renderer) -> None:
     external = overridden(renderer, Chat)
-    with pytest.raises(InvariantViolation, match="none were given"):
+    with pytest.raises(InvariantViolation, match="pass `context_ids`"):
         external.bridge(external.tokenizer.array([1]), {"role": "assistant"}, [QUESTION], setup_for(external))
 
 

@@ -81,7 +81,7 @@ def test_one_that_is_not_valid_is_not_used_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert with_template(renderer, model_dir, {"version": 99}).overrides is None
-    assert "response_template is not used" in caplog.text
+    assert "use the tokenizer's response_template" in caplog.text
 
 
 def test_without_transformers_it_is_not_used_and_says_so(

@@ -164,7 +164,7 @@ def test_a_setup_stands_for_its_tools_kwargs_and_date() -> None:
 @pytest.mark.parametrize("more", [{"template_kwargs": {"note": 1}}, {"date": "2026-01-01"}])
 def test_a_setup_is_not_given_with_kwargs_or_a_date_besides(more: dict[str, Any]) -> None:
     renderer = fresh()
-    with pytest.raises(InvalidRequest, match="its own template kwargs and date"):
+    with pytest.raises(InvalidRequest, match="either a `Setup` or `template_kwargs`"):
         renderer.render([QUESTION], renderer.setup(), **more)
 
 

@@ -64,7 +64,7 @@ def test_the_findings_as_a_page(run: Run, lockfile: Path, edited: Path, tmp_path
     assert done.exit_code == 1
     assert all(part in written for part in ("not as locked", "template", "golden ids", "expected", "\\x9b2J"))
     assert "\x9b" not in written
-    assert "is read by this command" in run("check", lockfile, edited, "--html", lockfile).output
+    assert "is an input of this command" in run("check", lockfile, edited, "--html", lockfile).output
 
 
 def test_a_gateway_is_compared_beside_the_model(run: Run, lockfile: Path, model_dir: Path, gateway_url: str) -> None:

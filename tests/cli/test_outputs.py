@@ -44,7 +44,7 @@ def test_that_includes_other_records_links_and_archives(run: Run, data_dir: Path
 
 
 def test_a_head_does_not_replace_the_key_it_is_signed_with(run: Run, data_dir: Path, key: Path) -> None:
-    assert "is read by this command" in run("verify", data_dir, "--head-out", key, "--sign", key).output
+    assert "is an input of this command" in run("verify", data_dir, "--head-out", key, "--sign", key).output
     with pytest.raises(InvalidRequest, match="is read by"):
         verify(data_dir, head_out=key, sign=key)
     assert key.read_text() == "a private key"
@@ -69,7 +69,7 @@ def test_no_file_of_a_model_folder_is_replaced(run: Run, model_dir: Path, tmp_pa
         ("premium", model_dir, "--corpus", tokenizer, "--html", tokenizer),
         ("probe", model, "--html", tokenizer),
     ):
-        assert "is read by this command" in run(*arguments).output
+        assert "is an input of this command" in run(*arguments).output
     assert tokenizer.read_bytes() == before
 
 
@@ -84,7 +84,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_work(
     monkeypatch.setattr("tokentape.chat._renderer.Renderer.load", None)
     more = [model_dir] * (1 + (command[0] == "audit"))
     done = run(command[0], *more, command[1], tmp_path / "nodir" / "x.html")
-    assert "there is no folder" in done.output
+    assert "does not exist; create it" in done.output
     assert not (tmp_path / "nodir").exists()
 
 

@@ -151,5 +151,5 @@ def test_a_tokenizer_that_is_gone_or_another_is_told_with_what_to_do(
 def test_a_url_of_nothing_says_what_it_should_be(run: Run, tmp_path: Path, command: str) -> None:
     done = run(command, f"file://{tmp_path}/nothing")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert "is no archive" in done.stderr
-    assert "name what `tokentape archive --to` wrote to" in done.stderr
+    assert "is not an archive" in done.stderr
+    assert "name the target of `tokentape archive --to`" in done.stderr

@@ -82,7 +82,7 @@ def test_without_a_known_model_there_are_ids_and_a_reason(run: Run, data_dir: Pa
     turn = make_chain("plain", 1)[0]
     assert f"     user | {' '.join(map(str, turn.added_ids))}\n" in done.stdout
     assert f"  sampled | {' '.join(map(str, turn.completion_ids))}\n" in done.stdout
-    assert done.stderr.startswith("this record doesn't say which model was served: showing ids only")
+    assert done.stderr.startswith("this record doesn't name the model that was served: showing ids only")
 
 
 def test_a_tokenizer_that_has_changed_is_not_trusted(run: Run, record: Record, renderer: Renderer) -> None:

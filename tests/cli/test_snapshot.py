@@ -46,7 +46,7 @@ def test_from_taking_a_snapshot_to_dropping_its_sessions(run: Run, at: SqliteSto
 def test_a_wrong_digest_is_refused(run: Run, at: SqliteStore) -> None:
     run("snapshot", "create")
     done = run("snapshot", "confirm", 1, "0" * 64)
-    assert (done.exit_code, "damaged or another snapshot" in done.stderr) == (1, True)
+    assert (done.exit_code, "corrupt or of a different snapshot" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("command", ["snapshot", "archive", "score"])

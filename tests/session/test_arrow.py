@@ -235,13 +235,13 @@ def test_there_is_a_page_index(tmp_path: Path) -> None:
 def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     table = trajectories_table([make_trajectory()]).replace_schema_metadata({arrow.VERSION_KEY: "99"})
     pq.write_table(table, tmp_path / "t.parquet")
-    with pytest.raises(InvalidRequest, match="version 99, this release reads version 1"):
+    with pytest.raises(InvalidRequest, match="version 99, but this release reads 1"):
         read_trajectories(tmp_path / "t.parquet")
 
 
 def test_a_parquet_file_of_something_else_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "t.parquet")
-    with pytest.raises(InvalidRequest, match="not a file of trajectories"):
+    with pytest.raises(InvalidRequest, match="does not contain trajectories"):
         read_trajectories(tmp_path / "t.parquet")
 
 

@@ -23,7 +23,7 @@ def test_context_and_bridge_may_be_sent() -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (ids(1, 2, 3, 4), "4 ids were sent, context and bridge have 5"),
+        (ids(1, 2, 3, 4), "4 ids were sent, but context and bridge have 5"),
         (ids(1, 9, 3, 4, 5), "at token 1"),
         (ids(1, 2, 3, 4, 9), "does not end with the recorded bridge"),
     ],
@@ -45,7 +45,7 @@ def test_nothing_added_may_pass_for_sampled() -> None:
     [
         (ids(1, 2), [-0.1], "2 ids and 1 logprobs"),
         (ids(), [], "no ids"),
-        (ids(1, 100), [-0.1, -0.1], "id 100; the vocabulary ends at 99"),
+        (ids(1, 100), [-0.1, -0.1], "id 100, but the vocabulary ends at 99"),
         (ids(1, -1), [-0.1, -0.1], "id -1"),
         (ids(1, 2), [-0.1, float("nan")], "finite"),
         (ids(1, 2), [-0.1, float("-inf")], "finite"),

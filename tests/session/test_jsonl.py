@@ -94,7 +94,7 @@ def test_lines_are_written_as_trajectories_come() -> None:
         ("{", "line 2"),
         ("[]", "line 2"),
         ('{"schema_version": 99}', "line 2: a trajectory has schema version 99"),
-        ('{"schema_version": 1}', "line 2: a trajectory is damaged"),
+        ('{"schema_version": 1}', "line 2: a trajectory is corrupt"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, found: str) -> None:

@@ -135,5 +135,5 @@ def test_reservations_of_several_turns_all_follow() -> None:
 
 
 def test_a_reservation_alone_is_no_verdict() -> None:
-    with pytest.raises(InvalidRequest, match="goes with a verdict"):
+    with pytest.raises(InvalidRequest, match="matches nothing alone"):
         check_verdicts(["model unverified"])

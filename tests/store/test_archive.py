@@ -112,7 +112,7 @@ def test_an_archive_of_a_database_reads_like_the_record(postgres: Server, target
 
 def test_a_session_that_was_archived_and_deleted_does_not_come_back(store: Store, target: str, place: Place) -> None:
     archived(store, target, delete=True)
-    with pytest.raises(Conflict, match="its id is not used again"):
+    with pytest.raises(Conflict, match="use a new session id"):
         run(store.write(SessionInfo("a", 5.0)))
     assert verify(place.location).ok
 
@@ -319,7 +319,7 @@ def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "holiday").mkdir()
     (tmp_path / "holiday/photo").write_text("")
-    with pytest.raises(InvalidRequest, match="something else"):
+    with pytest.raises(InvalidRequest, match="neither an archive"):
         archived(store, str(tmp_path / "holiday"))
     with pytest.raises(InvalidRequest, match="can't be reached"):
         archived(store, "nosuch://bucket")
@@ -337,7 +337,7 @@ def test_an_archive_of_a_later_version_is_refused(store: Store, tmp_path: Path) 
 def test_an_archive_is_not_written_to(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
-    with pytest.raises(InvalidRequest, match="only read"):
+    with pytest.raises(InvalidRequest, match="read-only"):
         open_record(target)
     with open_record(target, read_only=True) as read, pytest.raises(StoreError, match="read-only"):
         run(read.write(SessionInfo("c", 1.0)))

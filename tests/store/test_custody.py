@@ -191,7 +191,7 @@ def test_a_confirmed_or_released_session_can_be_deleted(custody: Snapshots, stor
 
 def test_another_digest_confirms_nothing(custody: Snapshots) -> None:
     take(custody, "a")
-    with pytest.raises(Conflict, match="damaged or another snapshot"):
+    with pytest.raises(Conflict, match="corrupt or of a different snapshot"):
         run(custody.confirm(1, "", "0" * 64))
     assert custody.find(1, "").state == "held"
 

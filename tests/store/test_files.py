@@ -104,7 +104,7 @@ def test_the_files_are_there_before_the_rows(store: Store, target: str, monkeypa
     assert there == [3]
 
 
-@pytest.mark.parametrize(("damage", "said"), [("missing", "is missing"), ("changed", "its hash is another")])
+@pytest.mark.parametrize(("damage", "said"), [("missing", "is missing"), ("changed", "its hash is different")])
 def test_a_payload_that_is_missing_or_was_changed_is_named(
     place: Place, tmp_path: Path, damage: str, said: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_session_whose_files_cannot_be_removed_stays_and_can_be_deleted_again(
 
     with monkeypatch.context() as patched:
         patched.setattr("fsspec.implementations.dirfs.DirFileSystem.rm_file", refused)
-        with pytest.raises(StoreError, match="so the session stays: no access"):
+        with pytest.raises(StoreError, match="so the session was not deleted: no access"):
             run(store.delete_session("s"))
     assert len(store.load_session("s", per_token=True).payloads) == 3
     run(store.delete_session("s"))

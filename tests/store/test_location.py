@@ -23,7 +23,7 @@ def test_passwords_are_not_shown(location: str, expected: str) -> None:
 
 
 def test_an_archive_that_is_written_to_is_refused_without_its_password() -> None:
-    with pytest.raises(InvalidRequest, match="is only read") as caught:
+    with pytest.raises(InvalidRequest, match="is read-only") as caught:
         open_record("sftp://me:secret@host/runs")
     assert "secret" not in str(caught.value)
 

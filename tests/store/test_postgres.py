@@ -251,7 +251,7 @@ def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_o
 def test_somebody_elses_tables_are_refused_and_left_alone(postgres: Server, url: str) -> None:
     schema = str(make_url(url).query["options"]).partition("=")[2]
     postgres.execute(f"CREATE TABLE {schema}.theirs (x int)")
-    with pytest.raises(StoreCorrupt, match="not Tokentape's"):
+    with pytest.raises(StoreCorrupt, match="no Tokentape tables"):
         PostgresStore.open(url)
 
 

@@ -133,7 +133,7 @@ def test_a_newer_database_is_refused_and_left_alone(directory: Path, read_only: 
 
 def test_a_database_of_a_development_version_is_refused_and_left_alone(directory: Path) -> None:
     execute(directory, "UPDATE meta SET value = '2'")
-    with pytest.raises(StoreError, match="schema version 2, this Tokentape knows 3 to 4"):
+    with pytest.raises(StoreError, match="schema version 2, but this Tokentape knows 3 to 4"):
         SqliteStore.open(directory)
     assert version(directory) == "2"
 
@@ -154,6 +154,6 @@ def test_a_version_that_is_no_number_is_damage(directory: Path, value: str) -> N
 
 def test_somebody_elses_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     execute(tmp_path, "CREATE TABLE theirs (x)")
-    with pytest.raises(StoreCorrupt, match="not Tokentape's"):
+    with pytest.raises(StoreCorrupt, match="no Tokentape tables"):
         SqliteStore.open(tmp_path)
     assert execute(tmp_path, "SELECT name FROM sqlite_master") == [("theirs",)]

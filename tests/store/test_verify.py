@@ -258,22 +258,22 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
         ("DROP INDEX token_columns_of_turn", "the index token_columns_of_turn is missing"),
         (
             "DROP INDEX events_of_turn; CREATE INDEX events_of_turn ON events (turn)",
-            "the index events_of_turn is missing, or is of other columns",
+            "the index events_of_turn is missing or covers different columns",
         ),
         (
             "ALTER TABLE rewards RENAME TO old; CREATE VIEW rewards AS SELECT * FROM old",
-            "the table rewards is missing, or is no table",
+            "the table rewards is missing or is not a table",
         ),
         ("ALTER TABLE rewards DROP COLUMN scope", "the column scope of the table rewards is missing"),
         ("CREATE UNIQUE INDEX extra ON media (mime)", "the table media has the unique index extra"),
         (
             "CREATE TABLE new AS SELECT * FROM snapshot_sessions; DROP TABLE snapshot_sessions; "
             "ALTER TABLE new RENAME TO snapshot_sessions",
-            "of the table snapshot_sessions refer to nothing",
+            "of the table snapshot_sessions have no foreign key",
         ),
         ("DROP TABLE gateways", "the table gateways is missing"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime INT NOT NULL, data BLOB)", "column mime of"),
-        ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "another primary key"),
+        ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "a different primary key"),
     ],
 )
 def test_another_schema_is_found(directory: Path, tmp_path: Path, change: str, found: str) -> None:
@@ -296,7 +296,7 @@ def test_an_older_or_newer_schema_ends_it(directory: Path, tmp_path: Path, versi
 def test_a_finding_reads_as_a_sentence(directory: Path) -> None:
     execute(directory, "UPDATE turns SET engine = 'other' WHERE session_id = 'a' AND seq = 2")
     (finding,) = verify(directory).findings
-    assert str(finding) == "session a turn 2: its contents don't fit its digest and its parent's"
+    assert str(finding) == "session a turn 2: its contents don't match its digest and its parent's"
 
 
 @pytest.mark.parametrize("kept", [0, 1, 50, 99, 100, 2048, 5000, 20_000])

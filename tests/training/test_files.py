@@ -85,7 +85,7 @@ def test_samples_of_another_version_are_refused(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(files, "SAMPLES", replace(files.SAMPLES, version=2))
         files.write_samples([one_sample()], tmp_path / name)
-    with pytest.raises(InvalidRequest, match="version 2, this release reads version 1"):
+    with pytest.raises(InvalidRequest, match="version 2, but this release reads 1"):
         list(files.read_samples(tmp_path / name))
 
 

@@ -142,7 +142,7 @@ def test_an_unreadable_session_leaves_the_others(measures: Measures, store: Sqli
 @pytest.mark.parametrize(
     ("sampled", "recorded", "why"),
     [
-        (0.6, TokenDistribution(False, 1.0, False, False), "at temperature 1, it was sampled at 0.6: "),
+        (0.6, TokenDistribution(False, 1.0, False, False), "at temperature 1, but sampled at 0.6: "),
         (1.0, TokenDistribution(False, 1.0, True, False), "after truncation: "),
         (1.0, None, "of a distribution that is not known: "),
     ],

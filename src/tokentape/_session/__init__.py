@@ -1,1 +1,1 @@
-"""The append-only tree of one agent's turns: matching, forking, checking, flattening to trajectories."""
+"""Keep one agent's turns as an append-only tree: match, fork, check, and flatten to trajectories."""

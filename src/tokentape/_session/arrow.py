@@ -1,9 +1,9 @@
 """Write and read trajectories as Arrow tables and Parquet files.
 
-Each trajectory is a row with the columns of `fields`. All per-token columns of a row, such as `loss_mask`, are equally
-long. Columns `column_NAME` and `payload_NAME` exist if any trajectory has them, and are null in the other rows.
+Each trajectory is a row with the columns from `fields`. All per-token columns in a row, such as `loss_mask`, have the
+same length. Columns `column_NAME` and `payload_NAME` exist if any trajectory has them, and are null in the other rows.
 `loss_mask` is boolean: it takes a bit per token, and `datasets` returns it as a bool tensor that can multiply a loss.
-The file's key-value metadata has the version and the names of the provenance codes.
+The file's key-value metadata contains the version and the names of the provenance codes.
 
 `pyarrow` (extra `parquet`) is imported on first use.
 """
@@ -55,14 +55,14 @@ def parquet_library(
 
 @dataclass(frozen=True, slots=True)
 class ExtraNames:
-    """The names of the columns and payloads that a file has beyond the fields of every file."""
+    """The names of the columns and payloads that a file has in addition to the fields that every file has."""
 
     columns: tuple[str, ...] = ()
     payloads: tuple[str, ...] = ()
 
 
 def extra_names(trajectories: Iterable[Trajectory]) -> ExtraNames:
-    """Return the sorted names of all columns and payloads that occur in `trajectories`."""
+    """Return the sorted names of all columns and payloads in `trajectories`."""
     columns: set[str] = set()
     payloads: set[str] = set()
     for trajectory in trajectories:
@@ -121,7 +121,7 @@ def trajectory_schema(extra: ExtraNames = ExtraNames(), layout: Layout = TRAJECT
 def trajectories_table(
     trajectories: Sequence[Trajectory], extra: ExtraNames | None = None, layout: Layout = TRAJECTORIES
 ) -> pa.Table:
-    """Return a table of `trajectory_schema(extra)` with one row per trajectory, in the given order.
+    """Return a table with the schema `trajectory_schema(extra)` and one row per trajectory, in the given order.
 
     `extra` names the columns and payloads to write; None writes all of them.
     """
@@ -142,7 +142,7 @@ def trajectories_table(
 
 
 def _lists(rows: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return an Arrow list array built from flat values: a Python object per token would take fifty times the bytes."""
+    """Build an Arrow list array from flat values: a Python object per token would take fifty times the memory."""
     import pyarrow as pa
 
     offsets = np.concatenate([[0], np.cumsum([0 if row is None else len(row) for row in rows])]).astype(np.int32)
@@ -156,9 +156,9 @@ def write_parquet(
 ) -> int:
     """Write a Parquet file, row group by row group, and return the number of trajectories.
 
-    Only one row group is in memory at a time, so `trajectories` may be a generator over any number of sessions. A
-    generator needs `extra`, because a file's columns are fixed before its first row; for a sequence None collects them.
-    The file is compressed with Zstandard and has a page index.
+    Only one row group is in memory at a time, so `trajectories` may be a generator over any number of sessions. Pass
+    `extra` with a generator, because a file's columns are fixed before its first row. For a sequence, the default None
+    collects the names. The file is compressed with Zstandard and has a page index.
 
     Raises `InvalidRequest` if a trajectory has a column or payload that `extra` doesn't name.
     """
@@ -167,7 +167,7 @@ def write_parquet(
         extra = extra_names(trajectories) if isinstance(trajectories, Sequence) else ExtraNames()
     count = 0
     # Logprobs rarely repeat, so a dictionary would waste space. Split into byte streams, their high bytes compress.
-    # Zstandard finds repeated token ids itself: a file of English text has 0.79 of the bytes.
+    # Zstandard itself finds repeated token ids: without a dictionary, a file of English text takes 0.79 of the bytes.
     numbers = ("logprobs", COLUMN_PREFIX)
     paths = _column_paths(extra, layout)
     options = {
@@ -187,11 +187,11 @@ def write_parquet(
 def iter_parquet(
     source: str | Path, *, row_group: int | None = None, layout: Layout = TRAJECTORIES, bare: bool = False
 ) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file, or of one row group, bit for bit. The arrays are read-only.
+    """Yield the trajectories in a file, or in one row group, bit for bit. The arrays are read-only.
 
     With `bare`, only the columns that every file has are read, without metadata, extra columns and payloads.
 
-    Raises `InvalidRequest` if the file names no Tokentape version, or one that this release doesn't read.
+    Raises `InvalidRequest` if the file has no Tokentape schema version, or one that this release doesn't read.
     """
     with open_parquet(source) as file:
         metadata = file.schema_arrow.metadata or {}
@@ -208,13 +208,13 @@ def iter_parquet(
             raise InvalidRequest(f"{source}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise InvalidRequest(f"{source}: a column is damaged or missing ({problem}); export it again") from None
+            raise InvalidRequest(f"{source}: a column is corrupt or missing ({problem}); export it again") from None
 
 
 def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of any JSON lines (`.jsonl`) or Parquet file as dictionaries; of Parquet only `columns` are read.
+    """Yield the rows in any JSON lines (`.jsonl`) or Parquet file as dictionaries. From Parquet, read only `columns`.
 
-    Raises `InvalidRequest` if the file is neither, or if a line is not a JSON object.
+    Raises `InvalidRequest` if the file has neither format, or if a line is not a JSON object.
     """
     if source.suffix != ".jsonl":
         with open_parquet(source) as file:
@@ -228,12 +228,12 @@ def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]
             except ValueError as error:
                 raise InvalidRequest(f"{source} line {number} is not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise InvalidRequest(f"{source} line {number}: expected an object")
+                raise InvalidRequest(f"{source} line {number} is a {type(row).__name__}, expected an object")
             yield row
 
 
 def open_parquet(source: str | Path) -> pq.ParquetFile:
-    """Open a Parquet file. Raises `InvalidRequest` if it is not one."""
+    """Open a Parquet file. Raises `InvalidRequest` if the file is not Parquet."""
     pq = parquet_library()
     from pyarrow import ArrowInvalid
 
@@ -261,13 +261,13 @@ def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:
     unnamed = sorted({*names.columns} - {*extra.columns} | {*names.payloads} - {*extra.payloads})
     if unnamed:
         raise InvalidRequest(
-            f"{', '.join(unnamed)}: a column or payload that the file does not have; name it in `extra`, "
-            "or give the trajectories as a list"
+            f"{', '.join(unnamed)}: a column or payload that is not in the file's schema; name it in `extra`, "
+            "or pass the trajectories as a list"
         )
 
 
 def _column_paths(extra: ExtraNames, layout: Layout) -> list[str]:
-    """Return the paths by which Parquet's options name the columns, without columns of structs."""
+    """Return the columns' paths for Parquet's options, without columns that contain structs."""
     import pyarrow as pa
 
     return [

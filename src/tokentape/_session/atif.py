@@ -1,7 +1,7 @@
-"""Convert branches to documents of ATIF 1.7, the trajectory format of Harbor: messages as steps, with ids.
+"""Convert branches to ATIF 1.7 documents, Harbor's trajectory format, with messages as steps and their token ids.
 
-A turn's reply is a step of the agent, with the prompt ids, sampled ids and logprobs in its `metrics`. A tool's result
-is an observation of the step that called the tool. Steps of turns that an earlier document contains are marked
+A turn's reply is an agent step with prompt ids, sampled ids and logprobs in its `metrics`. A tool's result is an
+observation in the step that called the tool. Steps from turns that an earlier document contains are marked
 `is_copied_context`, which in ATIF means that they must not be trained again.
 """
 
@@ -25,14 +25,14 @@ _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistan
 def atif_document(
     session: Session, setups: Mapping[str, Setup], branch: Trajectory, earlier: Collection[int] = ()
 ) -> dict[str, Any]:
-    """Return the document of a branch. Its `trajectory_id` is SESSION/LEAF.
+    """Return a branch's document. Its `trajectory_id` is SESSION/LEAF.
 
-    `earlier` has the turns that earlier documents of the session contain. The agent's `name` and `version` come from
+    `earlier` are the turns that earlier documents of the session contain. The agent's `name` and `version` come from
     the session's metadata, `agent` and `agent_version`. Reward, verdict and metadata are in `extra`. Raises
-    `InvalidRequest` for a branch with images, because ATIF takes images as files.
+    `InvalidRequest` if the branch has images, because ATIF expects images as files.
     """
     if branch.media:
-        raise InvalidRequest(f"session {branch.session_id!r} has images, for which ATIF has paths of files", "format")
+        raise InvalidRequest(f"session {branch.session_id!r} has images, which ATIF export does not support", "format")
     path, metadata = session.path(branch.leaf), branch.metadata
     steps: list[dict[str, Any]] = []
     for turn, start in zip(path, branch.completion_starts.tolist(), strict=True):
@@ -64,9 +64,9 @@ def atif_document(
 
 
 def _add(steps: list[dict[str, Any]], message: Message) -> None:
-    """Append a message of a request: a tool's result to the step that called the tool, any other as a step."""
+    """Append a request's message: a tool's result to the step that called the tool, any other message as a step."""
     if message["role"] != "tool":
-        # ATIF allows reasoning and tool calls only in steps of the agent.
+        # ATIF allows reasoning and tool calls only in agent steps.
         fields = _said(message) if message["role"] == "assistant" else {"message": _text(message)}
         steps.append({"source": _SOURCES.get(message["role"], "user"), **fields})
         return

@@ -1,16 +1,16 @@
-"""The hash chain: each turn's digest covers its parent's digest, so a leaf's digest covers the whole branch.
+"""Compute the hash chain: each turn's digest covers its parent's digest, so a leaf's digest covers the whole branch.
 
-The encoding is part of the file format and has a version, because `verify` recomputes the digests of a record.
-A digest is the hex SHA-256 of the concatenation of fields, each written as its length in bytes
-(unsigned 64-bit little-endian) followed by the bytes themselves, so no two sequences of fields encode alike.
+The encoding is part of the file format and has a version because `verify` recomputes a record's digests. A digest is
+the hex SHA-256 of the concatenated fields, each written as its length in bytes (unsigned 64-bit little-endian)
+followed by the bytes themselves, so that no two sequences of fields have the same encoding.
 
     session   "tokentape session 1", the session id as canonical JSON
     setup     "tokentape setup 1", canonical JSON of {tools, template_kwargs, date, fingerprint}
     turn      "tokentape turn 1", the parent's digest as hex (for a root the session's digest), canonical JSON of
-              the object of all fields that are neither an array nor the digest itself (those younger than the
-              rest, `weight_changes`, `abort_cause`, `sampled_from`, `logprobs_of`, `resumes` and `adapter`, only
-              where there are any), then for `added_ids`, `added_provenance`, `completion_ids` and `logprobs` in
-              this order: its name, its dtype ("<i4", "|u1" or "<f4") and its elements, little-endian
+              the object of all fields that are neither an array nor the digest itself (the fields that were
+              added later, `weight_changes`, `abort_cause`, `sampled_from`, `logprobs_of`, `resumes` and `adapter`,
+              only if set), then for `added_ids`, `added_provenance`, `completion_ids` and `logprobs` in this
+              order: its name, its dtype ("<i4", "|u1" or "<f4") and its elements, little-endian
 
 Canonical JSON has sorted keys, no spaces, only ASCII (everything else as \\u escapes, lone surrogates included),
 the shortest decimal that reads back as the same float, and neither NaN nor infinities. `created_at` is always a
@@ -48,7 +48,7 @@ _LITTLE_ENDIAN = {
     "values": "<f4",
 }
 _DTYPES = {name: np.dtype(code).newbyteorder("=") for name, code in _LITTLE_ENDIAN.items()}
-"""By array, as it is in memory."""
+"""The dtype of each array in memory."""
 _SWAPPED = sys.byteorder != "little"
 _TURN = framed(b"tokentape turn 1")
 _HEADS = [(name, framed(name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"))) for name in _ARRAYS]
@@ -60,9 +60,9 @@ def session_digest(session_id: str) -> str:
 
 
 def fits_digest(turn: Turn, parent_digest: str | None) -> bool:
-    """Return whether `turn.digest` is the digest of `turn`. Raises as `turn_digest`.
+    """Return whether `turn.digest` is the digest of `turn`. Raises like `turn_digest`.
 
-    Values read from a database have neither NaN nor infinities, so a digest over `quick_json` that fits is a proof.
+    Values read from a database contain neither NaN nor infinities, so a match with a `quick_json` digest is a proof.
     """
     return _digest(turn, parent_digest, quick_json) == turn.digest or turn_digest(turn, parent_digest) == turn.digest
 
@@ -70,9 +70,9 @@ def fits_digest(turn: Turn, parent_digest: str | None) -> bool:
 def turn_digest(turn: Turn, parent_digest: str | None) -> str:
     """Return the digest of `turn`, whatever its own `digest` field says.
 
-    `parent_digest` is None for a root and only for a root. Raises `InvariantViolation` if it isn't so or if an
-    array isn't one-dimensional int32, uint8 or float32 as `Turn` says, and `InvalidRequest` if a field is not
-    JSON.
+    `parent_digest` must be None for a root and only for a root. Raises `InvariantViolation` if it isn't, or if an
+    array isn't one-dimensional with the dtype that `Turn` requires, and `InvalidRequest` if a field can't be written
+    as JSON.
     """
     return _digest(turn, parent_digest, lambda scalars: canonical_json(scalars).encode("ascii"))
 
@@ -81,7 +81,7 @@ def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[dict[str, A
     if (turn.parent is None) != (parent_digest is None):
         raise InvariantViolation(
             f"turn {turn.seq} of session {turn.session_id!r} has parent {turn.parent}, but "
-            f"{'no' if parent_digest is None else 'a'} parent digest was given"
+            f"{'no' if parent_digest is None else 'a'} parent digest was passed"
         )
     scalars = dict(zip(_SCALARS, _scalars_of(turn), strict=True))
     # A database may drop the sign of a zero.
@@ -107,19 +107,19 @@ def _digest(turn: Turn, parent_digest: str | None, encode: Callable[[dict[str, A
 
 @lru_cache(maxsize=256)
 def distribution_fields(distribution: TokenDistribution) -> dict[str, Any]:
-    """Return the fields by name. Don't change the result: equal distributions share it."""
+    """Return the fields by name. Don't modify the result: equal distributions share it."""
     return asdict(distribution)
 
 
 def seal(turn: Turn, parent_digest: str | None) -> Turn:
-    """Return `turn` with its `digest` computed. `parent_digest` is None for a root. Raises as `turn_digest`."""
+    """Return `turn` with its `digest` computed. `parent_digest` is None for a root. Raises like `turn_digest`."""
     return replace(turn, digest=turn_digest(turn, parent_digest))
 
 
 def array_bytes(name: str, array: npt.NDArray[Any]) -> bytes:
     """Return the little-endian elements of the `Turn` or `TurnColumn` array `name`, as they are hashed and stored.
 
-    Raises `InvariantViolation` if the array is not what its class says: a silent cast could change an id.
+    Raises `InvariantViolation` if the shape or dtype is not what the class requires: a silent cast could change an id.
     """
     native = _DTYPES[name]
     if array.ndim != 1 or array.dtype != native:
@@ -130,7 +130,7 @@ def array_bytes(name: str, array: npt.NDArray[Any]) -> bytes:
 
 
 def array_from_bytes(name: str, data: bytes) -> npt.NDArray[Any]:
-    """Return what `array_bytes` wrote as a read-only array over `data`, without a copy.
+    """Undo `array_bytes`: return a read-only array over `data`, without a copy.
 
     Raises ValueError if `data` is not a whole number of elements.
     """

@@ -6,27 +6,27 @@ from tokentape._supports import SUPPORTS, is_known
 from tokentape.types import TokenDistribution, Trajectory
 
 HELP = {
-    "raw": "record those that tokens are sampled with (vllm serve --logprobs-mode processed_logprobs; the embedded "
-    "engine: tokentape serve --logprobs-mode processed), or sample at temperature 1",
-    "truncated": "sample with top_p 1, top_k 0 and min_p 0, or, for a trainer that takes them, record the ids that "
-    "truncation keeps (tokentape serve --supports 4096), or record those before truncation (at temperature 1: vllm "
+    "raw": "record the logprobs that tokens are sampled with (vllm serve --logprobs-mode processed_logprobs; the "
+    "embedded engine: tokentape serve --logprobs-mode processed), or sample at temperature 1",
+    "truncated": "sample with top_p 1, top_k 0 and min_p 0, or, if the trainer supports them, record the ids that "
+    "truncation keeps (tokentape serve --supports 4096), or record logprobs before truncation (at temperature 1: vllm "
     "serve --logprobs-mode raw_logprobs; the embedded engine: tokentape serve --logprobs-mode scaled)",
     "penalties": "sample without presence, frequency and repetition penalties and without min_tokens",
     "grammar": "sample without a grammar",
     "greedy": "sample at a temperature above 0",
-    "unknown": "if you know what they are, say it with `with_distributions`",
+    "unknown": "if you know the distributions, set them with `with_distributions`",
 }
 
 
 def not_comparable(sampled: TokenDistribution | None, recorded: TokenDistribution | None, supports: bool) -> str | None:
     """Return why recorded logprobs are not `log_softmax(logits / temperature)`, and the remedy; None if they are.
 
-    With `supports`, the trainer computes its logprobs over the ids that truncation kept.
+    With `supports`, the trainer computes its logprobs over only the ids that truncation kept.
     """
     if sampled is None or sampled.temperature is None or recorded is None or None in _fields(recorded):
         return f"of a distribution that is not known: {HELP['unknown']}"
     if sampled.temperature == 0:
-        return f"of greedy sampling, which has none: {HELP['greedy']}"
+        return f"from greedy sampling, which has no distribution: {HELP['greedy']}"
     if recorded.penalties:
         return f"after penalties: {HELP['penalties']}"
     if recorded.grammar:
@@ -34,7 +34,7 @@ def not_comparable(sampled: TokenDistribution | None, recorded: TokenDistributio
     if recorded.truncation and not supports:
         return f"after truncation: {HELP['truncated']}"
     if recorded.temperature != sampled.temperature:
-        return f"at temperature {recorded.temperature:g}, it was sampled at {sampled.temperature:g}: {HELP['raw']}"
+        return f"at temperature {recorded.temperature:g}, but sampled at {sampled.temperature:g}: {HELP['raw']}"
     return None
 
 
@@ -43,7 +43,7 @@ def _fields(distribution: TokenDistribution) -> tuple[bool | float | None, ...]:
 
 
 def has_supports(trajectory: Trajectory, start: int, end: int) -> bool:
-    """Return whether the support of each trained token from `start` to before `end` is recorded."""
+    """Return whether a support is recorded for each trained token from `start` up to `end` (exclusive)."""
     supports = trajectory.payloads.get(SUPPORTS)
     return supports is not None and all(
         is_known(row) for row in supports.rows[start:end][trajectory.loss_mask[start:end]]

@@ -1,8 +1,8 @@
-"""The fields of a trajectory in files, one table for Parquet (`arrow`) and JSON lines (`jsonl`).
+"""Define the fields of trajectories in files, in one table for Parquet (`arrow`) and JSON lines (`jsonl`).
 
 A trajectory can have more: `column_NAME`, per-token numbers from clients, and `payload_NAME`, per-token arrays from
-engines, as {dtype, shape, data, known}: `np.frombuffer(data, dtype).reshape(shape)` is the array. New fields keep the
-`SCHEMA_VERSION`; a field that changes or is removed raises it.
+engines, as {dtype, shape, data, known}: `np.frombuffer(data, dtype).reshape(shape)` is the array. Adding fields keeps
+the `SCHEMA_VERSION`; changing or removing a field increments it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ PAYLOAD_PREFIX = "payload_"
 class FileField:
     name: str
     kind: str | tuple[tuple[str, str], ...]
-    """The Arrow type of the value, or of each entry of a list. For a struct, the names and types of its members."""
+    """The Arrow type of the value, or of each list entry. For a struct, the names and types of its members."""
     per: str | None = None
-    """For lists, what has an entry: a `token`, `turn`, `span` or `edge`. None for a single value."""
+    """For lists, what each entry belongs to: a `token`, `turn`, `span` or `edge`. None for a single value."""
     array: bool = False
     """Whether the attribute is a numpy array."""
     nullable: bool = False
-    """Whether the value, an entry of the list, or a member of an entry may be null."""
+    """Whether the value, a list entry, or a member of an entry may be null."""
     least: float = -np.inf
     most: float = np.inf
-    """Bounds of an array's numbers."""
+    """The bounds of an array's numbers."""
     write: Callable[[Any], Any] = lambda value: value
     """Converts the attribute to plain values."""
     read: Callable[[Any], Any] = lambda value: value
     """Converts plain values to the attribute."""
     absent: Callable[[Mapping[str, Any]], Any] | None = None
-    """Makes the attribute from the other plain values, for files that are older than the field."""
+    """Computes the attribute from the other plain values, for files that are older than the field."""
 
 
 def _read_distributions(values: Iterable[Mapping[str, Any] | None]) -> tuple[TokenDistribution | None, ...]:
@@ -81,7 +81,7 @@ FIELDS = (
     FileField("token_ids", "int32", "token", array=True, least=0),
     FileField("provenance", "uint8", "token", array=True, most=max(Provenance)),
     FileField("loss_mask", "bool", "token", array=True),
-    # What a sum in float32 may exceed 0 by.
+    # Rounding in a float32 sum may give logprobs slightly above 0.
     FileField("logprobs", "float", "token", array=True, least=float(np.finfo(np.float32).min), most=1e-3),
     FileField("turns", "int32", "turn", read=tuple),
     FileField("completion_starts", "int32", "turn", array=True, least=0),
@@ -138,7 +138,7 @@ DTYPES = {"int32": np.int32, "uint8": np.uint8, "bool": np.bool_, "float": np.fl
 
 @dataclass(frozen=True)
 class Layout:
-    """The class of the rows in a file: `Trajectory`, or a subclass with more fields and a version of its own."""
+    """The class of a file's rows: `Trajectory`, or a subclass with more fields and a separate version."""
 
     record: type[Trajectory]
     more: tuple[FileField, ...] = ()
@@ -152,23 +152,23 @@ class Layout:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The versions that a file names, by name."""
+        """The versions that a file records, by name."""
         return {"schema_version": SCHEMA_VERSION, **({self.version_name: self.version} if self.version_name else {})}
 
     def check_versions(self, source: str, versions: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` unless this release reads `versions`, which are keyed by name."""
+        """Raise `InvalidRequest` unless this release reads `versions`, which maps names to versions."""
         for name, version in self.versions.items():
             if versions.get(name) is None:
-                what = "trajectories" if name == "schema_version" else "samples; make some of its trajectories first"
-                raise InvalidRequest(f"{source} names no {name}, so it is not a file of {what}")
+                what = "trajectories" if name == "schema_version" else "samples; make samples from trajectories first"
+                raise InvalidRequest(f"{source} has no {name}, so it does not contain {what}")
             if str(versions[name]) != str(version):
                 raise InvalidRequest(
-                    f"{source} has {name.replace('_', ' ')} {versions[name]}, this release reads version {version}; "
+                    f"{source} has {name.replace('_', ' ')} {versions[name]}, but this release reads {version}; "
                     "read it with the release that wrote it, or export it again"
                 )
 
     def values(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return a trajectory as plain values by column name; arrays stay arrays."""
+        """Return a trajectory as a dict of plain values by column name. Arrays stay arrays."""
         return {
             **{field.name: field.write(getattr(trajectory, field.name)) for field in self.fields},
             **{COLUMN_PREFIX + name: values for name, values in sorted(trajectory.columns.items())},
@@ -176,15 +176,15 @@ class Layout:
         }
 
     def made(self, values: Mapping[str, Any]) -> Trajectory:
-        """Return the trajectory that `values` was called with. Unknown names are ignored.
+        """Undo `values`: return the trajectory. Unknown names are ignored.
 
-        Arrays may be lists, and bytes base64. Raises `InvalidRequest` for a value with a wrong type, length or range.
+        Arrays may be lists, and bytes base64. Raises `InvalidRequest` if a value has a wrong type, length or range.
         """
         try:
             return self._made(values)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise InvalidRequest(
-                f"a trajectory is damaged ({type(error).__name__}: {error}); export it again"
+                f"a trajectory is corrupt ({type(error).__name__}: {error}); export it again"
             ) from None
 
     def _made(self, values: Mapping[str, Any]) -> Trajectory:

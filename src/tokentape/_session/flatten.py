@@ -1,4 +1,4 @@
-"""Flatten trees to trajectories: every root-to-leaf path as arrays."""
+"""Flatten session trees to trajectories: each root-to-leaf path as arrays."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def trajectories(
 ) -> list[Trajectory]:
     """Return one trajectory per leaf, in commit order.
 
-    Every sampled token has `loss_mask` True in exactly one of them, the first that holds it; in the others it is
-    context. Turns that no client read are left out unless `unread` is True, and then the verdict says so.
+    Every sampled token has `loss_mask` True in exactly one trajectory, the first that contains it; in the others it is
+    context. Turns that no client read are left out unless `unread` is True; their verdicts then contain `unread`.
 
-    Rewards, columns, payloads and events are in the order in which they arrived: of several for the same turn the last
-    one is used. Each branch that holds a turn has the turn's columns and payloads. `edges` come from `lineage`.
+    Rewards, columns, payloads and events are in order of arrival: if a turn has several, the last one is used. Each
+    branch that contains a turn has the turn's columns and payloads. `edges` come from `lineage`.
     """
     data = _TurnData(rewards, columns, payloads, events)
     by_turn = {} if edges is None else roles(session, edges)
@@ -64,13 +64,13 @@ def trajectories(
 
 
 def trained_turns(session: Session, leaf: int) -> list[Turn]:
-    """Return the turns that the trajectory of `leaf` trains: their tokens have `loss_mask` True there. Root first."""
+    """Return the turns that the trajectory of `leaf` trains, root first: those whose tokens have `loss_mask` True."""
     earlier = {turn.seq for other in session.leaves() if other < leaf for turn in session.path(other)}
     return [turn for turn in session.path(leaf) if turn.seq not in earlier]
 
 
 class _TurnData:
-    """Rewards, columns, payloads and bridge checks of a session, by turn."""
+    """A session's rewards, columns, payloads and bridge checks, by turn."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _TurnData:
         self.rewards = {
             (None, reward.leaf) if reward.leaf is not None else (reward.turn, None): reward.value for reward in rewards
         }
-        """By (turn, leaf). A reward of the whole session has the key (None, None)."""
+        """Rewards by (turn, leaf). A reward for the whole session has the key (None, None)."""
         self.columns: dict[int, dict[str, TokenValues]] = {}
         self.payloads: dict[int, dict[str, TurnPayload]] = {}
         for column in columns:
@@ -124,7 +124,7 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], data: _T
         media=tuple(path_media(path)),
         sampled_from=tuple(turn.sampled_from for turn in path),
         logprobs_of=tuple(turn.logprobs_of for turn in path),
-        # Older turns keep None: digests of snapshots were computed over lines without finish reasons.
+        # Older turns keep None because snapshot digests were computed over lines without finish reasons.
         finish_reasons=tuple(turn.finish_reason if turn.sampled_from else None for turn in path),
         adapters=tuple(turn.adapter for turn in path),
     )
@@ -156,7 +156,7 @@ def _columns(
     if not values_by_turn:
         return {}
     names = sorted({name for turn in path for name in values_by_turn.get(turn.seq, ())})
-    # A forgotten value must not train as if it were zero, and a context token must not make a masked sum NaN.
+    # A missing value must not train as if it were zero, and a context token must not turn a masked sum into NaN.
     columns = {name: np.where(loss_mask, np.float32(np.nan), np.float32(0)) for name in names}
     for turn, end in zip(path, ends, strict=True):
         for name, values in values_by_turn.get(turn.seq, {}).items():
@@ -175,7 +175,7 @@ def _payloads(
                 out[name] = TokenRows(empty, np.zeros(tokens, bool))
             filled, position, rows = out[name], start + payload.start, payload.rows
             if payload.start < 0 and filled.known[position]:
-                # The parent's own row is the one that its logprobs came from.
+                # Keep the parent's own row: its logprobs belong to that row.
                 position, rows = position + 1, rows[1:]
             filled.rows[position : position + len(rows)] = rows
             filled.known[position : position + len(rows)] = True

@@ -1,4 +1,4 @@
-"""The invariants of a turn, checked on every one before it is committed."""
+"""Check the invariants of every turn before it is committed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tokentape.types import Logprobs, Provenance, TokenIds, Turn
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raise `EngineContractError` if an engine returned an id that the model's vocabulary does not have."""
+    """Raise `EngineContractError` if an engine returned an id that is not in the model's vocabulary."""
     for token_id in (min(ids), max(ids)) if ids else ():
         if not 0 <= token_id < vocab_size:
-            raise EngineContractError(f"the engine returned id {token_id}; the vocabulary ends at {vocab_size - 1}")
+            raise EngineContractError(f"the engine returned id {token_id}, but the vocabulary ends at {vocab_size - 1}")
 
 
 def check_completion(ids: TokenIds, logprobs: Logprobs, vocab_size: int) -> None:
     """Raise `EngineContractError` unless the engine returned usable ids with one finite logprob each."""
     if len(ids) != len(logprobs):
-        raise EngineContractError(f"the engine returned {len(ids)} ids and {len(logprobs)} logprobs for them")
+        raise EngineContractError(f"the engine returned {len(ids)} ids but {len(logprobs)} logprobs")
     if not len(ids):
-        raise EngineContractError("the engine returned no ids at all")
+        raise EngineContractError("the engine returned no ids")
     check_ids(ids.tolist(), vocab_size)
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
         raise EngineContractError("the engine returned a logprob that is not a finite number <= 0")
@@ -33,12 +33,12 @@ def check_turn(turn: Turn, parent_context: TokenIds, prompt: TokenIds) -> None:
     before, expected = len(parent_context), len(parent_context) + len(turn.added_ids)
     where = f"session {turn.session_id} turn {turn.seq}"
     if len(prompt) != expected:
-        raise InvariantViolation(f"{where}: {len(prompt)} ids were sent, context and bridge have {expected}")
+        raise InvariantViolation(f"{where}: {len(prompt)} ids were sent, but context and bridge have {expected}")
     if differ := np.flatnonzero(prompt[:before] != parent_context).tolist():
         raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {differ[0]}")
     if (prompt[before:] != turn.added_ids).any():
         raise InvariantViolation(f"{where}: the prompt does not end with the recorded bridge")
     if len(turn.added_provenance) != len(turn.added_ids):
-        raise InvariantViolation(f"{where}: {len(turn.added_ids)} ids have {len(turn.added_provenance)} provenances")
+        raise InvariantViolation(f"{where}: {len(turn.added_ids)} ids, {len(turn.added_provenance)} provenance codes")
     if (turn.added_provenance == Provenance.SAMPLED).any():
         raise InvariantViolation(f"{where}: a token that was not sampled here is recorded as sampled")

@@ -1,9 +1,9 @@
-"""Write and read trajectories as JSON: an object with the fields of `fields`, one per line in JSON lines.
+"""Write and read trajectories as JSON: an object with the fields in `fields`, one per line in JSON lines.
 
-Each object has `schema_version`. So that lines of older records, and digests over them, stay the same, `sampled_from`,
-`logprobs_of`, `finish_reasons` and `adapters` are left out if no turn has them, `role` and `lineage` if they were not
-computed, and the verdict then is the stored one. Numbers keep every bit: a float32 logprob is written as the double it
-equals, NaN as null. The `data` of a payload is base64. The text is ASCII.
+Each object has `schema_version`. To keep the lines of older records, and digests over them, unchanged, `sampled_from`,
+`logprobs_of`, `finish_reasons` and `adapters` are left out if no turn has them, as are `role` and `lineage` if they
+were not computed; lines contain the verdict as it was stored. Numbers keep every bit: a float32 logprob is written as
+the double it equals, NaN as null. A payload's `data` is base64. The text is ASCII.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) ->
 
 
 def json_line(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> bytes:
-    """Return the trajectory as its one canonical line, because digests are computed over lines."""
+    """Return the trajectory as its only canonical line. Digests are computed over such lines."""
     distributions = *trajectory.sampled_from, *trajectory.logprobs_of
     value = trajectory_to_json(trajectory, layout) | {"verdict": verdict_written(trajectory.verdict, distributions)}
     return canonical_json(value).encode("ascii") + b"\n"
 
 
 def trajectory_from_json(value: Mapping[str, Any], layout: Layout = TRAJECTORIES) -> Trajectory:
-    """Return the trajectory of an object. Raises `InvalidRequest` if it is none or has another schema version."""
+    """Return an object's trajectory. Raises `InvalidRequest` if it is invalid or has a different schema version."""
     layout.check_versions("a trajectory", value)
     return layout.made(value)
 
 
 def write_jsonl(trajectories: Iterable[Trajectory], sink: str | Path | IO[bytes], layout: Layout = TRAJECTORIES) -> int:
-    """Write one line per trajectory, without collecting them, and return how many lines there are."""
+    """Write one line per trajectory, without collecting them, and return the number of lines."""
     if isinstance(sink, str | Path):
         with open(sink, "wb") as file:
             return write_jsonl(trajectories, file, layout)
@@ -59,14 +59,14 @@ def write_jsonl(trajectories: Iterable[Trajectory], sink: str | Path | IO[bytes]
 
 
 def read_jsonl(source: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file that `write_jsonl` wrote. Raises `InvalidRequest` naming the damaged line."""
+    """Yield the trajectories in a file from `write_jsonl`. Raises `InvalidRequest` that names the invalid line."""
     return (trajectory for _, trajectory in read_jsonl_places(source, layout))
 
 
 def read_jsonl_places(
     source: str | Path, layout: Layout = TRAJECTORIES, start: int = 0
 ) -> Iterator[tuple[int, Trajectory]]:
-    """Yield (offset of the line, trajectory), beginning with the line at offset `start`. Raises as `read_jsonl`."""
+    """Yield (line offset, trajectory), beginning with the line at offset `start`. Raises like `read_jsonl`."""
     with open(source, "rb") as lines:
         lines.seek(start)
         for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
-"""Find which turn each branch of a session came from, and the role of each branch.
+"""Find the turn from which each branch of a session came, and the role of each branch.
 
 Edges are computed when a session is read; nothing here changes a record or a mask. Headers take precedence. Without
-them, messages are compared as texts, so that the language of a prompt or a summary does not matter.
+them, the texts of messages are compared, so the language of a prompt or summary does not matter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROLES = ("main", "subagent", "side_call")
 
 
 def lineage(session: Session, others: Iterable[Recorded] = ()) -> list[LineageEdge]:
-    """Return at most one edge per branch of `session`, in the order of the branches' first turns.
+    """Return at most one edge per branch of `session`, in order of the branches' first turns.
 
-    `others` are the sessions that headers name as parents; see `parent_sessions`.
+    `others` are the sessions that headers name as parents, see `parent_sessions`.
     """
     one_branch = len({turn.parent for turn in session.turns}) == len(session.turns)
     if one_branch and not parent_sessions(session):
@@ -31,13 +31,13 @@ def lineage(session: Session, others: Iterable[Recorded] = ()) -> list[LineageEd
 
 
 def parent_sessions(session: Session) -> set[str]:
-    """Return the ids of other sessions that headers name as the parent of this one."""
+    """Return the ids of other sessions that headers name as this session's parent."""
     parents = {client_of(turn).get("parent") for turn in session.turns if turn.parent is None}
     return {str(parent) for parent in parents if parent} - {session.info.session_id}
 
 
 def roles(session: Session, edges: Iterable[LineageEdge]) -> dict[int, str]:
-    """Return one of `ROLES` per turn. Compactions, retries and edits keep the role of the branch they come from."""
+    """Return a role from `ROLES` for each turn. Compactions, retries and edits keep the role of their origin."""
     by_turn = {edge.turn: edge for edge in edges}
     role_of: dict[int | None, str] = {}
     for turn in session.turns:
@@ -50,7 +50,7 @@ def roles(session: Session, edges: Iterable[LineageEdge]) -> dict[int, str]:
 
 
 def check_roles(names: Iterable[str]) -> None:
-    """Raise `InvalidRequest` unless each is one of `ROLES`."""
+    """Raise `InvalidRequest` unless each name is one of `ROLES`."""
     for name in names:
         if name not in ROLES:
             raise InvalidRequest(f"unknown role {name!r}; expected {', '.join(ROLES)}", "roles")

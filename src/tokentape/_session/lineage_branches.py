@@ -1,4 +1,4 @@
-"""The branches of a session, with everything that the rules of `lineage_rules` look up, each computed once."""
+"""Index a session's branches for the rules in `lineage_rules`. Everything is computed at most once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tokentape._session.tree import Session
 from tokentape.types import Message, SessionInfo, Turn
 
 CLIENT = "client"
-"""Key in `Turn.sampling` of the fields read from the harness's headers; see `gateway._endpoint`."""
+"""The key in `Turn.sampling` for the fields from the harness's headers; see `gateway._endpoint`."""
 
 _TAG = re.compile(r"<([\w-]+)>")
 
 WINDOW = 256
-"""A branch is compared with at most this many turns before it."""
+"""The maximum number of earlier turns with which a branch is compared."""
 
 
 class Recorded(Protocol):
-    """A session that headers may name as a parent: in memory or read from a store."""
+    """A session that headers may name as a parent, in memory or read from a store."""
 
     @property
     def info(self) -> SessionInfo: ...
@@ -34,7 +34,7 @@ class Recorded(Protocol):
 
 
 def client_of(turn: Turn) -> Mapping[str, Any]:
-    """Return the fields that the gateway read from the headers of a turn's request."""
+    """Return the fields that the gateway read from a turn's request headers."""
     fields = turn.sampling.get(CLIENT)
     return fields if isinstance(fields, dict) else {}
 
@@ -47,7 +47,7 @@ def _text(message: Message) -> str:
 
 
 def _without_notes(text: str) -> str:
-    """Return a text without the blocks in tags that a harness puts before what its user said, if something is left.
+    """Remove the tagged blocks that a harness puts before the user's text, unless nothing would be left.
 
     >>> _without_notes("<system-reminder>It is Monday.</system-reminder> Count the <b>files</b>.")
     'Count the <b>files</b>.'
@@ -59,7 +59,7 @@ def _without_notes(text: str) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings of a tool call's arguments."""
+    """Yield the strings in a tool call's arguments."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -68,7 +68,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _arguments(turn: Turn) -> Iterator[str]:
-    """Yield the strings in the arguments of a reply's tool calls that are long enough to be a task."""
+    """Yield the strings in a reply's tool-call arguments that are long enough to be a task."""
     for call in turn.reply.get("tool_calls") or ():
         arguments = (call.get("function") or {}).get("arguments")
         try:
@@ -79,23 +79,23 @@ def _arguments(turn: Turn) -> Iterator[str]:
 
 
 class Branch:
-    """A branch: its first turn, with the turn's new messages as normalized texts."""
+    """A branch, represented by its first turn and that turn's new messages as normalized texts."""
 
     def __init__(self, turn: Turn, texts: Sequence[str], keys: Iterable[bytes], root: Branch | None) -> None:
         self.turn, self.new, self.text = turn, texts, " ".join(texts)
         self.keys = frozenset(keys)
         by_role = [(message.get("role"), text) for message, text in zip(turn.messages, texts, strict=True)]
         self.users = [_without_notes(text) for role, text in by_role if role == "user"]
-        """What the user said, without notes of the harness before it."""
+        """The user messages, without the harness's notes before the user's text."""
         self.tasks = frozenset(filter(None, self.users))
         system = " ".join(text for role, text in by_role if role in ("system", "developer"))
         self.system: str = root.system if root else system
         self.user: str = root.user if root else next(filter(None, self.users), "")
-        """The first user message of the root that is not empty."""
+        """The root's first user message that is not empty."""
 
 
 class Branches:
-    """The branches of a session."""
+    """A session's branches and indexes over its turns."""
 
     def __init__(self, session: Session, others: Mapping[str, Recorded]) -> None:
         self.session, self.others, self.turns = session, others, session.turns
@@ -108,12 +108,12 @@ class Branches:
         self.length: dict[int | None, int] = {None: 0}
         """For each turn, the number of messages on its path, including its reply."""
         self.same: dict[int, Turn] = {}
-        """For a turn with the same parent, setup and messages as earlier ones, the newest of these."""
+        """Maps a turn to the newest earlier turn with the same parent, setup and messages, if there is one."""
         self.by_client: dict[Any, list[Turn]] = {}
-        """Turns by the harness's own session, which headers name."""
+        """Turns by the harness's own session id, which headers contain."""
         self.all: dict[int, Branch] = {}
         self.first_sent: dict[bytes, int] = {}
-        """By message key, the first turn that was sent the message as a new one."""
+        """By message key, the first turn that got the message as a new message."""
         requests: dict[Any, Turn] = {}
         for turn in self.turns:
             seq, parent = turn.seq, turn.parent
@@ -131,21 +131,21 @@ class Branches:
             requests[request] = turn
             self.by_client.setdefault(client_of(turn).get("session"), []).append(turn)
         self.last = list(range(len(self.turns)))
-        """For each turn, the newest turn of its subtree."""
+        """For each turn, the newest turn in its subtree."""
         for turn in reversed(self.turns):
             if turn.parent is not None:
                 self.last[turn.parent] = max(self.last[turn.parent], self.last[turn.seq])
         self._arguments: dict[int, list[str]] = {}
-        # Two texts for each turn that a branch is compared with. The shingles of all texts might not fit in memory.
+        # Cache two texts per turn that a branch is compared with. The shingles of all texts might not fit in memory.
         self._shingles = lru_cache(2 * WINDOW)(shingles)
-        # Only two, because the shingles of a whole conversation take megabytes.
+        # Cache only two, because the shingles of a whole conversation take megabytes.
         self._of_conversation = lru_cache(2)(shingles)
         self._quoted_in = lru_cache(8)(lambda text: self._replies.found_in(self._of_conversation(text)))
         self.similar = lru_cache(2 * WINDOW)(lambda *texts: similar(*map(self._shingles, texts)))
-        """Whether two texts are similar; see `similarity.similar`."""
+        """Returns whether two texts are similar; see `similarity.similar`."""
 
     def earlier(self, branch: Branch) -> Iterator[Turn]:
-        """Yield the turns before a branch's first one that are not on its path, newest first, within `WINDOW`."""
+        """Yield the turns before a branch's first turn that are not on its path, newest first, within `WINDOW`."""
         first, ancestor = max(branch.turn.seq - WINDOW, 0), branch.turn.parent
         for turn in reversed(self.turns[first : branch.turn.seq]):
             if turn.seq == ancestor:
@@ -154,25 +154,25 @@ class Branches:
                 yield turn
 
     def branch_of(self, seq: int) -> Branch:
-        """Return the branch of the root that a turn descends from."""
+        """Return the branch of the root from which a turn descends."""
         return self.all[self.root[seq]]
 
     def single(self, branch: Branch) -> bool:
-        """Return whether a branch has only one turn, aborted continuations aside."""
+        """Return whether a branch has only one turn, ignoring aborted continuations."""
         return not any(child.finish_reason != "abort" for child in self.children.get(branch.turn.seq, ()))
 
     def path_keys(self, seq: int) -> list[bytes]:
-        """Return the message keys of the path to a turn, including its reply."""
+        """Return the message keys on the path to a turn, including its reply."""
         return [key for turn in self.session.path(seq) for key in self.keys[turn.seq]]
 
     def arguments(self, turn: Turn) -> list[str]:
-        """Return the strings in a turn's tool calls that may be a task. The turn may belong to another session."""
+        """Return the strings in a turn's tool calls that may be a task. The turn may belong to a different session."""
         if id(turn) not in self._arguments:
             self._arguments[id(turn)] = list(_arguments(turn))
         return self._arguments[id(turn)]
 
     def quoted(self, seq: int, text: str) -> bool:
-        """Return whether a text quotes the reply of a turn."""
+        """Return whether a text quotes a turn's reply."""
         return self._quoted_in(text)[seq] * 2 >= len(self._probes[seq])
 
     @cached_property
@@ -185,9 +185,9 @@ class Branches:
 
     @cached_property
     def heard(self) -> Mapping[int, set[int]]:
-        """For each turn, later roots of the same team: the reply is a user message after the same first user message.
+        """For each turn, later roots in the same team: they have the same task, and the turn's reply as a user message.
 
-        A name may be before the reply. A side call has another branch's replies as an assistant's, or in one text.
+        A name may precede the reply. Side calls differ: they have the replies as assistant messages, or in one text.
         """
         later_roots: dict[int, set[int]] = {}
         for root in self._roots():
@@ -201,9 +201,9 @@ class Branches:
 
     @cached_property
     def returned(self) -> Mapping[int, Turn]:
-        """For each root, the turn of an earlier branch that got the root's last reply as a tool's result.
+        """For each root, the turn in an earlier branch that got the root's last reply as a tool's result.
 
-        If several turns got the same result, the last of them.
+        If several turns got the same result, the last turn is used.
         """
         roots = ((branch.turn.seq, self.replies[self.last[branch.turn.seq]]) for branch in self._roots())
         last = {seq: text for seq, text in roots if len(text) >= 12}
@@ -220,14 +220,14 @@ class Branches:
         return {root: turn for root, (_, turn) in results.items()}
 
     def named_in(self, branch: Branch) -> Iterator[Branch]:
-        """Yield the roots with a first user message that may be quoted in the new messages of a branch."""
+        """Yield the roots whose first user message may be quoted in a branch's new messages."""
         short = (text for text in branch.new if len(text) < 12)
         runs = np.unique(np.concatenate([self._of_conversation(branch.text), *map(shingles, short)]))
         yield from (self.all[seq] for seq in sorted(self._users.found_in(runs)))
 
     @cached_property
     def _users(self) -> TextIndex:
-        """The first user message of each root. Of roots that are equal for the rules, only the first is indexed."""
+        """An index of roots' first user messages. If the rules can't tell roots apart, only the first is indexed."""
         first: dict[Any, Branch] = {}
         for root in self._roots():
             calls = bool(root.turn.reply.get("tool_calls"))

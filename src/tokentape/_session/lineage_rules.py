@@ -1,4 +1,4 @@
-"""The rules that find where a branch comes from. Each takes a branch and returns an edge or None."""
+"""Define the rules that find a branch's origin. Each rule takes a branch and returns an edge or None."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SIDE_CALL = frozenset({"compaction", "compact", "auxiliary", "side_reply", "mem
 """Values of Claude Code's header `x-claude-code-request-class` and of Codex's `x-openai-subagent`."""
 
 _AT_ONCE = 0.005
-"""Seconds. Turns closer than this are choices of one call; a retry comes later, because a commit lies between."""
+"""Seconds. Turns closer than this are choices of one call. A retry comes later, because a commit comes first."""
 
 
 def edge(
     kind: str, branch: Branch, parent: int | None, evidence: str, confidence: float, session: str | None = None
 ) -> LineageEdge:
-    """Return an edge to a turn, of the same session unless `session` names another."""
+    """Return an edge to a turn, in the same session unless `session` is a different one."""
     return LineageEdge(kind, branch.turn.seq, session or branch.turn.session_id, parent, evidence, confidence)
 
 
 def _retry(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge if the branch repeats the request of a turn that was aborted, unread or not parsed."""
+    """Return an edge if the branch repeats the request of a turn that was aborted, unread or unparseable."""
     turn, other = branch.turn, branches.same.get(branch.turn.seq)
     if other is None or turn.created_at - other.created_at < _AT_ONCE:
         return None
@@ -48,7 +48,7 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
     parent, kind = client.get("parent"), client.get("kind")
     last = next((other for other in branches.earlier(branch) if _agent(other) == _agent(turn)), None)
     if parent and parent != turn.session_id and turn.parent is None:
-        # A harness's own session may be another session of the record, or be recorded in this one.
+        # The harness's parent session may be a different session in the record, or be recorded in this session.
         here = branches.by_client.get(parent, [])
         here = here[: bisect_left(here, turn.seq, key=lambda other: other.seq)]
         session = branches.others.get(parent)
@@ -67,7 +67,7 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
     if turn.parent is None and (kind in _SUBAGENT or client.get("agent")):
         parent_turns = [other for other in branches.earlier(branch) if _agent(other) == client.get("parent_agent")]
         if not client.get("parent_agent") and kind not in _SUBAGENT:
-            # The first agent of Codex has an id too.
+            # Codex's first agent also has an id.
             parent_turns = [
                 other for other in parent_turns if client.get("session", "") == client_of(other).get("session")
             ]
@@ -85,7 +85,7 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _window(turn: Turn) -> tuple[str, int]:
-    """Return the thread and the number of a turn's context window, from Codex's header THREAD:NUMBER."""
+    """Return the thread and number of a turn's context window, from Codex's header THREAD:NUMBER."""
     thread, _, number = str(client_of(turn).get("window", "")).rpartition(":")
     return thread, int(number) if number.isdecimal() else 0
 
@@ -95,10 +95,10 @@ def _agent(turn: Turn) -> Any:
 
 
 def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple[Turn | None, bool]:
-    """Return the newest of `turns` with a tool call that has the branch's task, and True.
+    """Return the newest of `turns` with a tool call that contains the branch's task, and True.
 
-    A call that has exactly the task goes before one that has a text around it, or a part of it. If no call has the
-    task, return the newest turn (or None) and False.
+    Prefer a call with exactly the task to a call with text around the task or only a part of it. If no call contains
+    the task, return the newest turn (or None) and False.
     """
     newest = list(islice(turns, WINDOW))
     part = None
@@ -116,19 +116,19 @@ def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple
 
 
 def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a root that another agent started.
+    """Return an edge for a root that a different agent started.
 
-    One of three signs is enough: a tool call has the root's task; the root's last reply is the result of a tool call;
-    or, after a tool call, the history continues under another system prompt and other tools (a handoff).
+    One of three signs is enough: a tool call contains the root's task; the root's last reply is a tool call's result;
+    or, after a tool call, the history continues with a different system prompt and different tools (a handoff).
     """
     if branch.turn.parent is not None:
         return None
     returned = branches.returned.get(branch.turn.seq)
     spawn, named = _spawner(branches, branches.earlier(branch), branch)
-    # A run that is started again does not come from the run before, even if that gave its question to a tool.
+    # A restarted run does not originate from the earlier run, even if that run passed its question to a tool.
     again = spawn is not None and _same_request(branches, branches.turns[branches.root[spawn.seq]], branch.turn)
     if spawn is not None and named and not again:
-        # A summary or a title quotes a call's arguments with the history around them.
+        # A request for a summary or title quotes a call's arguments with the surrounding history.
         exact = not branch.tasks.isdisjoint(branches.arguments(spawn))
         aside = None if exact or not branches.single(branch) else _over_history(branches, branch)[1]
         if aside is not None:
@@ -158,7 +158,7 @@ def _same_request(branches: Branches, turn: Turn, other: Turn) -> bool:
 def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
     """Return an edge for a branch with a shorter history and a new message that quotes a summary of an earlier branch.
 
-    The summary is the reply of a recorded turn that had the earlier branch in its context.
+    The summary is the reply of a recorded turn whose context contains the earlier branch.
     """
     turn = branch.turn
     keys = branches.keys[turn.seq]
@@ -172,7 +172,7 @@ def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
         if parent is None or branches.length[turn.parent] >= branches.length[parent]:
             continue
         if len(branches.replies[parent]) >= 24 and branches.quoted(parent, branch.text):
-            # The history itself is quoted too: a team, or a question about it.
+            # The history itself is also quoted: this is a team, or a question about the history.
             continue
         if branches.branch_of(parent).system == branch.system or branches.turns[parent].setup == turn.setup:
             evidence = f"a message quotes the reply of turn {summary.seq}, which had the branch before"
@@ -182,19 +182,19 @@ def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 def _may_be_summary(branches: Branches, branch: Branch, message: Message, key: bytes) -> bool:
     if branches.first_sent[key] < branch.turn.seq and message.get("role") != "system":
-        # An earlier branch has the summary.
+        # An earlier branch already has the summary.
         return False
     seq = branches.reply_keys.get(key)
     if seq is None:
-        # An assistant's message that nobody sampled is an edited reply: it quotes the reply that it was.
+        # An assistant message that was not sampled is an edited reply: it quotes the original reply.
         return message.get("role") not in ("tool", "assistant")
-    # An assistant's message in the history is a summary only if a call beside the branch wrote it.
+    # An assistant message in the history is a summary only if a call outside the branch wrote it.
     other = branches.branch_of(seq)
     return branches.single(other) and not branches.similar(other.system, branch.system)
 
 
 def _summarized(branches: Branches, summary: Turn) -> int | None:
-    """Return the newest turn that a summary covers: its parent, or a turn with a reply that its prompt contains."""
+    """Return the newest turn that a summary covers: its parent, or a turn whose reply its prompt contains."""
     if summary.parent is not None:
         return summary.parent
     root = branches.all[summary.seq]
@@ -202,16 +202,16 @@ def _summarized(branches: Branches, summary: Turn) -> int | None:
 
 
 def _has_reply(branches: Branches, root: Branch, turn: Turn) -> bool:
-    """Return whether a message of the root equals or quotes the reply of `turn`."""
+    """Return whether a message in the root equals or quotes the reply of `turn`."""
     if branches.keys[turn.seq][-1] in root.keys:
         return True
     return len(branches.replies[turn.seq]) >= 24 and branches.quoted(turn.seq, root.text)
 
 
 def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a branch that changes the history of an earlier one: an edit, or a compaction.
+    """Return an edge for a branch that changes an earlier branch's history: an edit or a compaction.
 
-    It is a compaction if a few new messages replace at least three old ones.
+    It is a compaction if fewer new messages replace at least three old ones.
     """
     turn = branch.turn
     keys = branches.keys[turn.seq][:-1]
@@ -224,7 +224,7 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
     if changed and turn.parent is None:
-        # The last reply in the history is a summary. Earlier roots may have it too.
+        # The last reply in the history is a summary. Earlier roots may also have it.
         end = places[-1] + 1
         same = [root for root in branches.earlier(branch) if root.parent is None and root.setup == turn.setup]
         after = [root for root in reversed(same) if branches.keys[root.seq][:end] == keys[:end]]
@@ -245,7 +245,7 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a root that repeats an earlier root's messages and continues them with another reply."""
+    """Return an edge for a root that repeats an earlier root's messages and continues with a different reply."""
     keys = branches.keys[branch.turn.seq][:-1]
     for other in branches.earlier(branch):
         other_keys = branches.keys[other.seq][:-1]
@@ -256,9 +256,9 @@ def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> LineageEdge | None:
-    """Return an edge for a branch with the same history as earlier ones: a side call, or an edit of the newest.
+    """Return an edge for a branch with the same history as earlier branches: a side call, or an edit of the newest.
 
-    `siblings` are the first turns of branches with this history.
+    `siblings` are the first turns of all branches with this history.
     """
     turn = branch.turn
     index = bisect_left(siblings, turn.seq, key=lambda sibling: sibling.seq)
@@ -275,7 +275,7 @@ def _beside(branches: Branches, branch: Branch, siblings: Sequence[Turn]) -> Lin
 
 
 def _is_summary(branches: Branches, turn: Turn) -> bool:
-    """Return whether the next root quotes the reply of a turn, and is under the same system prompt or tools."""
+    """Return whether the next root quotes a turn's reply and has the same system prompt or tools."""
     roots = (candidate for candidate in branches.turns[turn.seq + 1 : turn.seq + WINDOW] if candidate.parent is None)
     root = next(roots, None)
     return (
@@ -287,7 +287,7 @@ def _is_summary(branches: Branches, turn: Turn) -> bool:
 
 
 def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a single turn with messages of another branch under another system prompt or other tools."""
+    """Return an edge for a single turn with a different branch's messages but a different system prompt or tools."""
     turn = branch.turn
     if turn.parent is not None or not branches.single(branch):
         return None
@@ -296,12 +296,12 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
         return aside
     for root in branches.named_in(branch):
         if root.turn.seq in branches.heard.get(turn.seq, ()):
-            # A member of a team, who spoke before the other one.
+            # Both are team members, and this one replied first.
             continue
         longer = not branches.single(root) or (root.turn.reply.get("tool_calls") and not turn.reply.get("tool_calls"))
-        # The root's first message unchanged, beside another message that asks something about it.
+        # The branch has the root's first message unchanged, and another message that asks something about it.
         longer = longer or (root.user in branch.users and len(branch.users) > len(root.users))
-        # A member of a team may speak only once.
+        # A team member may have only one turn.
         longer = longer or root.turn.seq in branches.heard
         named = root.user in (branch.text if len(root.user) >= 12 else branch.users)
         if longer and named and root.system != branch.system and not branches.similar(root.system, branch.system):
@@ -311,7 +311,7 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _over_history(branches: Branches, branch: Branch) -> tuple[bool, LineageEdge | None]:
-    """Return whether a branch has the history of another one, and its edge if its reply is not sent on."""
+    """Return whether a branch contains a different branch's history, and its edge unless its reply is forwarded."""
     for turn in branches.earlier(branch):
         other = branches.branch_of(turn.seq)
         same = other.system == branch.system and turn.setup == branch.turn.setup
@@ -323,9 +323,9 @@ def _over_history(branches: Branches, branch: Branch) -> tuple[bool, LineageEdge
 
 
 def _sent_on(branches: Branches, branch: Branch, over: Turn) -> bool:
-    """Return whether a later turn of another branch got the reply of this branch's first turn in a message.
+    """Return whether a later turn in a different branch got the reply of this branch's first turn in a message.
 
-    A root also has to have the reply of `over`, from the history: otherwise the reply may be a summary.
+    A root must also contain the reply of `over`, from the history: otherwise the forwarded reply may be a summary.
     """
     reply = branches.replies[branch.turn.seq]
     return len(reply) >= 12 and any(
@@ -337,7 +337,7 @@ def _sent_on(branches: Branches, branch: Branch, over: Turn) -> bool:
 
 
 def _member(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for an agent of a team: another system prompt, and an earlier branch's reply as a user message."""
+    """Return an edge for a team member: a new system prompt, and an earlier branch's reply as a user message."""
     if branch.turn.parent is not None:
         return None
     messages = zip(branch.turn.messages, branch.new, strict=True)
@@ -354,7 +354,7 @@ def _member(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _similar(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Return an edge for a root with an edited system prompt or an edited first user message."""
+    """Return an edge for a root whose system prompt or first user message was edited."""
     turn = branch.turn
     if turn.parent is not None:
         return None
@@ -372,4 +372,4 @@ def _similar(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 RULES = (_retry, _by_header, _compaction, _subagent, _edit, _side_call, _member, _similar)
-"""In this order; the first rule that returns an edge decides."""
+"""The rules in order of precedence: the first edge that a rule returns is used."""

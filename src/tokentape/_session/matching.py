@@ -1,8 +1,8 @@
-"""Decide when two messages are the same although their JSON differs.
+"""Decide whether two messages are the same even if their JSON differs.
 
-Harnesses send history back with changes that mean nothing: reasoning left out, tool arguments serialized again, `None`
-for empty content, a list of text parts for one text, white space stripped around an assistant's content. Such messages
-are the same, and so are messages with images of the same bytes. All others differ.
+Harnesses send history back with insignificant changes: reasoning left out, tool arguments re-serialized, `None` for
+empty content, a list of text parts for one text, white space stripped around an assistant's content. Such messages are
+the same, as are messages whose images have the same bytes. All others differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokentape.types import Message
 
 
 def message_key(message: Message) -> bytes:
-    """Return a digest of 32 bytes that is equal for messages that are the same.
+    """Return a 32-byte digest that is equal if two messages are the same.
 
     >>> a = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     >>> message_key(a) == message_key({"role": "assistant", "content": ""})
@@ -40,7 +40,7 @@ def message_key(message: Message) -> bytes:
 
 
 def reasoning_of(message: Message) -> str:
-    """Return a message's reasoning from any of the three fields that clients use for it; "" if there is none."""
+    """Return a message's reasoning from any of the three fields that clients use; "" if it has no reasoning."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         value = message.get(name)
         if isinstance(value, str) and value.strip():
@@ -49,15 +49,15 @@ def reasoning_of(message: Message) -> str:
 
 
 def history_keys(setup: str, messages: Iterable[Message], start: bytes | None = None) -> list[bytes]:
-    """Return, for each message, a digest of the setup and of all messages up to and including it.
+    """Return, for each message, a digest of the setup and all messages up to and including this one.
 
-    To continue a history, pass its last digest as `start`; `setup` is then ignored, because `start` covers it.
+    To continue a history, pass its last digest as `start`; `setup` is then ignored because `start` covers it.
     """
     return chained(setup, map(message_key, messages), start)
 
 
 def chained(setup: str, message_keys: Iterable[bytes], start: bytes | None = None) -> list[bytes]:
-    """Return what `history_keys` returns, given the messages' keys."""
+    """Compute `history_keys` from the messages' keys."""
     key = hashlib.sha256(setup.encode()).digest() if start is None else start
     keys = []
     for message in message_keys:
@@ -72,11 +72,11 @@ def call_ids(message: Message) -> list[Any]:
 
 
 def renamed_calls(messages: Iterable[Message], names: Callable[[int, Message], Sequence[Any]]) -> list[Message]:
-    """Return the messages with new ids for tool calls and for the results that name them.
+    """Return the messages with new ids for tool calls and for the results that refer to them.
 
-    `names(index, message)` returns the new ids of an assistant message's calls, in order. A result answers a call of
-    the last assistant message before it. Results that name no call there stay as they are, and so do calls that share
-    an id with another call of their message.
+    `names(index, message)` returns the new ids for an assistant message's calls, in order. A result answers a call in
+    the last assistant message before it. Results that refer to no call there are left unchanged, as are all calls in a
+    message in which two calls share an id.
     """
     renamed: list[Message] = []
     ids: dict[Any, Any] = {}
@@ -128,7 +128,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a JSON value with whole floats as integers, because JavaScript writes 1.0 as 1."""
+    """Convert whole floats in a JSON value to integers, because JavaScript writes 1.0 as 1."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
@@ -147,7 +147,7 @@ def _canonical(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
     except (ValueError, TypeError, OverflowError):
-        # msgspec takes neither integers beyond 64 bits nor lone surrogates.
+        # msgspec accepts neither integers beyond 64 bits nor lone surrogates.
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -13,10 +13,10 @@ _MEDIA = int(Provenance.MEDIA)
 
 
 def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) -> list[MediaSpan]:
-    """Return where the placeholder ids of each image of `messages` are.
+    """Return the position of each image's placeholder ids, for the images in `messages`.
 
-    `provenance` has the codes of the ids that were added for these messages, and `start` is the offset of the first of
-    them in the context. Raises ValueError unless the number of placeholders is what the messages' images need.
+    `provenance` contains the codes of the ids that were added for these messages; `start` is the first id's offset in
+    the context. Raises ValueError unless the number of placeholders is what the messages' images need.
     """
     parts = image_parts(messages)
     if not parts and _MEDIA not in provenance.tobytes():
@@ -24,7 +24,7 @@ def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) 
     places = np.flatnonzero(provenance == Provenance.MEDIA).tolist()
     expected = sum(part["tokens"] for part in parts)
     if len(places) != expected:
-        raise ValueError(f"{len(places)} placeholder ids, the images of its messages have {expected}")
+        raise ValueError(f"{len(places)} placeholder ids, but the images in its messages need {expected}")
     spans, index = [], 0
     for part in parts:
         spans.append(MediaSpan(start + places[index], part["tokens"], part["sha256"], part["settings"]))

@@ -1,4 +1,4 @@
-"""Per-token arrays that engines return, such as routed experts: cut them to one turn, and convert them to bytes.
+"""Cut per-token arrays that engines return, such as routed experts, to one turn, and convert them to bytes.
 
 Rows of unequal length, such as sampling supports, are stored in an object array of `bytes`.
 """
@@ -18,17 +18,17 @@ ROW_DTYPES = frozenset({"|O", "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "
 """The dtypes that rows may have, as numpy writes them for little-endian elements."""
 
 RAGGED = "ragged 1"
-"""The dtype recorded for rows of unequal length. Each row is preceded by its length, encoded by `_supports.number`."""
+"""The dtype recorded for rows of unequal length. Each row follows its length, encoded with `_supports.number`."""
 
 
 def turn_payload(
     session_id: str, turn: int, name: str, context: int, start: int, rows: npt.NDArray[Any]
 ) -> TurnPayload | None:
-    """Return the rows of an engine's reply that are recorded with a turn; None if there are none.
+    """Return the rows from an engine's reply that are recorded with a turn; None if no rows are.
 
-    Rows of the context are left out, because earlier turns hold them, except for the context's last token (see
-    `TurnPayload.start`). `context` is the number of tokens of the parent's context and completion, `start` the offset
-    in prompt + completion of the token of the first row.
+    The context's rows are left out because earlier turns contain them, except for the context's last token (see
+    `TurnPayload.start`). `context` is the number of tokens in the parent's context and completion; `start` is the
+    offset of the first row's token in prompt + completion.
 
     >>> turn_payload("s", 1, "experts", context=4, start=0, rows=np.arange(6, dtype=np.uint8)).rows
     array([3, 4, 5], dtype=uint8)
@@ -40,12 +40,12 @@ def turn_payload(
 
 
 def blank_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return rows of zeros, or of empty bytes where `dtype` is object."""
+    """Return rows of zeros, or of empty bytes if `dtype` is object."""
     return np.full(shape, b"" if dtype.hasobject else 0, dtype)
 
 
 def narrowest(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return integer rows in the smallest dtype that holds them all, and other rows unchanged.
+    """Return integer rows in the smallest dtype that fits them all, and other rows unchanged.
 
     >>> narrowest(np.array([[3, 127]], np.int32)).dtype
     dtype('uint8')
@@ -58,7 +58,7 @@ def narrowest(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def rows_as_bytes(rows: npt.NDArray[Any]) -> tuple[str, bytes]:
-    """Return the dtype of `rows` as numpy writes it (or `RAGGED`) and their bytes, both little-endian."""
+    """Return the dtype string of `rows` (or `RAGGED`) and their bytes, both little-endian."""
     if rows.dtype == object:
         return RAGGED, b"".join(number(len(row)) + row for row in rows)
     little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
@@ -66,7 +66,7 @@ def rows_as_bytes(rows: npt.NDArray[Any]) -> tuple[str, bytes]:
 
 
 def rows_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> npt.NDArray[Any]:
-    """Undo `rows_as_bytes`. Raises ValueError if `data` is not an array of this shape of one of `ROW_DTYPES`."""
+    """Undo `rows_as_bytes`. Raises ValueError if `dtype` is not in `ROW_DTYPES` or `data` does not have this shape."""
     if dtype == RAGGED:
         return _ragged(shape, data)
     if dtype not in ROW_DTYPES:
@@ -84,6 +84,6 @@ def _ragged(shape: Sequence[int], data: bytes) -> npt.NDArray[Any]:
         rows[row] = data[offset : offset + length]
         offset += length
     if offset != len(data):
-        raise ValueError(f"rows of {offset} bytes in {len(data)}")
+        raise ValueError(f"the rows have {offset} bytes, but the data {len(data)}")
     rows.flags.writeable = False
     return rows

@@ -1,4 +1,4 @@
-"""Compare texts by their runs of 12 characters, which also works in languages without spaces between words."""
+"""Compare texts by their runs of 12 characters, which also works for languages without spaces between words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Runs = NDArray[np.uint64]
-"""The hashes of the runs of characters of a normalized text. A text shorter than a run has one hash."""
+"""Hashes of a normalized text's character runs. A text that is shorter than a run has one hash."""
 
 _RUN = 12
-"""Characters."""
+"""The length of a run in characters."""
 
 _MOST = 40_000
-"""Characters; the rest of a longer text is ignored."""
+"""The number of characters that are compared; the rest of a longer text is ignored."""
 
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, index + 1, 1 << 64) for index in range(_RUN)], np.uint64)
 
@@ -28,7 +28,7 @@ def normalized(text: str) -> str:
 
 def _runs(text: str) -> Runs:
     codes = np.zeros(max(len(text), _RUN), np.uint64)
-    # Codes are shifted by one, so that the padding of a short text differs from U+0000.
+    # Codes are shifted by one so that a short text's padding differs from U+0000.
     codes[: len(text)] = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64) + 1
     runs: Runs = sliding_window_view(codes, _RUN) @ _FACTORS
     return runs
@@ -45,7 +45,7 @@ def start(text: str) -> Runs:
 
 
 def probes(text: str) -> Runs:
-    """Return runs at regular distances, about 128 of a long text. A text that has half of them quotes this text."""
+    """Return runs at regular distances, about 128 for a long text. A text with half of them quotes this text."""
     return _runs(text)[:: max(len(text) // 128, 1)].copy()
 
 
@@ -64,7 +64,7 @@ def similar(ours: Runs, theirs: Runs) -> bool:
 
 
 class TextIndex:
-    """An index of texts by some of their runs, to find the texts that another text quotes."""
+    """Indexes texts by some of their runs, to find which of them a given text quotes."""
 
     def __init__(self, texts: Mapping[int, Runs]) -> None:
         self._numbers: dict[int, list[int]] = {}
@@ -74,6 +74,6 @@ class TextIndex:
         self._runs = np.array(sorted(self._numbers), np.uint64)
 
     def found_in(self, runs: Runs) -> Counter[int]:
-        """Count, for each text, its runs that are among `runs`, the `shingles` of another text."""
+        """Count each text's runs that are also in `runs`, the `shingles` of a different text."""
         common = _common(self._runs, runs).tolist()
         return Counter(number for run in common for number in self._numbers[run])

@@ -1,4 +1,4 @@
-"""One session in memory: an append-only tree of turns, and where a request continues it."""
+"""Keep a session in memory as an append-only tree of turns, and find the turn that a request continues."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from tokentape._session.matching import call_ids, chained, history_keys, message
 from tokentape.types import Event, Message, SessionInfo, TokenIds, Turn
 
 UNREAD = "unread"
-"""Kind of the events that say whether a turn's client left before it had the whole reply. Body: `{"unread": true}`."""
+"""Kind of the events that record whether a client disconnected before the reply's end. Body: `{"unread": true}`."""
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
-"""The context of a turn that has no parent."""
+"""The context of a turn without a parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuationPoint:
-    """The turn that a request continues, and the messages that are new."""
+    """The turn that a request continues, and the request's new messages."""
 
     parent: Turn | None
-    """The deepest turn with a history that begins the request; None if the request is rendered from the start."""
+    """The deepest turn whose history is a prefix of the request; None if the request is rendered from the start."""
     new_messages: tuple[Message, ...]
     """The request's messages after the parent's history."""
     context_ids: TokenIds
     """The parent's context and completion; empty without a parent."""
     key: bytes = b""
-    """The key of the request's whole history; see `history_keys`."""
+    """The key for the request's whole history, see `history_keys`."""
     system: bool = False
     """Whether the parent's history has a system or developer message."""
 
 
 class SharedMessages(tuple[Message, ...]):
-    """The first messages of several sessions. They are compressed for the store only once."""
+    """The first messages of several sessions, which are compressed for the store only once."""
 
     compressed: bytes | None = None
 
 
 class LazyMessages(Sequence[Message]):
-    """The messages of a request, parsed by `read` on first access.
+    """A request's messages, parsed by `read` on first access.
 
-    `tail` holds the last messages, parsed. `key` is the history key (see `history_keys`) of the messages before them,
-    under the setup with the digest `setup`.
+    `tail` contains the last messages, already parsed. `key` is the history key (see `history_keys`) of the messages
+    before them, under the setup with the digest `setup`.
     """
 
     def __init__(
@@ -78,36 +78,36 @@ class Session:
     def __init__(self, info: SessionInfo, turns: Iterable[Turn] = (), events: Iterable[Event] = ()) -> None:
         self.info = info
         self.unread = unread_turns(events)
-        """`seq` of the turns that are marked as not read to their end by any client; see `leaves`."""
+        """The `seq` of each turn that is marked as not completely read by any client; see `leaves`."""
         self.turns: list[Turn] = []
         self._history: list[bytes] = []
-        """For each turn, the key of its whole message history, reply included."""
+        """For each turn, the key of its whole message history, including the reply."""
         self._system: list[bool] = []
         """For each turn, whether its history has a system or developer message."""
         self._by_history: dict[bytes, int] = {}
         self._by_reply: dict[bytes, int] = {}
         self._same_history: dict[int, int] = {}
-        """Links a turn to an earlier one with the same history key. Replies that differ only in reasoning share one."""
+        """Maps a turn to an earlier turn with the same history key, which does not depend on replies' reasoning."""
         self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
         self._answered: set[tuple[int | None, str, bytes | None]] = set()
-        """(parent, setup, key of the new messages) of every turn. A request with the same three is a sibling."""
+        """(parent, setup, key of the new messages) for every turn. A request with the same three is a sibling."""
         self._numbered_history: list[bytes] = []
-        """Like `_history`, with the position of each tool call in place of its id; filled by `_number_turns`."""
+        """Like `_history`, but with each tool call's position in place of its id; filled by `_number_turns`."""
         self._by_numbered: dict[bytes, list[int]] = {}
         self._by_numbered_reply: dict[bytes, list[int]] = {}
         self._call_ids: set[Any] = set()
-        """Ids of all tool calls in the replies of the turns in `_numbered_history`."""
+        """The ids of all tool calls in the replies of the turns in `_numbered_history`."""
         self._last_context: tuple[int, TokenIds] | None = None
         self._request_keys: list[bytes] = []
-        """The history keys of the requests of the turns that are not in `_history` yet, as far as they are known."""
+        """The request's history key, if known, for each turn that is not yet in `_history`."""
         for turn in turns:
             self.add(turn)
 
     def add(self, turn: Turn, request_key: bytes = b"") -> None:
-        """Append a committed turn. `request_key` is the history key of its request, if the caller knows it.
+        """Append a committed turn. `request_key` is its request's history key, if the caller knows it.
 
-        Raises ValueError unless the turn's `seq` is the next one and its parent is in the tree.
+        Raises ValueError unless the turn's `seq` is the next number and its parent is in the tree.
         """
         if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
@@ -117,7 +117,7 @@ class Session:
             self._children.setdefault(turn.parent, []).append(turn.seq)
 
     def _index_turns(self) -> None:
-        """Index the turns added since the last call by the keys of their messages. Reading a record needs no keys."""
+        """Index the turns added since the last call by their messages' keys. Not needed to read a record."""
         for turn, request_key in zip(self.turns[len(self._history) :], self._request_keys, strict=True):
             start = None if turn.parent is None else self._history[turn.parent]
             reply = message_key(turn.reply)
@@ -136,9 +136,9 @@ class Session:
         self._request_keys.clear()
 
     def continuation(self, messages: Sequence[Message], setup: str) -> ContinuationPoint:
-        """Find the deepest turn under the same setup with a history that is a prefix of `messages`.
+        """Find the deepest turn with the same setup whose history is a prefix of `messages`.
 
-        If several turns have the same history, prefer the one with the reasoning that was sent back, then the newest.
+        If several turns have the same history, prefer the turn whose reasoning was sent back, then the newest turn.
         """
         self._index_turns()
         if isinstance(messages, LazyMessages) and messages.setup == setup:
@@ -152,10 +152,10 @@ class Session:
     def _after(
         self, messages: Sequence[Message], keys: Sequence[bytes], reasoning: Callable[[int], list[str]] | None
     ) -> ContinuationPoint | None:
-        """Return the deepest turn with one of `keys`, which has the history key after each of `messages`.
+        """Return the deepest turn with one of `keys`, which are the history keys after each of `messages`.
 
-        `reasoning(n)` returns the reasoning of the request's first n messages. Return None if no turn matches, or if
-        several have the same history and `reasoning` is None.
+        `reasoning(n)` returns the reasoning in the request's first n messages. Return None if no turn matches, or if
+        several turns have the same history and `reasoning` is None.
         """
         for end in range(len(keys), 0, -1):
             newest = self._by_history.get(keys[end - 1])
@@ -165,18 +165,18 @@ class Session:
                     if reasoning is None:
                         return None
                     sent_reasoning, same = reasoning(end), _linked(newest, self._same_history)
-                    # max() keeps the first of equals, the newest.
+                    # If several agree equally, max() returns the first, which is the newest.
                     seq = max(same, key=lambda candidate: self._agreement(candidate, sent_reasoning))
                 context = self.context_after(seq)
                 return ContinuationPoint(self.turns[seq], tuple(messages[end:]), context, keys[-1], self._system[seq])
         return None
 
     def with_recorded_ids(self, messages: Sequence[Message], setup: str) -> tuple[Message, ...] | None:
-        """Return the messages with the recorded ids of tool calls, for a harness that renames calls.
+        """Return the messages with the recorded tool call ids, for a harness that renames calls.
 
-        Histories are matched by which result answers which call instead of by ids. Return None if no turn matches, if
-        several match and differ in their ids, or if a changed id belongs to another call of this session: then the
-        harness did not rename the call.
+        Histories are matched by which result answers which call, not by ids. Return None if no turn matches, if several
+        match and differ in their ids, or if a changed id belongs to a different call in this session, because the
+        harness then did not rename the call.
         """
         if not self.turns:
             return None
@@ -193,12 +193,12 @@ class Session:
         return None
 
     def _number_turns(self) -> None:
-        """Index the turns added since the last call by keys with the position of each tool call in place of its id."""
+        """Index the turns added since the last call by keys with each tool call's position in place of its id."""
         for turn in self.turns[len(self._numbered_history) :]:
             start, before = None, 0
             messages: list[Message] = [*turn.messages, turn.reply]
             if turn.parent is not None:
-                # The parent's reply says which call the first results belong to.
+                # The parent's reply shows to which call the first results belong.
                 start, before = self._numbered_history[turn.parent], 1
                 messages.insert(0, self.turns[turn.parent].reply)
             numbered = history_keys(turn.setup, _numbered(messages)[before:], start)[-1]
@@ -210,12 +210,12 @@ class Session:
                 self._by_numbered_reply.setdefault(reply, []).append(turn.seq)
 
     def _names_others(self, message: Message, own: Message) -> bool:
-        """Return whether a call in `message` has the id of a different call of this session than the one in `own`."""
+        """Return whether a call in `message` has an id that is not its id in `own` but a different call's."""
         pairs = zip(call_ids(message), call_ids(own), strict=True)
         return any(call_id != own_id and call_id in self._call_ids for call_id, own_id in pairs)
 
     def _renamed(self, messages: Sequence[Message], seq: int) -> tuple[Message, ...] | None:
-        """Return the messages with the call ids that the path to `seq` has; None if an id belongs to another call."""
+        """Return the messages with the call ids on the path to `seq`; None if an id belongs to a different call."""
         recorded = [message for turn in self.path(seq) for message in (*turn.messages, turn.reply)]
         if any(self._names_others(message, own) for message, own in zip(messages, recorded, strict=False)):
             return None
@@ -226,9 +226,9 @@ class Session:
         return tuple(renamed_calls(messages, ids))
 
     def continuation_of_ids(self, prompt_ids: TokenIds, recorded_as: Message) -> ContinuationPoint:
-        """Find the deepest turn, under any setup, with a context and completion that begin `prompt_ids`.
+        """Find the deepest turn, with any setup, whose context and completion are a prefix of `prompt_ids`.
 
-        A request with prompt ids has no messages: `recorded_as` is the new message of the returned point.
+        A request with prompt ids has no messages: `recorded_as` becomes the new message in the returned point.
         """
         deepest: int | None = None
         start, level = 0, self._children.get(None, [])
@@ -247,7 +247,7 @@ class Session:
         return ContinuationPoint(parent, (recorded_as,), prompt_ids[:start])
 
     def context_before(self, seq: int) -> TokenIds:
-        """Return the ids of the prompt of turn `seq`, int32 [tokens]."""
+        """Return the prompt ids of turn `seq`, int32 [tokens]."""
         turn = self.turns[seq]
         context = NO_IDS if turn.parent is None else self.context_after(turn.parent)
         return np.concatenate([context, turn.added_ids])
@@ -273,17 +273,17 @@ class Session:
         return ids
 
     def forget_context(self) -> None:
-        """Drop the context that `context_after` cached last, to free its memory."""
+        """Drop the context that `context_after` cached, to free its memory."""
         self._last_context = None
 
     def fork_cause(self, parent: int | None, messages: Sequence[Message], setup: str) -> str | None:
         """Return why a turn with this parent forks the session; None if it does not.
 
-        `sibling`: the same messages were answered before. `branched`: the parent was continued with other messages.
-        `new_setup`: tools or template settings changed. `edited_history`: no turn has the messages that begin the
-        request. The prompt builder has three more causes: `template_rewrites`, the template can't append these
-        messages; `template_history`, `history="template"` dropped part of earlier turns; `other_stop`, the parent ended
-        with another stop token than the template writes, and `stop_mismatch="fork"`.
+        `sibling`: the same messages were answered before. `branched`: the parent was continued with different messages.
+        `new_setup`: tools or template settings changed. `edited_history`: no turn's history is a prefix of the request.
+        The prompt builder adds three causes: `template_rewrites`, the template can't append these messages;
+        `template_history`, `history="template"` dropped part of earlier turns; `other_stop`, the parent ended with a
+        different stop token than the template writes, and `stop_mismatch` is "fork".
         """
         self._index_turns()
         if not self._children.get(parent) and (parent is not None or not self._by_history):
@@ -296,7 +296,7 @@ class Session:
         return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"
 
     def turn_of_reply(self, message: Message) -> Turn | None:
-        """Return the newest turn with this reply; one with the same reasoning comes first. None if there is none."""
+        """Return the newest turn with this reply, preferably with the same reasoning; None if no turn has the reply."""
         self._index_turns()
         newest = self._by_reply.get(message_key(message)) if self.turns else None
         if newest is None:
@@ -307,10 +307,10 @@ class Session:
         return self.turns[next(alike, newest)]
 
     def turn_of_renamed_reply(self, message: Message) -> Turn | None:
-        """Return the turn with this reply, where the tool calls may have other ids.
+        """Return the turn with this reply, even if its tool calls have different ids.
 
-        Return None if an id belongs to another call of this session, or if several turns match and their completions
-        differ.
+        Return None if an id belongs to a different call in this session, or if several turns match but their
+        completions differ.
         """
         self._number_turns()
         candidates = (self.turns[seq] for seq in self._by_numbered_reply.get(message_key(*_numbered([message])), ()))
@@ -321,9 +321,9 @@ class Session:
         return same[-1] if same and alike else None
 
     def _agreement(self, leaf: int, reasoning: Sequence[str]) -> int:
-        """Count the replies on the path to `leaf` that have the reasoning sent for them.
+        """Count the replies on the path to `leaf` whose reasoning equals the reasoning that was sent back.
 
-        `reasoning` has one entry per message of the path.
+        `reasoning` has one entry per message on the path.
         """
         agreed, index = 0, len(reasoning)
         for turn in reversed(self.path(leaf)):
@@ -335,14 +335,14 @@ class Session:
     def leaves(self, *, unread: bool = False) -> list[int]:
         """Return the `seq` of every turn that no turn continues, in commit order, without aborted turns.
 
-        Turns that no client read are left out too unless `unread` is True.
+        Turns that no client read are also left out unless `unread` is True.
         """
         excluded = set[int]() if unread else {seq for seq in self.unread if self.is_unread(seq)}
         seqs = [turn.seq for turn in self.turns if turn.finish_reason != "abort" and turn.seq not in excluded]
         return [seq for seq in seqs if excluded.issuperset(self._children.get(seq, ()))]
 
     def is_unread(self, seq: int) -> bool:
-        """Return whether a turn is marked as unread. A turn that a later one continues was read, despite its mark."""
+        """Return whether a turn is marked as unread and not continued. A turn that was continued was read."""
         return seq in self.unread and not self.is_continued(seq)
 
     def is_continued(self, seq: int) -> bool:
@@ -360,7 +360,7 @@ class Session:
 
 
 def unread_turns(events: Iterable[Event]) -> set[int]:
-    """Return the turns that are marked as unread, by the last such event of each turn."""
+    """Return the turns whose last event of kind `UNREAD` marks them as unread."""
     marks = {
         event.turn: event.body.get("unread") for event in events if event.kind == UNREAD and event.turn is not None
     }
@@ -368,12 +368,12 @@ def unread_turns(events: Iterable[Event]) -> set[int]:
 
 
 def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each tool call's id replaced by the call's position in its message."""
+    """Replace each tool call's id by the call's position in its message."""
     return renamed_calls(messages, lambda _, message: range(len(call_ids(message))))
 
 
 def _linked(newest: int, before: Mapping[int, int]) -> Iterator[int]:
-    """Yield a turn and the earlier turns that `before` links it to, newest first."""
+    """Yield a turn and the earlier turns to which `before` links it, newest first."""
     seq: int | None = newest
     while seq is not None:
         yield seq

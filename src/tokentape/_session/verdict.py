@@ -1,4 +1,4 @@
-"""The verdict of a branch, which trainers filter by: one word, the cause of a fork, and reservations."""
+"""Compute a branch's verdict, by which trainers filter: a word, the cause of a fork, and reservations."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ RESERVATIONS = (
     NO_SUPPORTS,
     NOT_KNOWN,
 )
-"""A verdict may add these after a comma: something about a turn of the path is unknown or was found to be wrong, or its
-logprobs are not those of the distribution that it was sampled from."""
+"""A verdict may add these after a comma: something about a turn on the path is unknown or wrong, or its logprobs are
+not from the distribution from which it was sampled."""
 
 _CLOSE = int(Provenance.CLOSE)
 
 BRIDGE_DUE, BRIDGE_SKIPPED, BRIDGE_CHECKED = "bridge_due", "bridge_skipped", "bridge_checked"
-"""Kinds of events: a turn's bridge will be compared with the template's own rendering, will not be, was."""
+"""Kinds of events: a turn's bridge will be, will not be, or has been compared with the template's own rendering."""
 
 
 def bridge_states(events: Iterable[Event]) -> dict[int, str]:
-    """Return the reservation of each turn with bridge events: "" if a check found no difference."""
+    """Return the reservation for each turn with bridge events; "" if a check found no difference."""
     states: dict[int, str] = {}
     for event in events:
         if event.turn is None:
@@ -55,7 +55,7 @@ def bridge_states(events: Iterable[Event]) -> dict[int, str]:
 
 
 def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, unread: bool = False) -> str:
-    """Return the verdict of a path from a root to a leaf. The ids of every path are exact, whatever the verdict.
+    """Return the verdict for a root-to-leaf path. The ids are exact on every path, whatever the verdict.
 
     The first word:
 
@@ -65,20 +65,20 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, u
     - `captured`: the server rendered the messages, and each prompt continued the session's context.
     - `exact`: none of these.
 
-    Reservations that follow after a comma:
+    Reservations, which follow after a comma:
 
     - `model unverified`: a turn was sampled by a server that was not known to serve the folder's model.
-    - `bridge unchecked`, `bridge differs` (with `bridges`, from `bridge_states`): a bridge of the path was not yet
-      compared with the template's own rendering, or differs from it. Turns from before these checks have neither.
+    - `bridge unchecked`, `bridge differs` (with `bridges`, from `bridge_states`): a bridge on the path was not yet
+      compared with the template's own rendering, or differs from it. Turns recorded before these checks have neither.
     - `kept partial`: the engine aborted a turn, and the partial completion became the reply.
-    - `unread`: the client of the last turn left before it had the whole reply.
-    - `other logprobs`, `logprobs not known`: a turn's logprobs are not of the distribution that it was sampled from, or
-      it is not recorded which distribution they are of.
-    - `supports not known`: the logprobs are of a truncated distribution, and the ids that truncation kept are not
+    - `unread`: the last turn's client disconnected before it got the whole reply.
+    - `other logprobs`, `logprobs not known`: a turn's logprobs are not from the distribution from which it was sampled,
+      or the record does not contain which distribution they are from.
+    - `supports not known`: the logprobs are from a truncated distribution, and the ids that truncation kept are not
       recorded for each token, so no trainer can compute these logprobs.
     """
     reservations = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
-    # By identity, because turns from a store share these objects, and to hash them takes longer.
+    # Compare by identity: turns from a store share these objects, and hashing them takes longer.
     kinds = {(id(turn.sampled_from), id(turn.logprobs_of)): (turn.sampled_from, turn.logprobs_of) for turn in path}
     reservations |= {_of_logprobs(*kind) for kind in kinds.values()}
     engines = {turn.engine for turn in path} | {resume.engine or "" for turn in path for resume in turn.resumes}
@@ -105,7 +105,7 @@ def _of_logprobs(sampled_from: TokenDistribution | None, logprobs_of: TokenDistr
 
 
 def verdict_read(verdict: str, distributions: Iterable[TokenDistribution | None]) -> str:
-    """Return a stored verdict as this release words it, given the distributions recorded for its turns.
+    """Return a stored verdict in this release's wording, given the distributions recorded for its turns.
 
     Verdicts that were stored before distributions were recorded get `logprobs not known`.
     """
@@ -113,7 +113,7 @@ def verdict_read(verdict: str, distributions: Iterable[TokenDistribution | None]
 
 
 def verdict_written(verdict: str, distributions: Iterable[TokenDistribution | None]) -> str:
-    """Return the verdict as it was stored, because digests were computed over that."""
+    """Return the verdict as it was stored, because digests were computed over the stored form."""
     return verdict if any(distributions) else verdict.removesuffix(f", {NOT_KNOWN}")
 
 
@@ -131,10 +131,10 @@ def _verdict(path: Sequence[Turn]) -> str:
 def check_verdicts(entries: Collection[str]) -> None:
     """Raise `InvalidRequest` unless `entries` are a filter that can match a verdict.
 
-    Each entry is one of `VERDICTS`, `forked:CAUSE`, or, beside one of these, one of `RESERVATIONS`.
+    Each entry is one of `VERDICTS`, `forked:CAUSE`, or one of `RESERVATIONS`, but not reservations only.
     """
     if entries and all(entry in RESERVATIONS for entry in entries):
-        raise InvalidRequest(f"{', '.join(entries)} goes with a verdict, such as exact", "verdict")
+        raise InvalidRequest(f"{', '.join(entries)} matches nothing alone; add a verdict, such as exact", "verdict")
     for entry in entries:
         if entry in RESERVATIONS:
             continue
@@ -148,7 +148,7 @@ def check_verdicts(entries: Collection[str]) -> None:
 def wanted_verdict(verdict: str, entries: Collection[str]) -> bool:
     """Return whether a verdict passes the filter `entries`. `forked` matches every fork, `forked:sibling` one cause.
 
-    All reservations of the verdict have to be in the filter too.
+    The filter must also contain all of the verdict's reservations.
 
     >>> wanted_verdict("forked: sibling", ["exact", "forked"])
     True

@@ -2,14 +2,14 @@
 
     renderer = Renderer.load("path/to/model")
     setup = renderer.setup(tools, date="2026-01-01")
-    prompt = renderer.render(messages, setup)                       # ids with a provenance code each
+    prompt = renderer.render(messages, setup)                       # ids, each with a provenance code
     parser = renderer.parser(setup)
     parser.feed(sampled_ids)
     _, reply = parser.finish()                                      # content, reasoning, tool calls
     more = renderer.bridge(sampled_ids, message, new_messages, setup)  # ids to append for new messages
 
 `certify` renders a grammar of conversations with the template and returns a `Certificate`: which bridges are exact,
-which messages are parsed back, and what the template drops.
+which messages the parser reads back unchanged, and what the template drops.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ _SPACE = "\u2581"
 """The character that stands for a space in SentencePiece vocabularies."""
 
 _BARS = (("<|", "|>"), ("<\uff5c", "\uff5c>"))
-"""Beginnings and ends that mark a token as control, with the full-width form that DeepSeek uses."""
+"""Delimiters that mark a token as control. The second pair is the full-width form that DeepSeek uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """One entry of `added_tokens`."""
+    """An entry of `added_tokens` in a tokenizer.json."""
 
     id: int
     """The id in `tokenizers`, which may differ from `declared_id`."""
@@ -26,7 +26,7 @@ class AddedToken:
     normalized: bool
     single_word: bool
     strips: bool
-    """Any of the flags `lstrip`, `rstrip` and `single_word`: the token's match depends on the characters around it."""
+    """Whether `lstrip`, `rstrip` or `single_word` is set: the match then depends on the characters around the token."""
 
     @property
     def is_space(self) -> bool:
@@ -35,7 +35,7 @@ class AddedToken:
 
     @property
     def is_words(self) -> bool:
-        """Whether the token has only letters, digits and white space, as ordinary text has."""
+        """Whether the token consists of letters, digits and white space only, like ordinary text."""
         return all(char.isalnum() or char.isspace() or char == _SPACE for char in self.content)
 
 
@@ -43,7 +43,7 @@ def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
     """Return the added tokens of a parsed tokenizer.json, with their ids in `tokenizers` 0.21 to 0.23.
 
     The library ignores declared ids: a token in the model's vocabulary keeps its id there, and any other token gets the
-    next free id. Of a token listed twice, the first entry is used.
+    next free id. If a token is listed twice, the first entry is used.
     """
     vocab = spec["model"]["vocab"]
     ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
@@ -69,10 +69,10 @@ def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
 
 
 def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool:
-    """Return whether the token is a control token, which callers' text must never become.
+    """Return whether the token is a control token. Text from callers must never be encoded as one.
 
-    `named` holds the chat templates and the strings of configurations, and `named_ids` the ids that configurations
-    name: a token that occurs in either is a control token.
+    `named` contains the chat templates and the strings in the configurations, `named_ids` the ids that the
+    configurations name. A token that occurs in either is a control token.
     """
     if token.special:
         return True
@@ -83,9 +83,9 @@ def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool
 
 
 def config_values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for each value of a configuration that is no object or list, at any depth.
+    """Yield (key, value) for each scalar in a configuration, at any depth.
 
-    `added_tokens_decoder` is left out: some configurations repeat all added tokens there.
+    `added_tokens_decoder` is skipped because some configurations repeat all added tokens there.
     """
     if isinstance(config, Mapping):
         for name, value in config.items():
@@ -99,7 +99,7 @@ def config_values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    """Return a regular expression that matches any of these tokens, the longest first as in `tokenizers`."""
+    """Return a regular expression that matches any of these tokens and, like `tokenizers`, prefers the longest."""
     longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
     patterns = (
         rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)

@@ -1,8 +1,8 @@
-"""What a template writes around an assistant turn, read off its own renderings.
+"""Find out what a chat template writes around an assistant turn, from its own renderings.
 
-Assistant messages with sentinels for content, reasoning, tool name, argument keys and values are rendered, and the
-text around each sentinel is read off. Nothing here knows any model: a delimiter is whatever the template wrote.
-All texts are marked text (see `tokenizer`).
+Assistant messages with sentinels for content, reasoning, tool name, argument keys and values are rendered; the text
+around each sentinel shows the delimiters. No code is specific to a model: a delimiter is whatever the template wrote.
+All texts are marked text, in which control tokens are marks (see `chat/_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from tokentape.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """How a template frames the parts of a turn where it frames reasoning and content alike."""
+    """The delimiters of a template that puts reasoning and content in channels, framed the same way (gpt-oss)."""
 
     header_close: str
     """The mark after a part's header."""
     part_close: str
-    """The mark after a part that another one follows."""
+    """The mark after a part, if another part follows."""
     reasoning_name: str
-    """The word in the header of reasoning."""
+    """The word that names the reasoning channel in a header."""
     call_open: str
-    """The text before a tool's name in the header of a call; empty if calls are not written so."""
+    """The text before a tool's name in the header of a call; empty if calls are written without such a header."""
     marks: tuple[str, ...]
-    """All marks of such framing: what a part ends at."""
+    """All marks that frame parts. A part ends at any of them."""
     words: tuple[str, ...]
-    """The words of headers: a role, channels, types, and the word before a tool's name."""
+    """The words that occur in headers: a role, channels, types, and the word before a tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,72 +66,72 @@ class TurnClose:
     """What a template writes after the last text of a turn that ends a conversation."""
 
     last: str
-    """Where the conversation is rendered as it is."""
+    """The text without a generation prompt."""
     prompted: str
-    """Where a generation prompt follows, without that. gpt-oss ends a turn with another token there."""
+    """The text before a generation prompt. gpt-oss ends a turn with a different token there."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantFormat:
-    """Everything that bridging and parsing need to know of how a template writes an assistant turn."""
+    """Everything that bridging and parsing need to know about how a template writes an assistant turn."""
 
     generation_prompt: str
     header: str
-    """The text before a turn once the conversation has gone on; the generation prompt may open more."""
+    """The text before a turn that is no longer the last; the generation prompt may contain more, such as `<think>`."""
     content_open: str
-    """Between the generation prompt and the content of a turn without reasoning."""
+    """The text between the generation prompt and the content of a turn without reasoning."""
     content_reopen: str
-    """Between reasoning that was closed and the content after it, where content has a delimiter of its own."""
+    """The text between the end of reasoning and the content, if content has its own delimiter."""
     content_end: str
-    """What closes the content within its turn, before calls or the turn's end; empty where nothing does."""
+    """The text that closes the content within its turn, before calls or the turn's end; empty if there is none."""
     turn_end: str
-    """What closes a turn that just speaks after that, before the token that ends it; mostly empty."""
+    """The text between `content_end` and the token that ends a turn without calls; usually empty."""
     empty_content: str
-    """Between reasoning that was closed and the token that ends the turn, where empty content has its delimiters."""
+    """The text between reasoning and the end of a turn without content, if the template frames empty content."""
     content_close: TurnClose
-    """After the content at the end of a conversation."""
+    """The text after the content at the end of a conversation."""
     reasoning: Reasoning | None
     shape: CallShape | None
-    """None where the template renders no tool calls."""
+    """None if the template renders no tool calls."""
     calls: CallSyntax | None
-    """None where there are no calls or their syntax could not be read off."""
+    """None if the template renders no calls or their syntax was not recognized."""
     calls_close: TurnClose
-    """After the last call's arguments at the end of a conversation."""
+    """The text after the last call's arguments at the end of a conversation."""
     content_suffix: str
-    """After the content when a user message follows, to the end of the generation prompt; empty where it may not."""
+    """The text from the content through the next user message and generation prompt; empty if that is refused."""
     channels: Channels | None
-    """Where reasoning and content are framed alike."""
+    """Set if reasoning and content are framed the same way."""
     calls_suffix: str
-    """After the last call's arguments when a tool result follows; empty where the template refuses that."""
+    """The text from the last call's arguments through a tool result and generation prompt; empty if that is refused."""
     content_after_calls: TurnClose | None
-    """After the content of a turn at the end of a conversation, if it stands after the turn's calls; else None."""
+    """The text after the content at the end of a conversation if the template writes content after calls, else None."""
     before_content: str = ""
-    """Between the calls of such a turn and its content, where that is one turn."""
+    """The text between a turn's calls and its content, if the template writes both in one turn in that order."""
     needs_earlier: bool = False
-    """The template refuses a question alone: something has to be said before it."""
+    """The template accepts a user message only after an earlier exchange."""
 
     @property
     def question(self) -> tuple[Message, ...]:
-        """The shortest conversation that the template takes before a turn. It ends with `QUESTION`."""
+        """The shortest conversation that the template accepts before a turn. It ends with `QUESTION`."""
         return (*EARLIER, QUESTION) if self.needs_earlier else (QUESTION,)
 
     @property
     def after_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
-        """What may stand after turns, at the end of a conversation and within it."""
+        """The texts that can follow a turn, at the end of a conversation and within it."""
         return self.content_close, self.content_suffix, self.calls_close, self.calls_suffix
 
     @property
     def within_turns(self) -> str:
-        """What may stand within a turn: all delimiters but those that end it."""
+        """All delimiters that can occur within a turn, except those that end it."""
         reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning is not None else ()
         calls = (self.calls.section_open, self.calls.open, self.calls.between) if self.calls is not None else ()
         return "".join([self.content_open, self.content_reopen, *reasoning, *calls, self.before_content])
 
 
 def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
-    """Ask a template how it writes assistant turns.
+    """Read how a template writes assistant turns from its renderings of probe conversations.
 
-    Raises `TemplateRefused` if it does not even render a user's question and a plain answer.
+    Raises `TemplateRefused` if the template does not render a user message and a plain answer.
     """
     earlier = _needed_before_question(render)
     ask = _from_question(render, earlier)
@@ -148,7 +148,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     header = _read_header(followed, base, generation_prompt)
     content_open, content_close = _around(answer, prompt, CONTENT)
     if content_suffix:
-        # Some write more after the last turn of a conversation, which closes nothing.
+        # Some templates write more after the last turn of a conversation. That text closes nothing.
         content_close = content_close[: common_prefix(content_close, content_suffix)]
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
@@ -157,7 +157,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
         with contextlib.suppress(TemplateRefused):
-            # It may take calls, but not with arguments of each type: then they are not read, and the rest holds.
+            # A template may reject some argument types in calls: calls are then not parsed; everything else works.
             calls = read_calls(ask, prompt, shape)
         if calls is not None:
             calls = replace(calls, section_open=_without_content(calls.section_open, content_open, content_end))
@@ -172,7 +172,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             calls_suffix = _after(ask([QUESTION, calling, result], True), VALUE)
             only_last = calls_close.last[common_prefix(calls_close.last, calls_suffix) :]
             if calls is not None and only_last.strip() and not MARK.search(only_last):
-                # Text that only the last turn of a conversation ends with closes no calls.
+                # Text that is written only after the last turn of a conversation does not close calls.
                 calls = replace(calls, section_close=calls.section_close.removesuffix(only_last))
             speaking = {**calling, "content": CONTENT}
             text = ask([QUESTION, speaking, result], True)
@@ -182,7 +182,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
                 before_content = after.partition(CONTENT)[0]
     reasoning = read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
     if reasoning is None:
-        # Some templates show it from the second answer on.
+        # Some templates render reasoning only from the second answer on.
         ask_later = _from_question(render, EARLIER)
         with contextlib.suppress(TemplateRefused):
             prompt_later = ask_later([QUESTION], True)
@@ -194,7 +194,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         reasoning, content_reopen = shortest_close(ask, reasoning, shape, content_open)
         thought = {"role": "assistant", "content": "", **dict.fromkeys(REASONING_FIELDS, REASONING)}
         if len({*MARK.findall(turn_end)}) > 1:
-            # Content has a token that closes it as well. A header that nothing closes is left out.
+            # Content also has a closing token. A template may leave out a header that nothing closes.
             frame = content_reopen + turn_end
             with contextlib.suppress(TemplateRefused):
                 after = _after(continued(ask, thought), REASONING)
@@ -229,8 +229,8 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
     with contextlib.suppress(TemplateRefused):
         prompted = _after(render([QUESTION, turn], True), sentinel)
         marks = MARK.findall(generation_prompt)
-        # The prompt may say something else here, such as a number. It begins at its first control token.
-        # Some write none after an assistant's turn: its first word is not there.
+        # The prompt's text may differ here, for example in a number, so its first control token is searched for.
+        # Some templates write no prompt after an assistant turn: the prompt's first word is then missing.
         word = re.search(r"[^\W\d]+|\Z", MARK.split(generation_prompt)[-1])
         writes_prompt = bool(marks) and word is not None and word[0] in prompted
         begins = [mark.start() for mark in MARK.finditer(prompted) if writes_prompt and mark[0] == marks[0]]
@@ -240,9 +240,9 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
 
 
 def _needed_before_question(render: Render) -> tuple[Message, ...]:
-    """Return an earlier exchange if the template takes a question after it only, else nothing.
+    """Return `EARLIER` if the template accepts a user message only after an earlier exchange, else an empty tuple.
 
-    One that takes the first user message out may fail when no other message is left.
+    A template that removes the first user message may fail when no other message is left.
     """
     try:
         render([QUESTION], True)
@@ -254,9 +254,9 @@ def _needed_before_question(render: Render) -> tuple[Message, ...]:
 
 
 def _from_question(render: Render, earlier: Sequence[Message]) -> Render:
-    """Return renderings after `earlier`, from the question on.
+    """Return a function that renders messages after `earlier` and returns the text from the question on.
 
-    The text before the question may depend on later messages (Mistral's tools).
+    Text before the question is cut because it may depend on later messages, like Mistral's tools.
     """
 
     def ask(messages: Sequence[Message], generate: bool) -> str:
@@ -267,24 +267,24 @@ def _from_question(render: Render, earlier: Sequence[Message]) -> Render:
 
 
 def _opening_marks(text: str) -> list[str]:
-    """Return the control tokens before the question, among them those that open every message."""
+    """Return the control tokens before the question, which include those that open each message."""
     return MARK.findall(text[: max(text.find(QUESTION["content"]), 0)])
 
 
 def _without_opening(text: str, openings: Sequence[str]) -> str:
-    """Return a text without the control token at its end that opens the next message."""
+    """Remove the control token that opens the next message from the end of a text."""
     return next((text.removesuffix(mark) for mark in openings if text.endswith(mark)), text)
 
 
 def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
     """Return the question as rendered without a generation prompt.
 
-    If the rendering always ends with one, a rendering of two questions in a row shows where the first question ends:
-    what both renderings begin with, up to the control token that opens messages, one of `openings`.
+    If the template always writes a generation prompt, a rendering of two questions in a row shows where the first one
+    ends: the common beginning of both renderings, up to a control token that opens messages, one of `openings`.
     """
     base = prompt
     with contextlib.suppress(TemplateRefused):
-        # No request asks for this, so a template may fail on it (Nemotron Nano 2 looks for the last turn's content).
+        # No request needs this rendering, so it may fail (Nemotron Nano 2 looks for the last turn's content).
         base = render([QUESTION], False)
     if base == prompt:
         with contextlib.suppress(TemplateRefused):
@@ -304,7 +304,7 @@ def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
             return _without_opening(shared, openings if len(shared) > start + len(end[0]) else openings[-1:])
         opening = openings[-1] if openings else ""
         if opening and opening in prompt:
-            # It takes no two questions in a row. Where the answer's header follows the mark, that ends the question.
+            # The template rejects two questions in a row. A mark that the answer's header follows ends the question.
             index = prompt.rindex(opening)
             answer = render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
             header = answer[len(prompt) :].partition(CONTENT)[0] if answer.startswith(prompt) else ""
@@ -313,7 +313,7 @@ def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
 
 
 def _before_calls(render: Render, shape: CallShape, content_end: str) -> str:
-    """Return the part of `content_end`, read at the end of a conversation, that also separates content and a call."""
+    """Return the part of `content_end` that the template also writes between content and a call."""
     with contextlib.suppress(TemplateRefused):
         text = render([QUESTION, shape.message(CONTENT, [shape.probe(NAME, {KEY: VALUE})])], False)
         index = text.find(CONTENT)
@@ -324,7 +324,7 @@ def _before_calls(render: Render, shape: CallShape, content_end: str) -> str:
 
 
 def _without_content(section_open: str, content_open: str, content_end: str) -> str:
-    """`section_open` without the frame of an empty content, or an empty think block, before the calls."""
+    """Return `section_open` without the delimiters of empty content or an empty think block before the calls."""
     for frame in (content_open, content_end):
         section_open = section_open[common_prefix(section_open, frame) :]
     return section_open
@@ -339,15 +339,15 @@ def _around(text: str, prompt: str, sentinel: str) -> tuple[str, str]:
 def _after(text: str, sentinel: str) -> str:
     _, separator, after = text.rpartition(sentinel)
     if not separator:
-        # With a generation prompt, for one (Nemotron Nano 2).
-        raise TemplateRefused("the chat template leaves out an assistant turn that it writes in another conversation")
+        # Nemotron Nano 2 leaves it out before a generation prompt.
+        raise TemplateRefused("the chat template drops an assistant turn that it renders in other conversations")
     return after
 
 
 def _read_header(followed: str, base: str, generation_prompt: str) -> str:
-    """Return what the template writes before the content of a turn that the conversation has moved on from.
+    """Return the text that the template writes before the content of a turn that is not the last.
 
-    If it marks the last question, so that `base` is written differently there, the header begins as the prompt does.
+    If the template marks the last question, `before` does not begin with `base`: find the prompt's first mark instead.
     """
     before = followed[: followed.index(CONTENT)]
     header = before[common_prefix(before, base) :]
@@ -358,7 +358,7 @@ def _read_header(followed: str, base: str, generation_prompt: str) -> str:
 def _read_channels(
     header: str, content_open: str, reasoning: Reasoning | None, calls: CallSyntax | None
 ) -> Channels | None:
-    """Return the framing that reasoning and content share: a mark, a word, a mark."""
+    """Return the framing if reasoning and content share one (a mark, a word, a mark), else None."""
     if reasoning is None:
         return None
     frames = [FRAME.fullmatch(text.strip()) for text in (reasoning.open, content_open)]

@@ -1,8 +1,8 @@
-"""What to append after a sampled turn for new messages.
+"""Compute the bridge: the ids to append after a sampled turn for new messages.
 
-It is what the template writes after the turn, minus what the engine already sampled. The *suffix* is the rendering
-after a sentinel that stands for the last thing the assistant said. It begins with how the template ends the turn; a
-model that stopped by itself has sampled that part.
+A bridge is what the template writes after the turn, minus what the engine already sampled. The *suffix* is the rendered
+text after a sentinel in place of the assistant's last text. It begins with the text that ends the turn. A model that
+stopped by itself has already sampled that part.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tokentape.chat._tokenizer import MARK, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TurnSuffix:
-    """A suffix cut where the turn ends."""
+    """A suffix, split where the turn ends."""
 
     text: str
-    """Marked text from the control token on that ends the turn."""
+    """The marked text from where the turn ends, usually at a control token."""
     ends_turn: bool
-    """Its first control token belongs to the assistant's turn; else it is the next message's header (GLM)."""
+    """Whether `text` begins with the end of the assistant's turn, not with the next message's header (GLM)."""
     before: str
-    """What of the suffix came before `text`."""
+    """The part of the suffix before `text`."""
 
     @property
     def repeated(self) -> int:
-        """How often the control token that begins the text stands right before it too: there it closes a call."""
+        """How often `text`'s first control token also occurs directly before it, where it closes a call."""
         mark, before = MARK.match(self.text), self.before
         while mark is not None and before.endswith(mark[0]):
             before = before.removesuffix(mark[0])
@@ -44,14 +44,13 @@ def trim_to_turn_end(
     last_id: int | None = None,
     calls_end: Callable[[], str] = str,
 ) -> TurnSuffix:
-    """Cut a suffix at the end of the assistant's turn.
+    """Split a suffix at the end of the assistant's turn.
 
-    `close` is what the template writes after the same turn at the end of a conversation. What suffix and `close` share
-    belongs to the turn. The model stops at the first end-of-sequence id there; without one, at the last special token,
-    or the first of several in a row. What comes before it, such as a call's closing bracket, is the model's to write.
-    The next message's header ends a turn only if its token does not stand within turns too. Where it does, only what
-    was sampled says where the turn ended: `last_id`, the last id, or `calls_end`, the marked text of the last ids of a
-    turn with calls.
+    `close` is what the template writes after the same turn at the end of a conversation. The common beginning of the
+    suffix and `close` belongs to the turn. The model stops there at the first end-of-sequence id, else at the last
+    special token (the first if it is repeated). Text before that, such as a call's closing bracket, is left to the
+    model. The next message's header ends a turn only if its token does not also occur within turns. If it does, only
+    the sampled ids show where the turn ended: `last_id`, or `calls_end`, the marked text of a turn's last ids.
     """
     shared = suffix[: common_prefix(suffix, close.last)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
@@ -64,17 +63,17 @@ def trim_to_turn_end(
         return _cut(suffix, position, ends_turn=True)
     spelled = form.content_close.last.strip()
     if spelled and spelled in shared:
-        # This vocabulary has no token for the end of a turn, so it is text.
+        # This vocabulary has no token that ends a turn, so the end is text.
         position = shared.rindex(spelled)
         return _cut(suffix, position, ends_turn=True)
     header = MARK.search(suffix, len(shared))
     prompted = MARK.search(close.prompted, min(len(shared), common_prefix(suffix, close.prompted)))
     if header is not None and prompted is not None and header.start() == len(shared) and header[0] == prompted[0]:
-        # What ends a conversation is another token than what ends a turn within one (gpt-oss).
+        # The token that ends a conversation differs from the token that ends a turn within one (gpt-oss).
         return _cut(suffix, len(shared), ends_turn=True)
     ends_both = header is not None and close.last.rstrip().endswith(header[0])
     if header is not None and ends_both and tokenizer.control_of_mark(header[0]).id in eos_ids:
-        # The template writes something else before it where the conversation ends.
+        # At the end of a conversation, the template writes a different text before this token.
         return _cut(suffix, header.start(), ends_turn=True)
     within = header is not None and header[0] in form.within_turns
     sampled = next((position for position, control in reversed(marks) if control.id == last_id), 0) if within else 0
@@ -83,19 +82,19 @@ def trim_to_turn_end(
     if within or header is None or suffix[len(shared) : header.start()].strip():
         end = _end_within(form, tokenizer, eos_ids)
         if end is not None and end in suffix[len(shared) :]:
-            # The template writes a turn otherwise where the conversation goes on. What it writes then is not repeated.
+            # The template writes a turn differently if the conversation goes on. That text is not repeated.
             return _cut(suffix, suffix.index(end, len(shared)), ends_turn=False)
-        # Neither the turn nor the next message is framed by control tokens: all of the suffix is text. What closes a
-        # call is the model's to write.
+        # No control token ends the turn or opens the next message: the whole suffix is text. Text that closes a call
+        # is left to the model.
         position = _end_of_sampled(shared, calls_end()) if within else len(shared.rstrip())
         return _cut(suffix, position, ends_turn=False)
     return _cut(suffix, header.start(), ends_turn=False)
 
 
 def _end_of_sampled(shared: str, sampled: str) -> int:
-    """Return how much of what ends a turn was sampled: up to where it has most in common with the sampled text's end.
+    """Return how many characters of `shared`, the end of a turn, were sampled: the prefix that best matches `sampled`.
 
-    White space says nothing: some tokenizers decode more of it than was encoded.
+    White space is not compared because some tokenizers decode more of it than was encoded.
     """
     bare = "".join(sampled.split())
     ends = [end for end in range(1, len(shared) + 1) if not shared[end - 1].isspace()]
@@ -105,7 +104,7 @@ def _end_of_sampled(shared: str, sampled: str) -> int:
 
 
 def _end_within(form: AssistantFormat, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> str | None:
-    """Return the mark of the end-of-sequence token that ends turns within a conversation, whatever message follows."""
+    """Return the mark of the end-of-sequence token after a turn if it is the same before questions and tool results."""
     before_next = form.content_suffix.partition(QUESTION["content"])[0], form.calls_suffix.partition(OTHER_VALUE)[0]
     ends = [[m for m in MARK.findall(text) if tokenizer.control_of_mark(m).id in eos_ids] for text in before_next]
     return ends[0][0] if ends[0] and ends[0][:1] == ends[1][:1] else None
@@ -118,7 +117,7 @@ def _cut(suffix: str, position: int, *, ends_turn: bool) -> TurnSuffix:
 def overlap(completion_ids: Sequence[int], suffix_ids: Sequence[int], repeated: int = 0) -> int:
     """Return the length of the longest suffix of the completion that is a prefix of the suffix.
 
-    The first of the suffix's ids stands `repeated` times before it too, and is sampled there first.
+    The suffix's first id also occurs `repeated` times before the suffix; the model samples those occurrences first.
 
     >>> overlap([5, 9, 2], [2, 7, 8]), overlap([5, 9, 2, 7], [2, 7, 8]), overlap([5, 9], [2, 7, 8])
     (1, 2, 0)
@@ -133,6 +132,6 @@ def overlap(completion_ids: Sequence[int], suffix_ids: Sequence[int], repeated: 
 
 
 def repeated_end(text: str, following: str) -> int:
-    """Return how many characters at the end of a marked text also begin what follows, from a control token on."""
+    """Return the length of the end of `text`, from a control token on, with which `following` begins."""
     starts = (match.start() for match in MARK.finditer(text))
     return next((len(text) - start for start in starts if following.startswith(text[start:])), 0)

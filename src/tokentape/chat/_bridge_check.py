@@ -1,9 +1,9 @@
 """Compare a bridge that was used with the template's rendering of the real conversation.
 
-A local bridge is computed after a made-up question, because a certificate says that the history does not matter. Here
-the whole conversation is rendered, with the model's reply. The rendered text from the end of the sampled turn to the
-end of the generation prompt must equal the bridge's text. The text before it is not compared: there the template may
-drop thinking or space JSON in another way, and the model may sample ids that the tokenizer would not choose.
+A local bridge is computed after a placeholder user message, because the certificate shows that the history does not
+matter. Here the whole conversation is rendered, with the model's reply. The rendered text from the end of the sampled
+turn to the end of the generation prompt must equal the bridge's text. Earlier text is not compared: there the template
+may drop thinking or space JSON differently, and the model may sample ids that the tokenizer would not choose.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tokentape.errors import TemplateRefused, TokentapeError
 from tokentape.types import Message, Provenance, Setup, TokenIds
 
 _SHOWN = 60
-"""Characters of each side that a difference shows."""
+"""The number of characters of each side in a reported difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeCheck:
     outcome: Literal["same", "differs", "unknown"]
-    """`unknown`: the template does not render the conversation."""
+    """`unknown` means that the template does not render the conversation."""
     detail: str = ""
-    """With `unknown`: the reason. With `same`: a difference that is not an error."""
+    """If `unknown`, the reason. If `same`, a difference that is not an error."""
     expected: str = ""
-    """With `differs`: the end of the template's text that the bridge lacks, control tokens spelled out."""
+    """If `differs`, the end of the template's text that the bridge lacks, with control tokens spelled out."""
     found: str = ""
-    """With `differs`: the end of the bridge's text in the place of `expected`."""
+    """If `differs`, the end of the bridge's text in place of `expected`."""
     contextual: bool = False
-    """With `differs`: a bridge computed from the real conversation equals the template's text."""
+    """If `differs`, whether a bridge computed from the real conversation equals the template's text."""
 
 
 def check_bridge(
@@ -54,8 +54,8 @@ def check_bridge(
 ) -> BridgeCheck:
     """Compare the bridge `added` with the template's rendering of `history`, `reply` and `new_messages`.
 
-    `history` has the recorded messages before `reply`, and `completion_ids` the sampled ids that `reply` was parsed
-    from.
+    `history` contains the recorded messages before `reply`; `completion_ids` are the sampled ids that `reply` was
+    parsed from.
     """
     history, reply = [*map(_with_argument_objects, history)], _with_argument_objects(reply)
     try:
@@ -63,7 +63,7 @@ def check_bridge(
         check = real.compare(completion_ids, added)
         why = real.separates_content_and_calls(added) if check.outcome == "differs" else ""
         if why:
-            # The sampled content is in the context already: the bridge is then the one that follows the calls alone.
+            # The sampled content is already in the context: expect the bridge of a turn that has only the calls.
             calling = {key: value for key, value in reply.items() if key not in ("content", "reasoning_content")}
             calls_only = _RealRendering(renderer, setup, history, {**calling, "content": None}, new_messages)
             if calls_only.compare(completion_ids, added).outcome == "same":
@@ -103,7 +103,7 @@ class _RealRendering:
         self._new = new
 
     def compare(self, completion_ids: TokenIds, added: PromptTokens) -> BridgeCheck:
-        """Return `same` if the rendering ends with the end of the sampled turn and then the bridge, else `differs`."""
+        """Return `same` if the rendering ends with the sampled turn's end, followed by the bridge; else `differs`."""
         closed = int(np.argmax(np.append(added.provenance != Provenance.CLOSE, True)))
         ended = self._read(np.concatenate([completion_ids, added.ids[:closed]]))
         bridge = self._once(self._read(added.ids[closed:]))
@@ -113,7 +113,7 @@ class _RealRendering:
         before = self._before(self._text, bridge)
         ending = self._before(self._suffix, bridge)
         if before is not None and ending is None:
-            # The template writes another suffix after a sentinel: only the turn's last control token is compared.
+            # The template writes a different suffix after a sentinel: compare only the turn's last control token.
             marks = list(MARK.finditer(before))
             ending = before[marks[-1].start() :] if marks and self._stops_at(marks[-1][0]) else ""
         if before is not None and ending is not None and self._ends_turn(ending, ended, bridge):
@@ -125,21 +125,21 @@ class _RealRendering:
         return BridgeCheck("differs", expected=expected, found=found)
 
     def separates_content_and_calls(self, added: PromptTokens) -> str:
-        """Describe how the template treats a turn with content and calls if it does not keep both there, else empty."""
+        """Say how the template separates or drops a turn's content or calls; empty if it keeps both in the turn."""
         content = self._reply.get("content")
         content_text = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
         if content_text and not self._suffix:
             return "the template leaves out the calls of a turn that has content, and their end"
         if content_text and content_text in self._suffix and content_text not in self._read(added.ids):
-            return "the template repeats the turn's content after its calls, the bridge not"
+            return "the template repeats the turn's content after its calls; the bridge does not"
         return ""
 
     def _ends_turn(self, ending: str, ended: str, bridge: str) -> bool:
-        """Return whether the sampled turn ended as the template ends it.
+        """Return whether the sampled turn ended the way the template ends it.
 
         `ending` is the template's text between the reply's last text and the bridge. It begins with text that the model
-        writes, such as the closing brackets of a call, in the template's spacing. `ended` is the text of the sampled
-        ids and of the ids that closed the turn.
+        writes, such as a call's closing brackets, in the template's spacing. `ended` is the text of the sampled ids and
+        the ids that closed the turn.
         """
         marks, sampled = MARK.findall(ending), MARK.findall(ended)
         stopped = bool(sampled) and self._stops_at(sampled[-1])
@@ -152,16 +152,16 @@ class _RealRendering:
         if stopped:
             if MARK.split(ending)[-1] != MARK.split(ended)[-1]:
                 return False
-            # The sampled stop token is kept in place of the template's. It does not replace the next message's header,
-            # which alone follows a turn if the template has no token for the end of a turn.
+            # A sampled stop token may differ from the token with which the template ends turns. It can't stand in for
+            # the next message's header, which directly follows a turn if the template has no such token.
             if marks[-1] != sampled[-1] and not MARK.search(self._after_reply([], generate=False)):
                 return False
             if marks[:-1] == sampled[-len(marks) : -1]:
                 return True
         elif not self._reply.get("tool_calls") or any(map(self._stops_at, marks)):
-            # The bridge closes a truncated turn; only the end of a call is left to the model.
+            # The bridge should have closed a truncated turn; only the end of a call is left to the model.
             return False
-        # The model wrote its call in another way, or not to its end. Compare with the close that the template writes.
+        # The model wrote its call differently or did not finish it. Compare with the close that the template writes.
         close = self._after_reply([], generate=False)
         # `ending` may be normalized, see `_before`.
         shared = ending[: max(common_prefix(ending, text) for text in (close, self._normal(close)))]
@@ -177,7 +177,7 @@ class _RealRendering:
         return self._after_reply(self._new, generate=True)
 
     def _after_reply(self, new: Sequence[Message], *, generate: bool) -> str:
-        """Return the template's text after the reply's last text; empty if a sentinel put there is not rendered."""
+        """Return the template's text after the reply's last text; empty if a sentinel in its place is not rendered."""
         try:
             shown = self._renderer.render_text([*self._history, self._edged, *new], self._setup, generate=generate)
         except TokentapeError:
@@ -187,7 +187,7 @@ class _RealRendering:
     def _before(self, text: str, bridge: str) -> str | None:
         """Return `text` without the bridge at its end; None if it does not end with the bridge."""
         if not text.endswith(bridge):
-            # Tokenizers may normalize text: replace the end of the text, from a mark on, by its encoded and read form.
+            # Tokenizers may normalize text: encode and decode the end of the text, from a mark on.
             most = max(len(text) - 2 * len(bridge) - _SHOWN, 0)
             start = max((match.start() for match in MARK.finditer(text, 0, most)), default=0)
             text = text[:start] + self._normal(text[start:])
@@ -201,14 +201,14 @@ class _RealRendering:
         return read_text(self._renderer.tokenizer, ids.tolist())
 
     def _once(self, text: str) -> str:
-        """Return the text with each run of image placeholders as one, as the template writes one for each image."""
+        """Replace each run of image placeholders by one, because the template writes one for each image."""
         images = self._renderer.images
         control = None if images is None else self._renderer.tokenizer.control_by_id(images.placeholder_id)
         return text if control is None else re.sub(f"(?:{control.mark})+", control.mark, text)
 
 
 def _with_argument_objects(message: Message) -> Message:
-    """Return the message with the arguments of its calls parsed from JSON text to objects, as in requests."""
+    """Return the message with its calls' arguments parsed from JSON text to objects, as in requests."""
     calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:
         arguments = call["function"].get("arguments")
@@ -227,9 +227,9 @@ def _with_content(message: Message) -> Message:
 
 
 def _with_sentinel(reply: Message, sentinel: str) -> Message:
-    """Return the reply with the sentinel after its content, or as a further argument of its last call.
+    """Return the reply with the sentinel after its content, or as an additional argument of its last call.
 
-    A reply with a last call without arguments is returned without the sentinel.
+    If the last call has no arguments, the reply has no sentinel.
     """
     calls: list[dict[str, Any]] = list(reply.get("tool_calls") or ())
     if not calls:

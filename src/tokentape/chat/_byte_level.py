@@ -14,16 +14,16 @@ CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 """The character of each byte; `BYTE_OF` is the inverse."""
 _NO_BYTE = {chr(byte): "\uffff" for byte in range(256) if chr(byte) not in BYTE_OF}
 _BYTES = str.maketrans(_NO_BYTE | {char: chr(byte) for char, byte in BYTE_OF.items()})
-"""Translates characters to the latin-1 character of their byte. U+FFFF, which latin-1 lacks, marks all others."""
+"""Translates each character to the latin-1 character of its byte; other characters to U+FFFF, not in latin-1."""
 
 
 def byte_piece(data: bytes) -> str:
-    """Return the string that stands for `data` in a byte-level vocabulary."""
+    """Return the token string that represents `data` in a byte-level vocabulary."""
     return data.decode("latin-1").translate(CHAR_OF)
 
 
 def bytes_of_piece(piece: str) -> bytes:
-    """Return the bytes that a byte-level piece stands for; the UTF-8 of other pieces."""
+    """Return the bytes of a byte-level token string; for any other string, its UTF-8 bytes."""
     try:
         return piece.translate(_BYTES).encode("latin-1")
     except UnicodeEncodeError:
@@ -31,5 +31,5 @@ def bytes_of_piece(piece: str) -> bytes:
 
 
 def text_of_byte_piece(piece: str) -> str:
-    """Return the text of a byte-level piece without incomplete characters; other pieces are returned unchanged."""
+    """Return the text of a byte-level token string without incomplete characters; any other string unchanged."""
     return bytes_of_piece(piece).decode(errors="ignore")

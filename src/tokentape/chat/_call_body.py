@@ -1,7 +1,7 @@
 """Read the text between the delimiters of one tool call while the model writes it.
 
-There is one reader per style of `CallSyntax`. Each call of `read` gets the whole text so far and continues where the
-last call stopped, so that a body that arrives in pieces costs no more than one that arrives at once.
+There is one reader per `CallSyntax` style. `read` gets the whole text so far and continues where it last stopped, so a
+body that is streamed costs no more to read than one that arrives at once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tokentape.types import Tool
 
 _NAME_CHARACTER = r"""[^\s<>{}()\[\]"'`,;=\ud800-\udfff]"""
 _LONGEST_HEAD = 600
-"""At most this many characters from a call's opening delimiter to its arguments, or from an argument's to its value."""
+"""The maximum number of characters between an opening delimiter and the call's arguments or the argument's value."""
 JSON_PUNCTUATION = "{}[],:"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 """Keys that models write for the arguments in JSON, even if their template writes another key."""
 _OTHER_FIELDS = ("id", "type", "function", "index")
-"""Fields of a call in the OpenAI API other than its name and arguments."""
+"""Fields of a tool call in the OpenAI API other than its name and arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallBody:
-    """A complete call without its closing delimiter, which begins at `end` if it is not missing."""
+    """A complete call. Its closing delimiter, unless it is missing, begins at `end`."""
 
     end: int
     name: str
@@ -51,24 +51,24 @@ class CallBody:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The body is no call, whatever text follows. The error is at `position`."""
+    """The body can't become a call, whatever text follows. The error is at `position`."""
 
     position: int
     no_json: bool = False
-    """Whether an object with balanced brackets ends at `position` that is not valid JSON."""
+    """Whether the error is invalid JSON: an object with balanced brackets that ends at `position`."""
 
 
 class BodyReader(Protocol):
     def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
-        """Return the call if it is complete in `text`, `Broken` if it can't become one, None if more text is needed.
+        """Return the call if it is complete, `Broken` if the text can't become a call, None if more text is needed.
 
-        With `over` the model has ended its turn, so a call ends at the end of the text at the latest.
+        `over` means that the model has ended its turn, so a call ends no later than the text.
         """
         ...
 
 
 def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start: int) -> BodyReader | None:
-    """Return a reader for the body that begins at `start`; None if no text has arrived there yet."""
+    """Return a reader for the body that begins at `start`; None if its first character has not arrived yet."""
     start = skip_space(text, start)
     if start == len(text):
         return None
@@ -80,7 +80,7 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
 
 
 def breaks(syntax: CallSyntax) -> str:
-    """Return a regular expression for control tokens and the call's close, which JSON can't contain outside strings."""
+    """Return a regular expression for what ends JSON outside strings: a control token or the call's close."""
     closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set(JSON_PUNCTUATION)]
     return f"{MARK.pattern}|{any_of(closing)}"
 
@@ -128,7 +128,7 @@ class _JsonBody:
         function = value.get("function")
         call_id = value.get("id")
         if isinstance(function, dict):
-            # This is the form of the OpenAI API.
+            # The OpenAI API's form.
             value, fields = function, dict(members(fields["function"]))
         name = value.get(self._syntax.name_key) if self._syntax.name_key in value else function
         if not self._syntax.name_key and len(fields) == 1:
@@ -141,7 +141,7 @@ class _JsonBody:
         keys = (self._syntax.arguments_key, *_ARGUMENT_KEYS)
         raw_arguments = next((fields[key] for key in keys if key in fields), None)
         if raw_arguments is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
-            # The arguments are under an unknown key: return the whole object rather than a call without arguments.
+            # The key of the arguments is unknown: return the whole object rather than a call without arguments.
             return CallBody(end, name, text[start:end], valid=False, id=call_id)
         arguments, valid = object_arguments(raw_arguments or "")
         return CallBody(end, name, arguments, valid, call_id)
@@ -236,7 +236,7 @@ class _TaggedBody:
         self._key: re.Match[str] | None = None
         """The match of the key before the value that is being read."""
         self._seek = start
-        """Where to continue the search for the end of that value."""
+        """Where to continue searching for the end of that value."""
 
     def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
         tags = self._tags
@@ -269,14 +269,14 @@ class _TaggedBody:
             self._key = None
 
     def _name_may_end(self, text: str, position: int) -> bool:
-        """Return whether the name may end before `position`: in `f:3><para` the name is `f` if an argument follows."""
+        """Return whether the name may end before `position`. In `f:3><para` it is `f` if an argument follows."""
         inner = (n for n in range(self._start + 1, position) if not text[n].isspace())
         return not self._named and any(may_grow(text, n, self._tags.after_name) for n in inner)
 
     def _read_value(self, text: str, key: re.Match[str], *, over: bool) -> bool:
-        """Add the value that ends at the first closing delimiter before an argument or the call's end, if it arrived.
+        """Add the argument's value if its end has arrived, and return whether it was added.
 
-        Return whether the value was added.
+        A value ends at the first closing delimiter that the next argument or the end of the call follows.
         """
         tags = self._tags
         closing = tags.value_close(key["key"])
@@ -295,7 +295,7 @@ class _TaggedBody:
         return False
 
     def _value(self, key: re.Match[str], raw: str) -> str:
-        """Return the JSON text of the raw value, without the white space that the template writes around values."""
+        """Return the raw value as JSON text, without the white space that the template writes around values."""
         syntax = self._syntax
         before = len(syntax.key_close) - len(syntax.key_close.rstrip())
         after = len(syntax.value_close) - len(syntax.value_close.lstrip())
@@ -315,7 +315,7 @@ class _TaggedBody:
     def _body(self) -> CallBody | Broken:
         if not self._arguments and self._name not in self._tools:
             return Broken(self._position)
-        # Models write a parameter with an empty key and value for a call without arguments.
+        # Some models write a call without arguments as one with an empty key and value.
         pairs = [
             f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._arguments if key or value != '""'
         ]
@@ -333,7 +333,7 @@ class _Tags:
     expected: tuple[str, ...]
     """Delimiters that may follow the name or an argument."""
     after_name: tuple[str, ...]
-    """The delimiter after a name, joined with each delimiter that may follow it."""
+    """The delimiter after a name, concatenated with each delimiter that may come next."""
     closing: str
 
     def value_close(self, key: str) -> re.Pattern[str]:
@@ -366,7 +366,7 @@ def _tags(syntax: CallSyntax) -> _Tags:
 
 
 def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
-    """Return an expression for a name that ends before `name_close`, if one of the expressions `following` is next."""
+    """Return an expression for a name. `name_close` ends it if one of the expressions `following` is next."""
     if not pieces(syntax.name_close) or MARK.match(syntax.name_close.strip()):
         return f"{_NAME_CHARACTER}{{1,256}}"
     call_id = [r"[\w.:-]"] if syntax.id_close else []
@@ -376,10 +376,9 @@ def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
 
 @lru_cache(64)
 def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return an expression for a call's text before its arguments, and one for the text that ends it.
+    """Return an expression for a call's head, the text before its arguments, and one for what ends the head.
 
-    The head ends at the arguments or at the end of the call: arguments may be an object, a string of JSON, null or
-    missing.
+    The head ends at the arguments or the call's end. Arguments may be an object, a JSON string, null or missing.
     """
     after = [syntax.close, syntax.separator, syntax.section_close]
     ends = [piece for text in after for piece in pieces(text)]
@@ -393,7 +392,7 @@ def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
     # The head is matched against the text before the arguments only.
     name = _name(syntax, [])
     if ANY in syntax.name_close:
-        # The number of a call looks like part of a name, or like an id.
+        # A call's number would match as part of the name or as an id.
         name, call_id = rf"{name}?(?!\w)", "(?P<id>(?!))?"
     front = (
         rf"(?:(?P<front>[\w.:-]{{1,256}})\s*{pattern(syntax.name_open)}\s*)?"

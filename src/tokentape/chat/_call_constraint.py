@@ -1,7 +1,7 @@
-"""Derive, from how a template writes tool calls, what an engine has to hold a reply to if it must contain calls.
+"""Derive the constraint for engines on replies that must contain tool calls from how the template writes calls.
 
-The result is a structural tag of XGrammar (https://xgrammar.mlc.ai/docs/structural_tag), which vLLM and SGLang take.
-Control tokens are in it by id, so text that only spells one does not count as it.
+The result is an XGrammar structural tag (https://xgrammar.mlc.ai/docs/structural_tag), which vLLM and SGLang accept.
+It refers to control tokens by id, so text that only spells a control token does not match.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tokentape.types import Tool
 _Format: TypeAlias = dict[str, Any]
 
 _ID_PATTERN = "[a-zA-Z0-9]{9}"
-"""Ids that the strictest template accepts."""
+"""Matches call ids that even the strictest template accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """What a request demands of the tool calls in its reply."""
+    """What a request requires of the tool calls in its reply."""
 
     required: tuple[str, ...] = ()
-    """The reply must be calls of these tools, with valid arguments. Empty: it may be text, with or without calls."""
+    """The reply must consist of calls to these tools, with valid arguments. If empty, the reply may also be text."""
     strict: frozenset[str] = frozenset()
-    """The tools that must be called with valid arguments if `required` is empty."""
+    """If `required` is empty, calls to these tools must have valid arguments."""
     parallel: bool = True
-    """Whether there may be several calls, if `required` is not empty."""
+    """If `required` is set, whether the reply may contain more than one call."""
 
 
 def structural_tag(
@@ -41,7 +41,7 @@ def structural_tag(
 ) -> str | None:
     """Return the structural tag, as JSON text, for replies that follow the rule; None if it can't be expressed.
 
-    That is so if calls are not written as a name and a JSON object, and with `strict` if no control token begins them.
+    It can't if calls are not written as a name and a JSON object, or, for `strict`, if no control token begins calls.
     """
     parts = _parts(form.calls) if form.calls is not None and form.channels is None else None
     if form.calls is None or parts is None:
@@ -58,7 +58,7 @@ def structural_tag(
 
 
 def _parts(syntax: CallSyntax) -> tuple[str, str] | None:
-    """Return the text of a call before its arguments, with the sentinels `NAME` and `ID`, and after them."""
+    """Return a call's text before its arguments, with the sentinels `NAME` and `ID`, and its text after them."""
     if syntax.style == "json" and syntax.around_arguments is not None:
         before, after = syntax.around_arguments
     elif syntax.style == "named" and not syntax.name_is_id:
@@ -67,7 +67,7 @@ def _parts(syntax: CallSyntax) -> tuple[str, str] | None:
         after = ""
     else:
         return None
-    # A word that varies, such as the number of a call, can't be said.
+    # A word that varies, such as a call's number, can't be expressed.
     delimiters = f"{syntax.section_open}{syntax.open}{before}{after}{syntax.close}{syntax.separator}"
     return None if ANY in delimiters or syntax.separator.strip().isdecimal() else (before, after)
 
@@ -81,7 +81,7 @@ class _Maker:
     stop_ids: Sequence[int]
 
     def reasoning(self) -> list[_Format]:
-        """Return what may stand before the calls: reasoning, as far as the prompt has not opened it already."""
+        """Return what may come before the calls: reasoning, without its opening if the prompt already contains it."""
         reasoning = self.form.reasoning
         if reasoning is None:
             return []
@@ -101,7 +101,7 @@ class _Maker:
         return [{"type": "optional", "content": {"type": "sequence", "elements": opened}}]
 
     def calls(self, schemas: Mapping[str, Any], *, parallel: bool, begun: str = "") -> list[_Format]:
-        """Return the section of one or more calls, without the white space before it and without `begun`."""
+        """Return a section of calls, without leading white space and without `begun`, its already written beginning."""
         syntax = self.syntax
         opening = f"{syntax.section_open}{syntax.open}".lstrip().removeprefix(begun)
         elements = [*self._literal(opening), *self._call(schemas)]
@@ -117,7 +117,7 @@ class _Maker:
         begin = MARK.match(section_opening)
         if begin is None:
             return None
-        # Without the section's delimiter the parser would read a call too.
+        # The parser also accepts a call without the section's delimiter.
         others = {mark[0] for mark in [MARK.match(call_opening)] if mark is not None} - {begin[0]}
         rest = self.calls(schemas, parallel=True, begun=begin[0])
         rule = [self._id(begin[0]), {"type": "sequence", "elements": rest}]
@@ -134,7 +134,7 @@ class _Maker:
         return [{"type": "or", "elements": choices}, *self._literal(f"{after}{self.syntax.close}")]
 
     def _literal(self, marked: str) -> list[_Format]:
-        """Return marked text: control tokens by id, an id as a pattern, all else as it is."""
+        """Convert marked text to elements: control tokens by id, the sentinel `ID` as a pattern, the rest as text."""
         elements: list[_Format] = []
         for piece in re.split(f"({MARK.pattern}|{ID})", marked):
             if piece == ID:

@@ -1,7 +1,7 @@
 """Read calls with arguments written like literals in a program: `f(a="b", n=[1, None])`, `f{a:<q>b<q>,n:1}`.
 
-Models write other quotes, commas and words for true and null than their templates. The forms of Python and of JSON are
-accepted, and the quotes and separators of the template.
+Models may use different quotes, commas and words for true and null than their templates. Python's and JSON's forms are
+accepted, as are the template's quotes and separators.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class _Notation:
     quote: str
     key_close: str
     between: re.Pattern[str]
-    """White space and separators of arguments. A comma is always a separator."""
+    """White space and separators between arguments. A comma is always a separator."""
     next_argument: re.Pattern[str]
     """Ends a value without quotes: a separator, then the next key or the end of the text."""
     after_string: re.Pattern[str]
-    """Follows a quote that closes a string."""
+    """What must follow a quote for it to close a string."""
     may_follow: re.Pattern[str]
-    """Matches the end of the text if it may be the beginning of `after_string`."""
+    """Matches the end of the text if it may be the beginning of an `after_string` match."""
     before_value: tuple[str, ...]
 
     def begins_value(self, text: str, position: int) -> bool:
-        """Return whether a value may begin at `position`. A quote elsewhere, such as an apostrophe, opens no string."""
+        """Return whether a value may begin at `position`. Quotes elsewhere, such as apostrophes, open no strings."""
         return text[max(0, position - 100) : position].rstrip().endswith(self.before_value)
 
 
@@ -80,13 +80,13 @@ def _notation(syntax: CallSyntax) -> _Notation:
 
 
 class LiteralEnd:
-    """Finds the bracket that closes the bracket at `start`. Characters are read once, except in unclosed strings."""
+    """Finds the bracket that closes the one at `start`. Reads each character once, except in unclosed strings."""
 
     def __init__(self, start: int, syntax: CallSyntax) -> None:
         quote = syntax.quote
         self.start = start
         self.end: int | None = None
-        """Position after the closing bracket."""
+        """The position after the closing bracket."""
         self.broken_at: int | None = None
         """The position of a control token that is not the quote."""
         self._quote = quote
@@ -94,12 +94,12 @@ class LiteralEnd:
         self._position = start
         self._depth = 0
         self._string_at: int | None = None
-        """Where the open string begins."""
+        """Where the string that is being read begins."""
         own = f"{re.escape(quote)}|" if quote else ""
         self._outside = re.compile(rf"""{own}["'()\[\]{{}}]|(?P<break>{MARK.pattern})""")
 
     def find(self, text: str, *, over: bool) -> None:
-        """Continue in `text`, the whole text so far, and set `end` or `broken_at`. With `over` the text is complete."""
+        """Continue in the text so far and set `end` or `broken_at` if found. `over` means that `text` is complete."""
         while self.end is None and self.broken_at is None:
             if self._string_at is not None:
                 end, self._position = _string_end(text, self._string_at, self._notation, self._position, over=over)
@@ -123,18 +123,18 @@ class LiteralEnd:
 
 
 def read_head(syntax: CallSyntax, text: str, start: int) -> tuple[str, int] | None:
-    """Return the name at `start` and the position of the bracket after it; None if they are not there."""
+    """Return the name at `start` and the position of the bracket after it; None if `start` has no such head."""
     head = re.compile(rf"(?P<name>{_NAME})\s*{pattern(syntax.name_close)}").match(text, start)
     return (head["name"], head.end() - 1) if head else None
 
 
 def may_be_head(text: str, start: int) -> bool:
-    """Return whether `text[start:]` may be the beginning of a name that its bracket follows."""
+    """Return whether `text[start:]` may be the beginning of a name and its bracket."""
     return re.fullmatch(rf"(?:{_NAME})?\s*", text[start : start + 300]) is not None and len(text) < start + 300
 
 
 def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
-    """Return the arguments in `text`, which stands between the outer brackets, as a JSON object.
+    """Return the arguments in `text`, the text between the outer brackets, as a JSON object.
 
     Raises `LiteralError` if `text` is not a list of arguments.
     """
@@ -147,7 +147,7 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
     while (position := _skip(text, position, notation.between)) < len(text):
         match = _KEY.match(text, position)
         if match is None or not text.startswith(notation.key_close, match.end()):
-            raise LiteralError("an argument without a name")
+            raise LiteralError("an argument has no name")
         position = skip_space(text, match.end() + len(notation.key_close))
         schema = property_schema(tool, match["key"])
         opening = text[position : position + 1]
@@ -167,7 +167,7 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
 def _value(text: str, position: int, notation: _Notation, depth: int) -> tuple[str, int]:
     """Return the JSON text of the value at `position` within a list or an object, and the position after it."""
     if depth > _DEEPEST:
-        raise LiteralError("nested too deep")
+        raise LiteralError(f"values are nested more than {_DEEPEST} levels deep")
     position = skip_space(text, position)
     if _quote_at(text, position, notation.quote):
         raw, position = _string(text, position, notation)
@@ -207,12 +207,12 @@ def _key(text: str, position: int, notation: _Notation) -> tuple[str, int]:
         key, position = match["key"], match.end()
     position = skip_space(text, position)
     if text[position : position + 1] not in (":", "="):
-        raise LiteralError("a key without a value")
+        raise LiteralError("a key has no value")
     return key, position + 1
 
 
 def _quote_at(text: str, position: int, quote: str) -> str:
-    """Return the quote that stands at `position`; empty if there is none."""
+    """Return the quote at `position`; empty if the text has no quote there."""
     if quote and text.startswith(quote, position):
         return quote
     return text[position] if text[position : position + 1] in ("'", '"') else ""
@@ -229,11 +229,11 @@ def _string(text: str, position: int, notation: _Notation) -> tuple[str, int]:
 
 
 def _string_end(text: str, start: int, notation: _Notation, seek: int, *, over: bool) -> tuple[int | None, int]:
-    """Return the position after the string that begins at `start`, and where to continue the search for its end.
+    """Return the position after the string that begins at `start`, and where to continue searching for its end.
 
-    The search begins at `seek`. The first value is None if the string is not closed, or if later text may show that it
-    is not closed and the text is not `over`. A quote that is not followed by a separator or bracket is part of the
-    string, because not every template escapes quotes.
+    The search begins at `seek`. The first value is None while the string is not closed, or while more text may come
+    (`over` is false) that shows that it is not. Only a quote that a separator or bracket follows closes a string,
+    because some templates do not escape quotes.
     """
     own = _quote_at(text, start, notation.quote)
     position = max(seek, start + len(own))

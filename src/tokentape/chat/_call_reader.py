@@ -1,7 +1,7 @@
-"""Find the tool calls of a completion by the template's delimiters, while the model writes them.
+"""Find the tool calls in a completion by the template's delimiters, while the model writes them.
 
-Delimiters may have other white space than in the template, and pieces of them may be missing or doubled if the call
-itself is complete. The result does not depend on how the text arrived in pieces.
+White space in delimiters may differ from the template, and parts of delimiters may be missing or doubled if the call
+itself is complete. The result does not depend on the chunks in which the text arrives.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LONGEST_DELIMITER = 300
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """A call found in a text, or with `name` None a text that only begins like one.
+    """A call found in a text. `name` is None if the text only begins like a call.
 
-    `end` is the position after it, closing delimiter included.
+    `end` is the position after the call and its closing delimiter.
     """
 
     end: int
     name: str | None
-    """None if the text up to `end` is no call."""
+    """None if the text up to `end` is not a call."""
     arguments: str = ""
     status: CallStatus = "unclosed"
     id: str | None = None
@@ -45,15 +45,15 @@ class CallReader:
         self._tools = tools
         section_pieces, call_pieces = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
         self.bare = not section_pieces and syntax.style == "json"
-        """Whether calls have no delimiters: a JSON object that names a tool is a call."""
+        """Whether calls have no delimiters. Any JSON object that names a tool is then a call."""
         self.begins_lines = self.bare and not syntax.within_lines
-        """Whether such an object is a call only at the beginning of a line."""
+        """Whether a call without delimiters is recognized only at the beginning of a line."""
         begins = tuple(dict.fromkeys([*section_pieces[:1], *call_pieces[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
         self.triggers = marked or begins
-        """Pieces that a call may begin with. If some are control tokens, only those: text can quote the others."""
+        """Texts that may begin a call; only the control tokens, if there are any, because text can quote the others."""
         again = any_of(begins)
-        # The number has a limit because the expressions are matched again with every token that may extend them.
+        # Repetition is limited because the expressions are matched again with every token that may extend them.
         limit = "{0,8}"
         self._opening = re.compile(
             rf"(?:{SPACE}({MARK.pattern})){limit}"
@@ -67,10 +67,10 @@ class CallReader:
         self._closing = re.compile(optional([syntax.close]))
         close = pieces(syntax.close)
         self._last = tuple(piece for piece in close[-1:] if close.count(piece) == 1)
-        """The last piece of the closing delimiter, if it occurs once there: the delimiter ends after it."""
+        """The last part of the closing delimiter, if it occurs only once in it: the delimiter ends after it."""
         self._spare = re.compile("" if syntax.style in ("tagged", "literal") else rf"(?:\s*\}}){limit}")
         self._counts = syntax.separator.strip().isdecimal()
-        """Whether a number that counts the calls stands before each of them."""
+        """Whether the calls are numbered: a number comes before each call."""
         ends = [syntax.close, "" if self._counts else syntax.separator, syntax.section_close]
         between = [pattern(text) for text in ends if pieces(text)]
         between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in begins]
@@ -86,9 +86,9 @@ class CallReader:
         self._body: BodyReader | None = None
 
     def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Return a reader of the same syntax for another completion.
+        """Return a reader with the same syntax for a new completion.
 
-        The regular expressions are shared, because making them costs more than reading a call.
+        The regular expressions are shared because compiling them costs more than reading a call.
         """
         reader = copy(self)
         reader._tools = tools
@@ -99,15 +99,15 @@ class CallReader:
     def read(self, text: str, position: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
         """Return the call that begins at `position`; None if more text may complete or end it.
 
-        With `final` the text is complete, with `ended` because the model has ended its turn. With `within_reasoning`
-        only a well-formed call is returned as one.
+        `final` means that the text is complete, `ended` that the model has ended its turn. With `within_reasoning`,
+        only a well-formed call is returned as a call.
         """
         over = final and ended
         if self._body is None:
             opening = self._opening.match(text, position)
             start = skip_space(text, opening.end() if opening else position)
             opens = [self._syntax.section_open + self._syntax.open, self._syntax.open]
-            # One delimiter may be the beginning of another.
+            # A delimiter may be the beginning of a longer one.
             begins = (opening.start(1) if opening and opening[1] else position, start)
             if not final and any(may_grow(text, begin, opens) for begin in begins):
                 return None
@@ -125,7 +125,7 @@ class CallReader:
         return call
 
     def skip_between(self, text: str, position: int, *, final: bool) -> tuple[int, bool] | None:
-        """Return the position after the text that may separate calls at `position`, and whether a call begins there.
+        """Skip text that may separate calls; return the position after it and whether a call begins there.
 
         Return None if more text may change the answer.
         """
@@ -138,7 +138,7 @@ class CallReader:
         number = re.compile(r"\d{1,9}").match(text, position) if self._counts else None
         if not final and number and may_grow(text, number.end(), [syntax.open]):
             return None
-        # A piece of a closing delimiter may also begin an opening one: `[#` of `[#</calls>` and `[#<call>`.
+        # A closing and an opening delimiter may begin the same way, like `[#</calls>` and `[#<call>`.
         if not final and any(may_grow(text, n, [syntax.open]) for n in range(start, position) if not text[n].isspace()):
             return None
         if self._headed:
@@ -148,11 +148,11 @@ class CallReader:
         return position, self._next.match(text, position) is not None
 
     def _closed(self, text: str, body: CallBody, *, final: bool) -> ReadCall | None:
-        """Return the call of a complete body; it ends after the pieces of its closing delimiter that were written.
+        """Return the call with this complete body. It ends after as much of its closing delimiter as was written.
 
         Return None if more text may complete the delimiter.
         """
-        # Models write too many braces, or only some pieces of the closing delimiter.
+        # Models may write too many braces, or only parts of the closing delimiter.
         spare = self._spare.match(text, body.end)
         position = spare.end() if spare else body.end
         match = self._closing.match(text, position)
@@ -177,8 +177,8 @@ class CallReader:
     ) -> ReadCall | None:
         """Return a malformed call, up to its closing delimiter, the next call or the end of the turn.
 
-        Its status is `bad_arguments`, or `unclosed` if the completion was cut off within it. If it names no tool, only
-        its opening delimiter is returned, as no call, and the text after that is read again.
+        Its status is `bad_arguments`, or `unclosed` if the completion was cut off within it. If no tool name is found,
+        return its opening delimiter only, as text that is not a call; the text after it is read again.
         """
         end = self._start
         if self.bare:
@@ -215,7 +215,7 @@ class CallReader:
         return ReadCall(end, name, arguments, "bad_arguments" if match or over else "unclosed")
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
-        """Return the name and the raw arguments of a malformed call, as far as they are found."""
+        """Return the name and raw arguments of a malformed call, each None or empty if not found."""
         syntax = self._syntax
         if syntax.style == "json" or raw.startswith("{"):
             keys = "|".join(map(re.escape, (syntax.arguments_key, "arguments", "parameters")))
@@ -225,13 +225,13 @@ class CallReader:
         ends = [*pieces(syntax.name_close), *pieces(syntax.key_open)]
         end = re.escape(ends[0]) if ends else r"(?!\S)"
         match = re.match(rf"\s*([\w.:/-]{{1,256}})\s*{end}(.*)", raw, re.DOTALL)
-        # If only white space follows names in this syntax, any word could be a name: only known names are taken.
+        # If only white space follows names in this syntax, any word could be a name: accept only known names.
         if match is None or not (ends or match[1] in self._tools):
             return None, ""
         return match[1], match[2].strip()
 
     def _whole(self, raw: str, name: str, arguments: str) -> str:
-        """Return the arguments of a malformed call, or all of `raw` if it is JSON with other words before them."""
+        """Return a malformed call's arguments, or all of `raw` if it is JSON with other words before the arguments."""
         if self._syntax.style != "json" and not raw.startswith("{"):
             return arguments
         before = raw[: raw.rindex(arguments)] if arguments else raw
@@ -241,6 +241,6 @@ class CallReader:
 
 
 def _is_within(syntax: CallSyntax, piece: str) -> bool:
-    """Return whether a piece of a closing delimiter also occurs within calls, and so does not show where one ends."""
+    """Return whether part of a closing delimiter also occurs within calls, so that it does not show a call's end."""
     within = (*pieces(syntax.name_close), *pieces(syntax.key_open), *pieces(syntax.value_close))
     return set(piece) <= set(JSON_PUNCTUATION) or any(inner.startswith(piece) for inner in within)

@@ -1,6 +1,6 @@
-"""Read off how a template writes tool calls, by rendering calls made of sentinels.
+"""Find out how a chat template writes tool calls, by rendering calls made of sentinels.
 
-All texts are marked text (see `tokenizer`).
+All texts are marked text, in which control tokens are marks (see `chat/_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EARLIER: tuple[Message, ...] = (
     {"role": "user", "content": SENTINELS[10] * 2},
     {"role": "assistant", "content": SENTINELS[11] * 2},
 )
-"""An exchange to put before the question if a template refuses a question alone."""
+"""An exchange to put before the question if the template does not accept a question as the first message."""
 ID = SENTINELS[9] * 2
-"""Replaces the ids of calls in renderings, so that delimiters with an id are the same for each call."""
+"""Replaces call ids in renderings, so that delimiters with an id are the same for each call."""
 
 PROBE_ID, OTHER_PROBE_ID = "call00000", "call00001"
-"""Nine letters and digits, which the strictest template accepts."""
+"""Nine letters and digits, which even the strictest template accepts."""
 
 Render = Callable[[Sequence[Message], bool], str]
 """Renders (messages, add_generation_prompt) to marked text."""
@@ -39,16 +39,16 @@ Render = Callable[[Sequence[Message], bool], str]
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The form of a tool-calling message that this template renders with its calls."""
+    """The form in which a message with tool calls must be passed so that this template renders the calls."""
 
     arguments: str
-    """`object` if the template takes arguments as a JSON object, `text` if it takes them as JSON text."""
+    """`object` if the template accepts arguments as a JSON object, `text` if it accepts them as JSON text."""
     content: str
-    """How empty content is passed beside calls: `text` as "", `none` as None, `missing` without the key."""
+    """How to pass empty content of a message with calls: `text` as "", `none` as None, `missing` without the key."""
     name_is_id: bool = False
     """Whether the template writes a call's id in place of its name."""
     keeps_missing: bool = False
-    """Whether the template writes calls also without a content key. Then a message without one is left as it is."""
+    """Whether the template also renders calls in a message without a content key. No key is then added."""
 
     def message(self, content: str | None, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
         """Return an assistant message in this shape. Each of `calls` is (id, name, arguments)."""
@@ -59,11 +59,11 @@ class CallShape:
         return self.reshape({"role": "assistant", "content": content, "tool_calls": tool_calls})
 
     def probe(self, name: str, arguments: Any, call_id: str = PROBE_ID) -> tuple[str, str, Any]:
-        """Return a call for `message`. Its name is also its id if the template writes the id as the name."""
+        """Return a call for `message`. Its id is its name if the template writes ids in place of names."""
         return (name, name, arguments) if self.name_is_id else (call_id, name, arguments)
 
     def reshape(self, message: Message) -> dict[str, Any]:
-        """Return a caller's tool-calling message in this shape; in another one the template may drop the calls."""
+        """Return a caller's message with tool calls in this shape; otherwise the template may drop the calls."""
         reshaped = dict(message)
         if reshaped.get("content") is None and self.keeps_missing:
             reshaped.pop("content", None)
@@ -81,7 +81,7 @@ class CallShape:
         return reshaped
 
     def shape(self, arguments: Any) -> Any:
-        """Return the arguments in the form that this template takes: unchanged, or as JSON text."""
+        """Return the arguments in the form that this template accepts: unchanged, or as JSON text."""
         if self.arguments == "text" and not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
         return arguments
@@ -104,8 +104,8 @@ class CallSyntax:
     `named`: CALL is NAME `name_close` ARGUMENTS, the arguments a JSON object.
     `tagged`: CALL is NAME `name_close` (`key_open` KEY `key_close` VALUE `value_close`)*; the sentinel KEY within
     `value_close` stands for the key.
-    `literal`: CALL is NAME `name_close` KEY `key_close` VALUE `argument_separator` ... and the bracket that closes what
-    `name_close` opens; VALUE is a literal as in a program, text between quotes or between `quote`.
+    `literal`: CALL is NAME `name_close` KEY `key_close` VALUE `argument_separator` ... and the bracket that closes the
+    one in `name_close`; VALUE is a literal as in a program, or text between quotes or two `quote`s.
 
     `ANY` in a delimiter stands for a word that varies.
     """
@@ -119,37 +119,37 @@ class CallSyntax:
     name_key: str = "name"
     arguments_key: str = "arguments"
     around_arguments: tuple[str, str] | None = None
-    """The text of a call before its arguments, with the sentinel NAME, and after them (`json` only)."""
+    """A call's text before its arguments, with the sentinel NAME, and its text after them (`json` only)."""
     name_close: str = ""
     name_open: str = ""
     """Set if the call's id comes before the name (`named` only): ID `name_open` NAME."""
     id_close: str = ""
     """Set if the call's id comes after the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
     name_is_id: bool = False
-    """Whether the template writes the call's id in place of the name; models then write an id that has the name."""
+    """Whether the template writes the call's id in place of the name; models then write an id with the name in it."""
     key_open: str = ""
     key_close: str = ""
     json_key_close: str = ""
-    """The `key_close` before a value that is JSON and not text, if the template writes another one there. Equals
-    `key_close` if all values are JSON, so that text is in quotes. Empty if the template does not distinguish them."""
+    """The `key_close` before values that are JSON, not text, if it is different there. Equals `key_close` if all
+    values are JSON, so that text is in quotes. Empty if the template does not distinguish JSON and text."""
     value_close: str = ""
     text_open: str = ""
-    """The delimiter before text that looks like tags, such as XML's `<![CDATA[` (`tagged` only). It stands between
-    `key_close` and the text; `text_close` stands between the text and `value_close`."""
+    """The delimiter before text that looks like tags, such as XML's `<![CDATA[` (`tagged` only). It is written between
+    `key_close` and the text; `text_close` is written between the text and `value_close`."""
     text_close: str = ""
     quote: str = ""
     argument_separator: str = ""
     """`literal` only."""
     space_before: int = 0
-    """Number of white-space characters that the template writes between content and the first call."""
+    """The number of white-space characters that the template writes between content and the first call."""
     between: str = ""
-    """The text between the last value of a call and the name of the next; empty if a turn can have only one call."""
+    """The text between a call's last value and the next call's name; empty if a turn can have only one call."""
     within_lines: bool = False
-    """Whether a call without delimiters may stand directly after content, not only at the beginning of a line."""
+    """Whether a call without delimiters may directly follow content, not only begin a line."""
 
 
 def find_shape(render: Render) -> CallShape | None:
-    """Return the first shape in which the name, key and value of a call are all rendered; None if there is none."""
+    """Return the first shape in which a call's name, key and value are all rendered; None if no shape renders them."""
 
     def writes(shape: CallShape, *later: Message) -> bool:
         try:
@@ -168,9 +168,9 @@ def find_shape(render: Render) -> CallShape | None:
 
 
 def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | None:
-    """Return the syntax of calls, read off renderings with one call, with two arguments and with two calls.
+    """Find the syntax of calls from renderings with one call, with two arguments and with two calls.
 
-    `prompt` is the rendering of the question with the generation prompt. Return None if the syntax has no known style.
+    `prompt` is the rendering of the question with the generation prompt. Return None if the syntax fits no known style.
     """
     first = shape.probe(NAME, {KEY: VALUE})
     second = shape.probe(OTHER_NAME, {OTHER_KEY: OTHER_VALUE}, OTHER_PROBE_ID)
@@ -207,19 +207,19 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Return the length of the common prefix, never ending inside a mark."""
+    """Return the length of the common prefix, which never ends inside a mark."""
     n = len(os.path.commonprefix([a, b]))
     return n - 1 if n and "\ud800" <= a[n - 1] <= "\udb7f" else n
 
 
 def common_suffix(a: str, b: str) -> int:
-    """Return the length of the common suffix, never beginning inside a mark."""
+    """Return the length of the common suffix, which never begins inside a mark."""
     n = len(os.path.commonprefix([a[::-1], b[::-1]]))
     return n - 1 if n and "\udc00" <= a[len(a) - n] <= "\udfff" else n
 
 
 def _read_one_call(region: str) -> CallSyntax | None:
-    """Return the syntax of the only call in `region`; its `open` and `close` are all text before and after the call."""
+    """Return the syntax of the only call in `region`, with all text before and after the call as `open` and `close`."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
     arguments = _json_around(region, key, {KEY: VALUE})
     if arguments is None:
@@ -280,7 +280,7 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
 
 
 def _with_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Set `json_key_close` if the template writes values that are not text with other delimiters than text."""
+    """Set `json_key_close` if the template writes different delimiters for values that are not text."""
     key, value = region.find(KEY), region.find(str(_NUMBER))
     if key < 0 or value < key:
         return syntax
@@ -288,13 +288,13 @@ def _with_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
     if key_close == syntax.key_close:
         return syntax
     if syntax.key_open.strip() and f'{key_close}"' == syntax.key_close and syntax.value_close.startswith('"'):
-        # The quotes belong to the value: text is written as JSON too.
+        # The quotes belong to the value: the template writes text as JSON, too.
         return replace(syntax, key_close=key_close, json_key_close=key_close, value_close=syntax.value_close[1:])
     return replace(syntax, json_key_close=_either(key_close, syntax.key_close))
 
 
 def _with_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Set `text_open` and `text_close` if the template writes such delimiters around text that looks like tags."""
+    """Set `text_open` and `text_close` if the template adds delimiters around text that looks like tags."""
     start, value_start = region.find(KEY), region.find(_LIKE_TAGS)
     if start < 0 or value_start < start:
         return syntax
@@ -306,7 +306,7 @@ def _with_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
 
 
 def _as_literal(syntax: CallSyntax) -> CallSyntax | None:
-    """Return a `tagged` syntax without `key_open` as a `literal` one; None if no brackets enclose its arguments."""
+    """Convert a `tagged` syntax without `key_open` to `literal`; return None if no brackets enclose its arguments."""
     bracket = _BRACKETS.get(syntax.name_close.rstrip()[-1:])
     if bracket is None or not syntax.close.startswith(bracket):
         return None
@@ -324,7 +324,7 @@ _BRACKETS = {"(": ")", "{": "}", "[": "]"}
 
 
 def _either(first: str, second: str) -> str:
-    """Return a delimiter that matches both, with `ANY` for the word that differs; `first` if they differ in more."""
+    """Return a delimiter that matches both, with `ANY` for the word that differs; `first` if more differs."""
     start, end = common_prefix(first, second), common_suffix(first, second)
     words = [text[start : len(text) - end] for text in (first, second)]
     if not all(re.fullmatch(r"\w+", word) for word in words):
@@ -333,7 +333,7 @@ def _either(first: str, second: str) -> str:
 
 
 def _with_ordinal(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Put `ANY` into `name_close` where it numbers the calls, if it does. `region` has two calls."""
+    """Replace the call's number in `name_close`, if it contains one, by `ANY`. `region` has two calls."""
     close = syntax.name_close
     first, second = (region[region.index(name) + len(name) :][: len(close)] for name in (NAME, OTHER_NAME))
     return syntax if first == second or first != close else replace(syntax, name_close=_either(close, second))
@@ -362,7 +362,7 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
 
 
 def _shared_tag(first: str, second: str) -> str:
-    """Return the end of an earlier tag that both delimiters begin with, such as `>` of `><b>` and `></a>`."""
+    """Return the end of an earlier tag with which both delimiters begin, such as `>` in `><b>` and `></a>`."""
     shared, end, _ = first[: common_prefix(first, second)].partition(">")
     return shared + end if end and "<" not in shared else ""
 
@@ -391,7 +391,7 @@ def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | N
 
 
 def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | None:
-    """Return the bounds of the smallest JSON object that contains region[start:end] and more; None if there is none."""
+    """Return the bounds of the smallest JSON object that encloses region[start:end]; None if no object does."""
     opening = region.rfind("{", 0, start)
     while opening >= 0:
         try:

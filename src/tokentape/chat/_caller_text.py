@@ -2,10 +2,10 @@
 
 A template mixes its own control tokens with strings from users, tools and systems. Before rendering, the first
 character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. A string
-that brackets make a control token of (`'<' ~ key ~ '>'`) gets a placeholder too. So every control token spelled in the
-rendering was written by the template; then the placeholders are turned back into their characters. A second rendering
-has edge markers, other surrogates, in place of the first and last character of each string. It shows which caller each
-character came from; ids never depend on it.
+that becomes a control token in brackets (`'<' ~ key ~ '>'`) also gets a placeholder. Every control token spelled in
+the rendering was therefore written by the template. The placeholders are then turned back into their characters. A
+second rendering has edge markers, different surrogates, in place of the first and last character of each string. It
+shows who wrote each character; ids never depend on it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tokentape.types import Codes, Message, Provenance
 _PLACEHOLDERS = range(0xDB80, 0xDBA0)
 _EDGES = range(0xDBA0, 0xDBBF)
 _NOTHING = "\udbbf"
-"""Placeholder of no character."""
+"""A placeholder that does not stand for any character."""
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
-"""Characters of the strings that are rendered to read off what a template writes around them."""
+"""Characters for strings that are rendered to find out what a template writes around them."""
 
 _PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SHORT = 64
-"""Most characters of a text for its escaped form to be cached: roles, keys and names recur in each message."""
+"""The maximum length of texts that are cached in escaped form: roles, keys and names recur in each message."""
 
 _BRACKETS = "<>[]{}()|｜/"
 
@@ -43,7 +43,7 @@ _SCHEMA_WORDS = frozenset(
         *("anyOf", "oneOf", "allOf", "nullable", "minimum", "maximum", "pattern", "name", "additionalProperties"),
     )
 )
-"""Keys of schemas that templates look for."""
+"""JSON Schema keys that templates look for."""
 
 _PROVENANCE_OF_ROLE = {
     "system": Provenance.SYSTEM,
@@ -56,16 +56,16 @@ _PROVENANCE_OF_ROLE = {
 
 
 class Escaper:
-    """Escapes the control tokens of one tokenizer in callers' strings, and unescapes renderings."""
+    """Escapes one tokenizer's control tokens in callers' strings, and unescapes renderings."""
 
     def __init__(self, tokenizer: Tokenizer, *, compared: Sequence[str] = ()) -> None:
-        """`compared`: strings that the template compares with texts. These are not escaped as words in brackets."""
+        """Create an escaper. Strings in `compared`, which the template compares with texts, stay comparable."""
         self._tokenizer = tokenizer
         contents = [control.content for control in tokenizer.controls]
         outer = sorted({content[0] for content in contents} | {content[-1] for content in contents})
         if len(outer) > len(_PLACEHOLDERS):
             most = len(_PLACEHOLDERS)
-            raise TokenizerUnusable(f"control tokens begin or end with more than {most} different characters")
+            raise TokenizerUnusable(f"control tokens begin or end with {len(outer)} different characters, over {most}")
         self._placeholder_of = dict(zip(outer, map(chr, _PLACEHOLDERS), strict=False))
         self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
@@ -75,15 +75,15 @@ class Escaper:
         self._cached = lru_cache(4096)(self._escape)
 
     def escape(self, text: str) -> str:
-        """Return `text` without control tokens, and without parts of one at its ends that other text could complete.
+        """Escape control tokens in `text`, and parts of them at its ends that adjacent text could complete.
 
-        Raises `InvalidRequest` for a lone surrogate.
+        Raises `InvalidRequest` if the text contains a lone surrogate.
         """
         return self._cached(text) if len(text) <= _SHORT else self._escape(text)
 
     def _escape(self, text: str, *, ends: bool = True) -> str:
         if not text.isascii() and _SURROGATE.search(text):
-            raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", "messages")
+            raise InvalidRequest("the text contains a lone surrogate, which is not valid Unicode", "messages")
         pattern = self._tokenizer.control_pattern
         while pattern.search(text):
             text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
@@ -102,8 +102,8 @@ class Escaper:
     def escape_all(self, value: Any, *, keys: Literal["known", "schema", "any"] = "known") -> Any:
         """Return a copy of messages or tools with every string escaped.
 
-        In roles, types and keys that the caller did not make up, only whole control tokens are escaped, because
-        templates compare them. `keys` says which those are: all, those of schemas, or none (names of parameters).
+        In roles, types and keys with fixed names, only whole control tokens are escaped, because templates compare
+        them. `keys` says which keys have fixed names: all, those of JSON Schema, or none (parameter names).
         """
         if isinstance(value, str):
             return self.escape(value)
@@ -122,7 +122,7 @@ class Escaper:
         return value
 
     def escape_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return template kwargs escaped. A text that is a word in brackets stays: templates compare and write it."""
+        """Escape template kwargs, but not words that become control tokens in brackets: templates compare these."""
         escaped = self.escape_all(kwargs)
         return {key: value.replace(_NOTHING, "") if isinstance(value, str) else value for key, value in escaped.items()}
 
@@ -139,14 +139,14 @@ class Escaper:
 
 
 def _without_brackets(token: str) -> Iterator[str]:
-    """Yield what is left of a control token without one or more of the brackets on each side."""
+    """Yield what is left of a control token after removing at least one bracket on each side."""
     left, right = (len(token) - len(bare) for bare in (token.lstrip(_BRACKETS), token.rstrip(_BRACKETS)))
     for start in range(1, left + 1):
         yield from (token[start : len(token) - end] for end in range(1, right + 1) if start + end < len(token))
 
 
 def _keys_below(key: str, keys: Literal["known", "schema", "any"]) -> Literal["known", "schema", "any"]:
-    """Return which keys the mapping under `key` has."""
+    """Return which kind of keys the mapping under `key` has; see `escape_all`."""
     if keys == "known":
         below: Mapping[str, Literal["schema", "any"]] = {"arguments": "any", "parameters": "schema"}
         return below.get(key, "known")
@@ -154,12 +154,12 @@ def _keys_below(key: str, keys: Literal["known", "schema", "any"]) -> Literal["k
 
 
 def provenance_of_role(role: str) -> Provenance:
-    """Return the provenance of texts in messages of this role."""
+    """Return the provenance of texts in messages with this role."""
     return _PROVENANCE_OF_ROLE.get(role, Provenance.USER)
 
 
 def with_edges(message: Message) -> dict[str, Any]:
-    """Return the message with the first and last character of each text replaced by edge markers of its role."""
+    """Return the message with the first and last character of each text replaced by its role's edge markers."""
     code = provenance_of_role(message.get("role", ""))
     edged = dict(message)
     for key in ("content", "reasoning_content", "thinking", "reasoning"):
@@ -175,10 +175,10 @@ def with_edges(message: Message) -> dict[str, Any]:
 
 
 def provenance_of_characters(edged: str, length: int) -> Codes:
-    """Return the provenance of each character of a rendering with edge markers; a mark counts as one character.
+    """Return the provenance of each character in a rendering with edge markers. A mark counts as one character.
 
-    `length` is the length of the rendering that gives the ids. If this one is of another length, because the template
-    looks at the first or last characters of texts, all characters get TEMPLATE.
+    `length` is the length of the rendering without edge markers, which is encoded to ids. If the lengths differ,
+    because the template looks at the first or last characters of texts, all characters get TEMPLATE.
     """
     text = MARK.sub("\0", edged)
     codes = np.full(length, Provenance.TEMPLATE, dtype=np.uint8)
@@ -189,18 +189,18 @@ def provenance_of_characters(edged: str, length: int) -> Codes:
 
 
 def edges_found(edged: str) -> int:
-    """Count the texts of callers in a rendering with edge markers, without the assistant's."""
+    """Count the callers' texts in a rendering with edge markers, except the assistant's."""
     return sum(code != Provenance.ASSISTANT for code, _, _ in _edged_texts(edged))
 
 
 def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
-    """Return the provenance of each token, given that of the characters and the character span of each token.
+    """Return the provenance of each token, given the characters' provenance and each token's character span.
 
-    A token that covers characters of a caller and of the template gets the caller's provenance.
+    A token that covers both a caller's and the template's characters gets the caller's provenance.
     """
     out = np.full(len(spans), _TEMPLATE, dtype=np.uint8)
     starts = spans[:, 0]
-    # A caller's code differs from TEMPLATE; a token that mixes both starts or ends in the caller's text.
+    # Callers' codes differ from TEMPLATE; a token that mixes both starts or ends in the caller's text.
     ends = np.maximum(spans[:, 1] - 1, starts)
     inside = starts < len(codes)
     first = codes[starts[inside]]
@@ -215,7 +215,7 @@ def _edge_characters(code: Provenance) -> tuple[str, str, str]:
 
 
 _TEMPLATE = int(Provenance.TEMPLATE)
-"""NumPy takes many times as long to compare with an enum's member, and Python 3.11 to look one up."""
+"""An int because comparing with an enum member in NumPy, or looking one up in Python 3.11, is many times slower."""
 
 _CODES = sorted(set(_PROVENANCE_OF_ROLE.values()))
 _EDGE = re.compile(f"[{chr(_EDGES.start)}-{chr(_EDGES.stop - 1)}]")

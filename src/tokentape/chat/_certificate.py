@@ -1,6 +1,6 @@
-"""What was found out about one tokenizer and template: which bridges are exact, what parses, what is dropped.
+"""Define the `Certificate` of a tokenizer and template: which bridges are exact, what parses, what is dropped.
 
-`certify` makes a certificate; this is the paper it writes on, how it is read back, and what a user may require of it.
+`certify` makes certificates. This module defines their fields, reads and writes them, and checks what a user requires.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "parallel": ("parallel calls",),
     "injection": (),
 }
-"""Other features that may be required, each with the parse checks that must pass."""
+"""Features that may be required besides continuations, each with the parse checks that must pass."""
 
 REQUIRABLE = (*grammar.NAMES, *FEATURES)
-"""Every name that `shortfalls` takes."""
+"""Every name that `shortfalls` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What was found for one kind of new messages."""
+    """Whether and how a turn can be continued with one kind of new messages."""
 
     name: str
     """See `grammar.continuation_name`."""
     strategy: Strategy
-    """`local`: what follows a turn does not depend on the history. `contextual`: it does, but only appends.
-    `fork`: the template writes again after the turn what it had written before it. `refused`: not taken."""
+    """`local`: what follows a turn does not depend on the history. `contextual`: it does, but is only appended.
+    `fork`: the template repeats earlier text after the turn. `refused`: the template does not accept the messages."""
     append_only: Literal["yes", "clean text", "no"]
-    """Whether rendering the longer conversation keeps the ids of the shorter one and of the turn. `clean text`: except
-    after a turn that is empty or has white space at its ends."""
+    """Whether rendering the longer conversation keeps the ids of the shorter one and of the turn. `clean text`: yes,
+    unless the turn is empty or has white space at its ends."""
     tried: int
-    """Conversations tried."""
+    """The number of conversations tried."""
     reason: str
-    """Why it is not append-only, or refused; empty otherwise."""
+    """Why the continuation is not append-only, or is refused; empty otherwise."""
     counterexample: tuple[Message, ...] = ()
-    """The smallest conversation tried on which the template rewrites what came before."""
+    """The smallest tried conversation in which the template rewrites earlier text."""
     ends: tuple[str, ...] = ()
-    """The stop tokens that the template itself ends the turn with here. One that ended with another stop token is
-    bridged or starts a new branch, as the gateway's `stop_mismatch` says."""
+    """The stop tokens with which the template ends the turn here. A turn that ended with a different stop token is
+    bridged or starts a new branch, depending on the gateway's `stop_mismatch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParseCheck:
-    """Whether a message comes back from what the template writes for it."""
+    """Whether the parser reads a message back from what the template writes for it."""
 
     name: str
     holds: bool | None
-    """None where the template writes no such turn, or not all of it: there is nothing to compare with."""
+    """None if the template writes no such turn, or not all of it, so that it can't be compared."""
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was found for one tokenizer, template and set of template kwargs."""
+    """What `certify` found for one tokenizer, template and set of template kwargs."""
 
     fingerprint: str
     template_kwargs: Mapping[str, Any]
     versions: Mapping[str, str]
     overrides: str | None
-    """Name of what takes the place of what is read off the template; None: nothing does."""
+    """The name of the overrides that replace what is read from the template; None without overrides."""
     continuations: tuple[Continuation, ...]
     parsing: tuple[ParseCheck, ...]
     call_style: str | None
     reasoning: tuple[str, str] | None
-    """Opening and closing delimiter."""
+    """The opening and closing delimiters; None if the template shows no reasoning."""
     reasoning_opened_by_prompt: bool
     generation_prompt: str
     stop_tokens: tuple[str, ...]
@@ -90,31 +90,31 @@ class Certificate:
     """What the template silently leaves out."""
     injection_safe: bool
     control_tokens: tuple[str, ...] = ()
-    """Added tokens that the text of callers never becomes."""
+    """Added tokens as which callers' text is never encoded."""
     text_tokens: tuple[str, ...] = ()
-    """Added tokens that are ordinary text, such as HTML tags: callers' text becomes them, as it does without us."""
+    """Added tokens that are ordinary text, such as HTML tags. Callers' text is encoded as them, as in `tokenizers`."""
     replaced_ids: tuple[tuple[str, int, int], ...] = ()
-    """Added tokens that the library gives another id than tokenizer.json declares: token, declared id, id in use."""
+    """Added tokens with different ids in the library than in tokenizer.json: (token, declared id, id in use)."""
 
     def continuation(self, name: str) -> Continuation | None:
-        """Return what was found for the continuation of this name; see `grammar.continuation_name`."""
+        """Return the continuation with this name (see `grammar.continuation_name`), or None."""
         return next((continuation for continuation in self.continuations if continuation.name == name), None)
 
     def shortfalls(self, required: Sequence[str]) -> Iterator[str]:
-        """Yield a line for each of `required`, names from `REQUIRABLE`, that is not certified.
+        """Yield a line for each name in `required`, taken from `REQUIRABLE`, that is not certified.
 
-        A continuation is certified unless it is refused. One that begins with a tool's result also needs the checks of
-        `calls`: an agent that gets its calls as content never sends a result. A feature is certified if each of its
-        parse checks was made and holds, see `FEATURES`; `injection` if control tokens in callers' text stay text.
+        A continuation is certified unless it is refused. One that begins with a tool result must also pass the `calls`
+        checks, because an agent that gets its calls as content never sends a result. A feature is certified if all its
+        parse checks in `FEATURES` were made and hold; `injection` if control tokens in callers' text stay text.
         """
         for name in dict.fromkeys(required):
             if name == "injection":
                 if not self.injection_safe:
-                    yield f"{name}: text of callers can become control tokens"
+                    yield f"{name}: callers' text can become control tokens"
             elif name in FEATURES:
                 failed = self._failed(name)
                 if name == "reasoning" and self.reasoning is None:
-                    yield f"{name}: the template shows none"
+                    yield f"{name}: the template shows no reasoning"
                 elif failed:
                     yield f"{name}: {failed[0].name}: {failed[0].detail}"
             else:
@@ -128,7 +128,7 @@ class Certificate:
                     yield f"{name}: the continuation is exact, but {what}: {failed[0].name}: {failed[0].detail}"
 
     def _failed(self, feature: str) -> list[ParseCheck]:
-        """Return the parse checks of a feature that were not made or do not hold."""
+        """Return a feature's parse checks that were not made or do not hold."""
         checks = {check.name: check for check in self.parsing}
         return [checks[name] for name in FEATURES[feature] if checks[name].holds is not True]
 
@@ -157,17 +157,17 @@ class Certificate:
         return html_table(f"Certificate {self.fingerprint[:12]}", [*facts.items(), *continued, *parsed])
 
     def to_json(self) -> str:
-        """Return one JSON object, keys sorted. It is valid UTF-8: a lone surrogate is written as `U+XXXX`."""
+        """Return a JSON object with sorted keys. It is valid UTF-8: lone surrogates are written as `U+XXXX`."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1, ensure_ascii=False)
         return _SURROGATE.sub(lambda match: f"U+{ord(match[0]):04X}", text)
 
     @classmethod
     def from_json(cls, text: str) -> Certificate:
-        """Read what `to_json` wrote. Raises `ValueError` for anything else."""
+        """Read the output of `to_json`. Raises `ValueError` if the text is not a certificate of this format."""
         try:
             fields = json.loads(text)
             if fields.pop("format", None) != FORMAT or fields.keys() != cls.__dataclass_fields__.keys():
-                raise ValueError(f"it is not of format {FORMAT}")
+                raise ValueError(f"it is not in format {FORMAT}; run `tokentape certify` again")
             return msgspec.convert(fields, cls)
         except (ValueError, AttributeError, TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"not a certificate: {error}") from error

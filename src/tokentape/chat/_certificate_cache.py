@@ -1,4 +1,4 @@
-"""Certificates on disk, so that each is made once per machine: JSON files named by everything they depend on."""
+"""Keep certificates on disk, so that each is made once per machine: JSON files named by a hash of their inputs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _log = logging.getLogger("tokentape.chat")
 def load_or_certify(
     renderer: Renderer, template_kwargs: Mapping[str, Any], directory: str | Path | None = None
 ) -> Certificate:
-    """Return the certificate for these kwargs: read from `directory`, else made and written there.
+    """Return the certificate for these kwargs from `directory`. If it is not there, make it and write it there.
 
-    `directory` is `cache_directory("certificates")` if not given. Raises `TemplateRefused` as `certify` does.
+    `directory` defaults to `cache_directory("certificates")`. Raises `TemplateRefused` as `certify` does.
     """
     folder = cache_directory("certificates") if directory is None else Path(directory)
     key = _key(renderer, template_kwargs)
@@ -49,7 +49,7 @@ def _key(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> str:
 def certifier_digest() -> str:
     """Return the hex SHA-256 of the source that makes certificates.
 
-    Whoever changes it need not remember a version number.
+    A change to the source thus invalidates cached certificates without a version number.
     """
     digest = hashlib.sha256()
     for source in sorted(files("tokentape.chat").iterdir(), key=lambda source: source.name):

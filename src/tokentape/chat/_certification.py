@@ -1,8 +1,8 @@
-"""What holds for a template and what does not: bridges, parsing, injection safety, over a grammar of conversations.
+"""Test a template's bridges, parsing and injection safety on a grammar of conversations.
 
-A certificate is made by asking, not by knowing: nothing here looks at a model's name. For each continuation it says
-which bridge strategy is exact, and whether the template itself only appends; where it does not, it shows the smallest
-conversation tried that proves it.
+All results come from renderings; nothing here looks at a model's name. For each continuation, the certificate says
+which bridge strategy is exact and whether the template itself only appends. If it does not, the certificate has the
+smallest tried conversation that shows it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tokentape.types import Message, Setup, TokenIds
 
 
 def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None) -> Certificate:
-    """Try everything and write down what holds. Takes some hundred renderings: tenths of a second.
+    """Return the certificate of a renderer's template, from a few hundred renderings (tenths of a second).
 
-    A template that fails on the grammar's tool is tried with a plainer one, then with none: if it only renders without
-    tools, all continuations with tools are refused, and so are those without if it only renders with tools.
+    A template that fails on the grammar's tool is tried with a plainer tool, then without tools. If it renders only
+    without tools, all continuations with tools are refused, and vice versa.
 
-    Raises `TemplateRefused` if the template does not even render a question and an answer.
+    Raises `TemplateRefused` if the template does not render a question and an answer.
     """
     kwargs = dict(template_kwargs or {})
     with_tools, tools_refused = _setup_with_tools(renderer, kwargs)
@@ -68,9 +68,9 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
 
 
 def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Setup, str]:
-    """Return the grammar's setup with the first tool that the template takes, and why it takes none.
+    """Return the grammar's setup with the first tool that the template accepts, and the error if it accepts none.
 
-    Empty if it does.
+    The error is empty if a tool is accepted.
     """
     refused = ""
     for tool in (grammar.TOOL, grammar.PLAIN_TOOL):
@@ -98,12 +98,12 @@ _PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": 
 
 
 def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refused: str) -> Iterator[ParseCheck]:
-    """Render each kind of turn, parse what the template wrote, and compare with the parts of the turn in it.
+    """Render each kind of turn, parse what the template wrote, and compare with the parts of the turn that it shows.
 
-    `tools_refused` says why there can be no calls, if the template takes no tools.
+    `tools_refused` is the reason that calls can't be tested if the template accepts no tools.
     """
     form, differs_without = renderer.format(setup), False
-    with contextlib.suppress(TemplateRefused):  # Some templates take no conversation without tools.
+    with contextlib.suppress(TemplateRefused):  # Some templates accept no conversation without tools.
         differs_without = renderer.format(without_tools) != form
     for name, message in grammar.TURNS.items():
         if tools_refused and message.get("tool_calls"):
@@ -111,7 +111,7 @@ def _parsing(renderer: Renderer, setup: Setup, without_tools: Setup, tools_refus
             continue
         question = grammar.accepted((grammar.QUESTION,), form)
         check = _parse_check(renderer, setup, name, message, question)
-        # A template may number turns, and a model without a generation prompt writes the number.
+        # A template may number turns; if the generation prompt lacks the number, the model writes it.
         others = [(setup, message, grammar.LATER), (setup, message, grammar.accepted(grammar.AFTER_RESULT, form))]
         if name == "parallel calls":
             others.append((setup, grammar.THREE_CALLS, question))
@@ -162,12 +162,12 @@ def _writes_content_as_reasoning(
 def written_turn(
     renderer: Renderer, setup: Setup, message: Message, history: Sequence[Message] = (grammar.QUESTION,)
 ) -> tuple[Message, str] | None:
-    """Return the part of `message` that its template writes, and what a model that wrote the same would sample.
+    """Return the part of `message` that the template writes, and the completion that a model would have sampled for it.
 
-    `history` holds `grammar.QUESTION`, and the assistant speaks next.
+    `history` contains `grammar.QUESTION`, and the assistant speaks next.
 
-    The completion is marked text that ends with the stop token. Where the prompt opens reasoning that the template does
-    not show for a turn without any, the turn is given some. None where even that is not written after the prompt.
+    The completion is marked text that ends with the stop token. If the prompt opens reasoning that the template does
+    not write for a turn without any, reasoning is added. Return None if the turn is still not written after the prompt.
     """
     tokenizer, rendered = renderer.tokenizer, renderer.render_text(history, setup, generate=True)
     form = renderer.format_after(tokenizer.encode_marked(rendered).array, renderer.format(setup))
@@ -177,7 +177,7 @@ def written_turn(
     shape = form.shape if message.get("tool_calls") else None
 
     def ask(tried: Message) -> str:
-        # In the template's own shape: one that takes arguments as text prints an object in some notation of its own.
+        # Reshape calls: a template that expects arguments as text would print an object in a different notation.
         shaped = shape.reshape(plain_message(tried)) if shape is not None else tried
         return _from_question(renderer.render_text([*history, shaped], setup, generate=False))
 
@@ -186,7 +186,7 @@ def written_turn(
         turn = spoken[len(prompt) :]
         if spoken.startswith(prompt) and (opened is None or opened.close.strip() in turn):
             return _cut_turn(renderer, setup, tried, turn)
-    # The template does not show in history what its prompt opens or writes: put the turn after the bare header.
+    # The template does not write in histories what its prompt contains: look for the turn after the bare header.
     spoken = ask(message)
     unopened = prompt.removesuffix(form.generation_prompt)
     before = next((b for b in (prompt, (unopened + form.header).rstrip()) if spoken.startswith(b)), None)
@@ -203,12 +203,12 @@ def _prompt_ids(renderer: Renderer, setup: Setup, history: Sequence[Message]) ->
 
 
 def _from_question(text: str) -> str:
-    """Return a rendering from the question on; the text before it may change with the messages after it."""
+    """Return a rendering from the question on. The text before the question may depend on later messages."""
     return text[max(text.find(grammar.QUESTION["content"]), 0) :]
 
 
 def _cut_turn(renderer: Renderer, setup: Setup, message: Message, turn: str) -> tuple[Message, str]:
-    """Return the turn up to its first stop token, and what of the message is in it."""
+    """Return the part of the message in the turn up to its first stop token, and the turn up to there."""
     stop_ids = renderer.stop_ids(setup)
     stops = [control.mark for control in renderer.tokenizer.controls if control.id in stop_ids]
     ends = [turn.index(mark) + len(mark) for mark in stops if mark in turn]
@@ -217,9 +217,9 @@ def _cut_turn(renderer: Renderer, setup: Setup, message: Message, turn: str) -> 
 
 
 def _shown(message: Message, turn: str) -> Message:
-    """Return what of a message its written turn shows; the rest the template dropped.
+    """Return the message without the parts that the template dropped from its written turn.
 
-    Calls are shown all or not at all.
+    Calls are dropped all together if any is missing.
     """
     shown = dict(message)
     for key in ("content", "reasoning_content"):
@@ -232,7 +232,7 @@ def _shown(message: Message, turn: str) -> Message:
 
 
 def _difference(message: Message, reply: Reply) -> str | None:
-    """Return what of a message did not come back; None if all did. Outer white space is the template's affair."""
+    """Describe how the parsed reply differs from the message; None if it does not. Outer white space is ignored."""
     wanted_calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
     ]
@@ -255,10 +255,10 @@ def _depends_on_date(renderer: Renderer, setup: Setup) -> bool:
 
 
 def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
-    """Yield name what callers may say that this template does not pass on."""
+    """Yield the names of message parts that this template silently drops."""
     for what, word, messages in grammar.LOSSES:
         if what == "tools" and not setup.tools:
-            # They are refused, not dropped.
+            # The template refuses tools; it does not drop them.
             continue
         try:
             text = _prompt(renderer, messages, setup)
@@ -269,7 +269,7 @@ def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
 
 
 def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
-    """Return whether control tokens said by callers leave the control tokens of a rendering as they are."""
+    """Return whether control tokens in callers' text leave a rendering's own control tokens unchanged."""
     controls = renderer.tokenizer.controls
     sample = [control for control in controls if control.content in renderer.template.source] or list(controls)
     for plain, *armed in zip(
@@ -286,9 +286,9 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
 
 
 def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup, date: str | None = None) -> str:
-    """Return the marked text of a conversation with the generation prompt, an external renderer's read from its ids.
+    """Return a conversation and the generation prompt as marked text, which external renderers' ids are decoded to.
 
-    It is rendered as of `date` if there is one.
+    `date`, if given, replaces the setup's date.
     """
     messages = grammar.accepted(messages, renderer.format(setup))
     setup = replace(setup, date=date or setup.date)

@@ -1,4 +1,4 @@
-"""What holds for one kind of new messages after a turn: which bridge is exact, does the template only append."""
+"""Test continuations, kinds of new messages after a turn: which bridge is exact, does the template only append."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Setup
 
 _Asked = TypeVar("_Asked")
-_MERGES = "the text stays, but it encodes to other ids where the turn meets its prompt"
+_MERGES = "the text stays, but it encodes to different ids where the turn meets its prompt"
 
 
 class Continuations:
-    """Finds out what holds for continuations under one setup. What they have in common is rendered once."""
+    """Tests continuations under one setup. Renders what they have in common only once."""
 
     def __init__(self, renderer: Renderer, setup: Setup) -> None:
         self._renderer = renderer
@@ -34,8 +34,8 @@ class Continuations:
         self._ids_after_control = functools.cache(lambda text: tokenizer.encode_after_control(text).ids)
 
     def find(self, name: str) -> Continuation:
-        """Try the continuation of this name; see `grammar.continuation_name`."""
-        refusal = "no conversation with it was taken"
+        """Test the continuation with this name; see `grammar.continuation_name`."""
+        refusal = "the template accepted no conversation with it"
         tried = 0
         shortest: tuple[Message, ...] = ()
         strategy: Strategy = "local"
@@ -43,7 +43,7 @@ class Continuations:
         ends: dict[str, None] = {}
         for history, reply, new in grammar.conversations(name, self._renderer.template.highest_compared):
             try:
-                # The prompt of the turn: without it, no model said this.
+                # If the turn's prompt can't be rendered, no model can have written the turn.
                 self._marked(history, generate=True)
                 full = self._marked((*history, reply, *new), generate=True)
                 own_strategy, suffix = self._strategy(history, reply, new)
@@ -88,7 +88,7 @@ class Continuations:
         return Continuation(name, strategy, "no" if clean else "clean text", tried, reason, counterexample, tuple(ends))
 
     def _once(self, key: tuple[object, ...], messages: object, ask: Callable[[], _Asked]) -> _Asked:
-        """Return what `ask` returned or raised the first time. `messages` are kept: the key has their ids."""
+        """Call `ask` once per key, and repeat its result or error. Keep `messages`: keys contain their `id()`."""
         if key not in self._known:
             try:
                 self._known[key] = messages, ask()
@@ -100,7 +100,7 @@ class Continuations:
         return answer  # type: ignore[return-value]
 
     def _with(self, message: Message, **fields: str) -> Message:
-        """Return the message with other fields, the same object each time, so that it is not rendered again."""
+        """Return the message with changed fields, the same object each time, so that it is not rendered again."""
         return self._once(("with", id(message), *fields.items()), message, lambda: {**message, **fields})
 
     def _marked(self, messages: tuple[Message, ...], *, generate: bool) -> str:
@@ -115,7 +115,7 @@ class Continuations:
     def _strategy(
         self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
     ) -> tuple[Strategy, str | None]:
-        """Return the strategy for one conversation of the grammar, and its suffix if that holds all new messages."""
+        """Return the strategy for one conversation, and its suffix if that contains all new messages."""
         try:
             suffix = self._suffix(reply, new, history)
         except TemplateRefused:
@@ -131,10 +131,10 @@ class Continuations:
     ) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`.
 
-        `shortest` is the shortest history after which it takes the turn and the new messages of the continuation.
+        `shortest` is the shortest history after which the template accepts the continuation's turn and new messages.
 
-        Return whether the suffix depends on the words, and how a conversation with them is rewritten, with that
-        conversation.
+        Return whether the suffix depends on the words, and how and in which conversation the template rewrites earlier
+        text because of them.
         """
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         reply, depends = replies[0], False
@@ -156,14 +156,14 @@ class Continuations:
                         reason = self._rewrites(history, turn, full, suffix)
                         rewritten = (reason, (*history, turn, *new)) if reason is not None else rewritten
                     if not depends:
-                        # It may count the messages that say so.
+                        # The template may count the messages with these words.
                         local = functools.partial(self._suffix, reply, all_said)
                         depends = local_or_contextual(local, self._suffix(reply, all_said, history)) != "local"
                 except TemplateRefused:
                     continue
                 if depends and rewritten is not None:
                     return depends, rewritten
-            # Said by a new message, they may change what stands before it.
+            # In a new message, the words may change the text before that message.
             said_by = [(*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)]
             for later, turn in itertools.product(said_by, (reply, thinking)) if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
@@ -176,10 +176,10 @@ class Continuations:
         return grammar.accepted(messages, self._renderer.format(self._setup))
 
     def _that_merge(self, history: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
-        """Yield conversations with a reply that shares a token with the end of its prompt.
+        """Yield conversations with a reply whose beginning merges into one token with the end of its prompt.
 
-        Its first characters are the rest of entries of the vocabulary that begin like the prompt ends. Where a prompt
-        ends with what the caller says, that may be any text.
+        The reply is the rest of a vocabulary entry that begins with the prompt's last characters. If a prompt ends with
+        the caller's text, any last characters are possible.
         """
         tokenizer = self._renderer.tokenizer
         if self._renderer.format(self._setup).content_open:
@@ -197,7 +197,7 @@ class Continuations:
                         yield *question, {"role": "assistant", "content": rest}
 
     def _with_other_ends(self, history: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
-        """Yield the question after exchanges, as long as each makes its prompt end in another way: with a number."""
+        """Yield the question after more and more exchanges, while the prompt's end changes, for example in a number."""
         seen: set[str] = set()
         with contextlib.suppress(TemplateRefused):
             while len(seen) < 9 and (end := self._marked(history, generate=True)[-8:]) not in seen:
@@ -207,7 +207,7 @@ class Continuations:
                 history = self._accepted(grammar.after_exchange(history))
 
     def _merges_with_number(self, name: str) -> tuple[Message, ...] | None:
-        """Return a conversation in which a turn shares a token with the number that its prompt ends with."""
+        """Return a conversation in which a turn merges with the number at the end of its prompt; None if none does."""
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         starts = ((grammar.QUESTION,), (grammar.SYSTEM, grammar.QUESTION))
         numbered = [history for start in starts for history in self._with_other_ends(self._accepted(start))]
@@ -221,12 +221,12 @@ class Continuations:
     def _rewrites_unanswered(
         self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
     ) -> str | None:
-        """Return how the ids change after calls without results; None if they do not, or none are taken there."""
+        """Return how earlier ids change after calls without results; None if they don't or such calls are refused."""
         try:
             full = self._marked((*history, reply, *new), generate=True)
             turn = full[len(self._marked(history, generate=True)) :]
             if any(call["function"]["name"] not in turn for call in reply["tool_calls"]):
-                # Some leave calls out that come with content, even an empty one (DeepSeek-V3).
+                # Some templates drop the calls of a turn that has content, even if it is empty (DeepSeek-V3).
                 reply = {**reply, "content": None}
                 full = self._marked((*history, reply, *new), generate=True)
             return self._rewrites(history, reply, full, self._strategy(history, reply, new)[1])
@@ -234,16 +234,16 @@ class Continuations:
             return None
 
     def _rewrites(self, history: tuple[Message, ...], reply: Message, full: str, suffix: str | None) -> str | None:
-        """Return how rendering the longer conversation changes the ids before; None if it does not."""
+        """Return how rendering the longer conversation changes earlier ids; None if it does not."""
         if suffix is None:
-            return "what a new message says is written before the turn"
+            return "a new message's text is written before the turn"
         prompt = self._marked(history, generate=True)
         spoken = self._marked((*history, reply), generate=False)
         if not spoken.startswith(prompt):
-            return "the generation prompt is not what the template shows before a turn afterwards"
+            return "the generation prompt differs from what the template later writes before the turn"
         after = self._after_turn(reply, suffix)
         if not full.startswith(prompt):
-            return "what came before the turn is written differently once the conversation goes on"
+            return "the text before the turn is written differently once the conversation goes on"
         turn = full[len(prompt) : len(full) - len(after.text)]
         if not full.endswith(after.text) or not spoken[len(prompt) :].startswith(turn):
             return "the turn is written differently once the conversation goes on"
@@ -257,7 +257,7 @@ class Continuations:
         return trim_to_turn_end(suffix, close, self._renderer.format(self._setup), tokenizer, tokenizer.eos_ids)
 
     def _ends(self, reply: Message, suffix: str | None) -> Iterator[str]:
-        """Yield the stop token that the template ends such a turn with, if it is one."""
+        """Yield the token with which the template ends such a turn, if it is a stop token."""
         mark = MARK.match(self._after_turn(reply, suffix).text) if suffix is not None else None
         if mark is not None:
             control = self._renderer.tokenizer.control_of_mark(mark[0])

@@ -1,11 +1,11 @@
-"""Parse completions in channels. Each part has a header that names its kind, a mark, its text, and a mark.
+"""Parse completions in channels. Each part consists of a header that names its kind, a mark, its text, and a mark.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f json<|message|>{...}
 
-A template has channels if it frames reasoning and content alike, by the same two control tokens with a word between
-them. The generation prompt leaves a header open. In a header, the recipient of a call may stand before or after the
-name of the channel: templates and models differ there. If words stand in the place of a header that the template never
-writes in headers, the model left out the header, and they are content.
+A template has channels if it frames reasoning and content the same way, by two control tokens with a word between
+them. The generation prompt leaves a header open. In a header, a call's recipient may come before or after the channel
+name: templates and models differ. Words in place of a header that the template never writes in headers are content:
+the model left out the header.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokentape.types import Tool
 
 
 class ChannelScanner:
-    """Splits a completion into reasoning, content and calls, part by part."""
+    """Splits a completion with channels into reasoning, content and calls, part by part."""
 
     def __init__(
         self, tokenizer: Tokenizer, reader: Reader, parts: ReplyParts, channels: Channels, tools: Mapping[str, Tool]
@@ -34,7 +34,7 @@ class ChannelScanner:
         self._tools = tools
         self._header_at = 0
         self._seek = 0
-        """Where to continue the search for the end of the open header or call."""
+        """Where to continue searching for the end of the open header or call."""
         self._region: str = "header"
         self._name = ""
         prefix, _, place = channels.call_open.partition("=")
@@ -50,7 +50,7 @@ class ChannelScanner:
         return self._region == "reasoning" and not self._reader.stopped
 
     def scan(self, *, final: bool) -> None:
-        """Parse the text that the reader has; with `final` it is complete."""
+        """Parse the reader's text. `final` means that it is complete."""
         while self._step_header(final=final) if self._region == "header" else self._step_part(final=final):
             pass
         if self._region in ("content", "reasoning"):
@@ -115,7 +115,7 @@ class ChannelScanner:
         return True
 
     def _is_header(self, text: str, *, cut_off: bool = False) -> bool:
-        """Return whether a text has only known words of headers, and a recipient with at most a type after it.
+        """Return whether a text has only known header words, and optionally a recipient followed by at most a type.
 
         With `cut_off`, its last word may be the beginning of a known word.
         """
@@ -127,7 +127,7 @@ class ChannelScanner:
         return self._words.issuperset(before) and (not last or last in self._words or begins)
 
     def _is_type_or_less(self, after: str) -> bool:
-        """Return whether a text has at most one word that is unknown, such as the type after a recipient."""
+        """Return whether a text has at most one unknown word, such as the type after a recipient."""
         return len([word for word in after.split() if word not in self._words]) <= 1
 
     def _add_text(self, region: str, text: str) -> None:

@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping
 from jinja2 import nodes
 
 _MOST = 32
-"""At most this many constants are tried: a template with more was made to cost time."""
+"""The maximum number of constants that are tried. A template with more is probably built to cost time."""
 
 _LONGEST = 200
 _HIGHEST = 64
-"""Higher numbers are not tried: a template that counts more messages was made to cost time."""
+"""The highest number that is tried. A template that counts more messages is probably built to cost time."""
 
 _METHODS = ("startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition", "rpartition")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_TEXT = ("role", "type", "name", "format", "arguments")
-"""Keys of messages and schemas with values that are not callers' text."""
+"""Keys in messages and schemas whose values are not callers' text."""
 
 
 def compared_strings(template: nodes.Template) -> tuple[str, ...]:
     """Return the strings that a template compares with other values, or passes to a search method such as `find`.
 
-    A string that was first assigned to a variable is found where the variable is compared. Comparisons with roles,
-    types and names are left out, because no text of a message takes part in them.
+    A string that is assigned to a variable is found if the variable is compared. Comparisons of roles, types and names
+    are skipped because they do not involve the text of messages.
     """
     assigned = {
         assignment.target.name: assignment.node
@@ -46,7 +46,7 @@ def compared_strings(template: nodes.Template) -> tuple[str, ...]:
 
 
 def highest_compared(template: nodes.Template) -> int:
-    """Return the highest number in a template's comparisons, such as a number of messages; 0 if there is none."""
+    """Return the highest number in a template's comparisons, such as a message count; 0 if no numbers are compared."""
     compares = template.find_all(nodes.Compare)
     values = [constant.value for compare in compares for constant in compare.find_all(nodes.Const)]
     return max((value for value in values if type(value) is int and value <= _HIGHEST), default=0)

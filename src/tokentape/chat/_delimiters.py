@@ -1,4 +1,4 @@
-"""Find a template's delimiters in completions, with any white space between their pieces, as models write them."""
+"""Find a template's delimiters in completions, allowing any white space between their pieces, as models write it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokentape.chat._caller_text import SENTINELS
 from tokentape.chat._tokenizer import MARK
 
 ANY = SENTINELS[-1]
-"""Placeholder in a delimiter for a word or number that varies: the 2 of `index="2"`."""
+"""Placeholder in a delimiter for a word or number that varies, such as the 2 in `index="2"`."""
 
 _BETWEEN_PIECES = re.compile(rf"({MARK.pattern})|\s+|(?<=>)(?=<)")
 
 SPACE = r"\s{0,1000}"
-"""White space around a delimiter. It has a limit because the search after it is repeated with every token. The limit
-also holds for whole completions, so that streaming and parsing at once give the same reply."""
+"""White space around a delimiter. It is limited because the search after it is repeated with every token. The limit
+also applies to whole completions, so that streaming and parsing at once give the same reply."""
 
 _SPACE = re.compile(SPACE)
 
@@ -32,24 +32,24 @@ def pieces(delimiter: str) -> tuple[str, ...]:
 
 
 def pattern(delimiter: str) -> str:
-    """Return a regular expression that matches all pieces of a delimiter in their order."""
+    """Return a regular expression that matches all pieces of a delimiter in order."""
     return SPACE.join(map(_escaped, pieces(delimiter)))
 
 
 def optional(delimiters: Iterable[str]) -> str:
-    """Return a regular expression that matches the pieces of these delimiters in their order; any may be missing."""
+    """Return a regular expression that matches the pieces of these delimiters in order. Any piece may be missing."""
     parts = [piece for delimiter in delimiters for piece in pieces(delimiter)]
     return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in parts)
 
 
 def any_of(delimiters: Iterable[str]) -> str:
-    """Return a regular expression that matches one piece of any of these delimiters, or nothing if there are none."""
+    """Return a regular expression for any single piece of these delimiters; it never matches if there are no pieces."""
     parts = {piece: None for delimiter in delimiters for piece in pieces(delimiter)}
     return "|".join(_whole(piece) for piece in sorted(parts, key=len, reverse=True)) or "(?!)"
 
 
 def may_grow(text: str, position: int, delimiters: Iterable[str]) -> bool:
-    """Return whether `text[at:]` may be the beginning of a delimiter, which may lack its first pieces.
+    """Return whether `text[position:]` may be the beginning of a delimiter, which may lack its first pieces.
 
     White space before the delimiter counts as its beginning.
     """
@@ -59,7 +59,7 @@ def may_grow(text: str, position: int, delimiters: Iterable[str]) -> bool:
 
 
 def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:
-    """Return (position, delimiter) of the leftmost delimiter at or after `start`; of several there, the longest."""
+    """Return (position, delimiter) of the leftmost delimiter at or after `start`, preferring the longest."""
     best: tuple[int, str] | None = None
     for delimiter in delimiters:
         position = text.find(delimiter, start)
@@ -83,18 +83,18 @@ def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
 
 @lru_cache(1024)
 def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
-    """Return the characters that an incomplete delimiter may end with: all but the last of each delimiter."""
+    """Return the characters with which an incomplete delimiter can end: all but the last of each delimiter."""
     return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 
 
 def skip_space(text: str, position: int) -> int:
-    """Return the position after the white space at `position`, at most 1000 characters of it."""
+    """Return the position after at most 1000 white-space characters at `position`."""
     space = _SPACE.match(text, position)
     return space.end() if space else position
 
 
 def _whole(piece: str) -> str:
-    """Return an expression for a piece; a word must end where the piece ends, unlike `function` in `function_name`."""
+    """Return an expression for a piece that does not match within a longer word, as `function` in `function_name`."""
     return _escaped(piece) + (r"(?!\w)" if re.match(r"\w", piece[-1]) else "")
 
 

@@ -1,6 +1,6 @@
-"""Cache certificates and proofs in a folder of small files, so that each is made once per machine.
+"""Cache certificates and proofs as small files in a folder, so that each is made once per machine.
 
-A file that cannot be read is made again. If the folder cannot be written, nothing is cached.
+A file that cannot be read is recreated. If the folder cannot be written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 _MOST = 512
-"""At most this many files are kept. Template kwargs come from clients, who must not fill the disk."""
+"""The maximum number of files. Template kwargs come from clients, who must not be able to fill the disk."""
 
 _log = logging.getLogger("tokentape.chat")
 
@@ -25,7 +25,7 @@ def cache_directory(kind: str) -> Path:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file of the cache. If that fails, log a warning once per folder and reason."""
+    """Write a cache file. If that fails, log a warning once per folder and reason."""
     try:
         _write(path, text)
     except OSError as error:
@@ -36,7 +36,7 @@ def _user_cache() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     name, fallback = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
-    # The XDG specification says that relative paths are ignored.
+    # The XDG specification says to ignore relative paths.
     folder = os.environ.get(name, "")
     return Path(folder) if os.path.isabs(folder) else Path.home() / fallback
 
@@ -58,4 +58,4 @@ def _write(path: Path, text: str) -> None:
 
 @cache
 def _tell_unwritable(folder: Path, reason: str) -> None:
-    _log.warning("the cache is not written: %s: %s. Set TOKENTAPE_CACHE to a writable folder.", folder, reason)
+    _log.warning("can't write the cache %s: %s. Set TOKENTAPE_CACHE to a writable folder.", folder, reason)

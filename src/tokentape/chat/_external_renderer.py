@@ -1,7 +1,7 @@
-"""Render, bridge and parse with an object of the `renderers` library, or one with the same methods.
+"""Render, bridge and parse with an object from the `renderers` library, or one with the same methods.
 
-The object decides how messages become ids. Training depends on bridges that keep the ids of the context, so each of
-its bridges is checked for that.
+The object decides how messages become ids. Training requires bridges that keep the context's ids, so each of its
+bridges is checked for that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RendererObject(Protocol):
     ) -> Any:
         """Return the ids of prompt, completion and new messages, or an object with `token_ids`.
 
-        Return None if there is no bridge for these messages.
+        Return None if these messages can't be bridged.
         """
         ...
 
@@ -54,9 +54,9 @@ class RendererObject(Protocol):
 
 
 class ExternalRenderer(Renderer):
-    """A `Renderer` that renders, bridges and parses with the object given as `Overrides.renderer`.
+    """A `Renderer` that renders, bridges and parses with the object passed as `Overrides.renderer`.
 
-    All tokens have the provenance TEMPLATE, because the object does not say who wrote them. Images are refused.
+    All tokens get the provenance TEMPLATE because the object does not tell who wrote them. Images are refused.
     """
 
     is_external = True
@@ -93,12 +93,12 @@ class ExternalRenderer(Renderer):
     ) -> PromptTokens:
         """Return the ids to append to `context_ids`, which end with `completion_ids`.
 
-        Raises `TemplateRefused` if the object has no bridge for these messages, and `InvariantViolation` if its bridge
-        changes the ids of the context or if `context_ids` is None.
+        Raises `TemplateRefused` if the object can't bridge these messages, and `InvariantViolation` if its bridge
+        changes the context's ids or if `context_ids` is None.
         """
         _refuse_images(new_messages)
         if context_ids is None:
-            raise InvariantViolation("an overriding renderer bridges from the ids of the context; none were given")
+            raise InvariantViolation("an overriding renderer needs the context's ids to bridge; pass `context_ids`")
         prompt_ids = context_ids[: len(context_ids) - len(completion_ids)]
         result = self._object.bridge_to_next_turn(
             prompt_ids.tolist(), completion_ids.tolist(), _plain(new_messages), tools=_tools(setup)
@@ -106,7 +106,7 @@ class ExternalRenderer(Renderer):
         name = type(self._object).__name__
         if result is None:
             roles = ", ".join(message["role"] for message in new_messages)
-            raise TemplateRefused(f"the overriding renderer {name} has no bridge for messages of {roles}")
+            raise TemplateRefused(f"the overriding renderer {name} has no bridge for messages with roles {roles}")
         ids = np.asarray(getattr(result, "token_ids", result), dtype=np.int32)
         beginning = ids[: len(context_ids)]
         if not np.array_equal(beginning, context_ids):
@@ -115,8 +115,8 @@ class ExternalRenderer(Renderer):
             raise InvariantViolation(
                 f"the overriding renderer {name} does not keep the context: it returned {len(ids)} ids "
                 f"for a context of {len(context_ids)}, and they differ from position {index} on "
-                f"({'in the prompt' if index < len(prompt_ids) else 'in the completion'}). Expected is all of the "
-                "context, then what is new."
+                f"({'in the prompt' if index < len(prompt_ids) else 'in the completion'}). It must return the whole "
+                "context, followed by the new ids."
             )
         return _added(ids[len(context_ids) :])
 
@@ -132,13 +132,13 @@ class ExternalRenderer(Renderer):
         )
 
     def continuation(self, setup: Setup, name: str) -> Continuation:
-        """Try the object's bridges for one kind of new messages, see `grammar.conversations`, and compare the ids.
+        """Compare the object's bridges for one kind of new messages (see `grammar.conversations`) with full renderings.
 
-        The strategy is `fork` if the object has no bridge for some conversation that it renders, and `refused` if a
-        bridge changes the ids of the context or if no conversation is rendered.
+        The strategy is `fork` if the object renders a conversation that it can't bridge, and `refused` if a bridge
+        changes the context's ids or if the object renders no conversation.
         """
         strategy: Strategy = "local"
-        refusal = "no conversation with it was taken"
+        refusal = "the renderer accepted no conversation with it"
         tried = 0
         rewritten: tuple[str, tuple[Message, ...]] | None = None
         for history, reply, new in grammar.conversations(name):
@@ -153,7 +153,7 @@ class ExternalRenderer(Renderer):
             except TemplateRefused as error:
                 strategy, added = "fork", None
                 rewritten = rewritten or (str(error), whole)
-            except Exception as error:  # the object may raise any exception for messages that it does not take
+            except Exception as error:  # the object may raise any exception for messages that it does not accept
                 refusal = f"the overriding renderer failed with {type(error).__name__}"
                 continue
             tried += 1
@@ -166,9 +166,9 @@ class ExternalRenderer(Renderer):
         return Continuation(name, strategy, "no", tried, *rewritten)
 
     def _completion(self, setup: Setup, history: Sequence[Message], reply: Message) -> TokenIds:
-        """Return the ids that the object renders for `reply` after its prompt, up to the first stop token.
+        """Return the ids that the object renders for `reply` after its prompt, through the first stop token.
 
-        If the rendering does not begin with the prompt, return the ids of the content and a stop token.
+        If the rendering does not begin with the prompt, return the content's ids and a stop token.
         """
         prompt_ids = self.render(history, setup).ids.tolist()
         rendered = list(self._object.render_ids(_plain([*history, reply]), tools=_tools(setup)))
@@ -189,9 +189,9 @@ class ExternalRenderer(Renderer):
 
 
 def call_of(name: Any, arguments: Any, tool_names: set[str], span: tuple[int, int], call_id: Any = None) -> ToolCall:
-    """Return a `ToolCall` for a call that another parser found. `arguments` is an object or its JSON text.
+    """Return a `ToolCall` for a call that an external parser found. `arguments` is an object or its JSON text.
 
-    `tool_names` has the names of the tools, and `span` the range of completion tokens.
+    `tool_names` contains the names of the tools, and `span` is the range of completion tokens.
     """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     status: CallStatus = "ok" if name in tool_names else "unknown_tool"
@@ -220,7 +220,7 @@ def _added(ids: Sequence[int] | TokenIds) -> PromptTokens:
 
 def _refuse_images(messages: Sequence[Message]) -> None:
     if image_parts(messages):
-        raise InvalidRequest("a message holds an image; the overriding renderer takes text only", "messages")
+        raise InvalidRequest("a message contains an image; the overriding renderer accepts only text", "messages")
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

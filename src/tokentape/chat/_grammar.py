@@ -1,6 +1,6 @@
-"""The conversations that certificates are made from: roles, calls, reasoning, white space, unicode.
+"""Generate the conversations for certificates: roles, calls, reasoning, white space, unicode.
 
-Every text has a word of its own, so that a rendering shows whether a template repeats, moves or drops a text.
+Every text contains a unique word, so that a rendering shows whether a template repeats, moves or drops a text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN_TOOL: Tool = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
     },
 }
-"""For templates that fail on some valid schemas, for example on one that does not describe an object's properties."""
+"""A tool for templates that fail on some valid schemas, such as an object without described properties."""
 
 SYSTEM: Message = {"role": "system", "content": "You are a systemword."}
 QUESTION: Message = {"role": "user", "content": "What is a questionword?"}
@@ -57,12 +57,12 @@ _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 def setup(
     fingerprint: str, template_kwargs: Mapping[str, Any], *, tools: tuple[Tool, ...] = (TOOL,), date: str = DATE
 ) -> Setup:
-    """Return the setup that certificates are made under, by default with one tool with a parameter of each type."""
+    """Return a setup for certificates. By default, it has one tool with a parameter of each type."""
     return Setup(tools, template_kwargs, date, fingerprint)
 
 
 def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `n`th call of `TOOL`, with an id that every template takes: nine letters and digits."""
+    """Return the `n`th call to `TOOL`, with an id that every template accepts: nine letters and digits."""
     return {"id": f"call0000{n}", "type": "function", "function": {"name": "measure", "arguments": dict(arguments)}}
 
 
@@ -93,7 +93,7 @@ _EVERY_TYPE = {
 
 
 def accepted(messages: Sequence[Message], form: AssistantFormat) -> tuple[Message, ...]:
-    """Return `messages`, with an earlier exchange before them if templates of this format refuse a question alone."""
+    """Return `messages`, after an earlier exchange if templates with this format refuse a single question."""
     return after_exchange(messages) if form.needs_earlier else tuple(messages)
 
 
@@ -126,7 +126,7 @@ TURNS: Mapping[str, Message] = {
 }
 
 THREE_CALLS = _turn("", [_ONE, _TWO, call(3, {"place": "nowhere"})])
-"""For templates that count calls: the text between the first two may differ from that between the next two."""
+"""For templates that count calls: the text between the first two calls may differ from that between the next two."""
 
 _ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
 _CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"], _turn(None, [_ONE]))
@@ -148,7 +148,7 @@ CONTINUATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {
     "system+user": (_ANSWERS, ({"role": "system", "content": "A newrulesword."}, NEXT)),
     "user+user": (_ANSWERS, (NEXT, {"role": "user", "content": "and a lastword"})),
 }
-"""For each kind of new messages, the turns that they may follow, and the messages."""
+"""Maps each kind of new messages to the turns that they may follow, and the messages."""
 
 NO_TOOLS, NO_SYSTEM = "/no-tools", "/no-system"
 
@@ -157,15 +157,15 @@ NAMES = (
     *(name + NO_TOOLS for name in CONTINUATIONS if not name.startswith("tool")),
     *(name + NO_TOOLS + NO_SYSTEM for name in CONTINUATIONS if not name.startswith("tool")),
 )
-"""Names of all continuations tried. Templates that move tools or system text into the last user message only append
-if a conversation has neither, so conversations without tools and system messages have names of their own."""
+"""Names of all continuations that are tried. Templates that move tools or system text into the last user message
+append only if a conversation has neither, so conversations without tools and system messages have separate names."""
 
 
 def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, system: bool = True) -> str:
     """Return the name of the continuation for these new messages.
 
-    It has their roles, several tool results in a row as `tools`, then `/no-tools` for a conversation without tools,
-    and after that `/no-system` if it has no system message either.
+    It consists of their roles (`tools` for adjacent tool results), then `/no-tools` for a conversation without tools,
+    followed by `/no-system` if the conversation also has no system message.
 
     >>> continuation_name([{"role": "tool"}, {"role": "tool"}, {"role": "user"}])
     'tools+user'
@@ -199,7 +199,7 @@ def _past_result(call_id: str, content: str) -> Message:
 
 
 def _past(call_id: str, *others: str) -> tuple[Message, ...]:
-    """Return a user's message, a call, then two calls for each of `others`, all with their results, and an answer."""
+    """Return a user message, a call, two calls for each id in `others`, all with their results, and an answer."""
     return (
         {"role": "user", "content": "Look a pastword up."},
         _turn("", [_past_call(call_id, "Bern")], "A pastthought."),
@@ -225,8 +225,8 @@ AFTER_RESULT: tuple[Message, ...] = (
 """A history that ends with a tool's result."""
 
 
-# A turn repeats no id, name or text of its histories: otherwise a template that looks one up would write the same text
-# with and without the history. The ids have several shapes, since some templates take one shape only.
+# Turns repeat no id, name or text from their histories: a template that looks one up would otherwise write the same
+# text with and without the history. The ids have several formats because some templates accept only one.
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (QUESTION,),
     (SYSTEM, QUESTION),
@@ -239,19 +239,18 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
 
 
 _OTHER_IDS = tuple((*_past(call_id), QUESTION) for call_id in ("call_7f0e1b9d2c", "functions.look_up:0", "0"))
-"""Histories with ids that some templates refuse. Each is tried with one turn only."""
+"""Histories with ids that some templates refuse. Each is tried with only one turn."""
 
 
 _ENDS_BLANK: Message = {"role": "user", "content": "What is a questionword?\n"}
-"""A question that ends with white space. Without a control token after it, its white space and the turn's may be one
-token."""
+"""A question that ends with white space. If no control token follows, its white space may merge with the turn's."""
 
 
 @functools.lru_cache(maxsize=256)
 def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
-    """Return histories with `words`, which a template compares with texts, in messages of each role.
+    """Return histories with `words`, which a template compares with texts, in messages with each role.
 
-    The words are either the whole text, or its beginning and its end.
+    The words are either the whole text, or both its beginning and its end.
     """
     around = f"{words} pastword {words}"
     answer = _turn("A pastanswer.")
@@ -275,12 +274,12 @@ SAMPLES: tuple[tuple[Message, ...], ...] = (
     (QUESTION, TURNS["call"], _RESULT),
     (QUESTION,),
 )
-"""Conversations that are rendered to see which tokens a template writes."""
+"""Conversations that are rendered to find the tokens that a template writes."""
 
 
 @functools.lru_cache(maxsize=8)
 def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
-    """Return two histories, with `rounds` answers and with `rounds` calls: a template may count either."""
+    """Return a history with `rounds` answers and one with `rounds` calls, because a template may count either."""
     answered = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
     called = [_past(f"pastid{n:03d}") for n in range(rounds)]
     return tuple((*chain.from_iterable(turns), QUESTION) for turns in (answered, called))
@@ -289,10 +288,10 @@ def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
 def conversations(
     name: str, most_counted: int = 0
 ) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield the (history, turn, new messages) to try for a continuation, the shortest of the usual histories first.
+    """Yield the (history, turn, new messages) to try for a continuation: usual histories first, the shortest first.
 
-    Further histories have unusual ids or ends, or more turns than `most_counted`, the highest number that the template
-    compares something with.
+    The other histories have unusual ids or ends, or more turns than `most_counted`, the highest number in the
+    template's comparisons.
     """
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     for history in sorted(_HISTORIES, key=len):
@@ -305,7 +304,7 @@ def conversations(
 
 
 def with_calls_unanswered(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield (history, turn, new messages) with unanswered calls, if the continuation has no tool results."""
+    """Yield (history, turn, new messages) with unanswered calls, unless the continuation has tool results."""
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     if turns is _ANSWERS:
         for history in ((QUESTION,), (SYSTEM, QUESTION)):
@@ -320,7 +319,7 @@ def is_clean(turn: Message) -> bool:
 
 
 def words_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return those of the marker words that occur in the messages or tools."""
+    """Return the marker words that occur in the messages or tools."""
     text = json.dumps(list(messages))
     return [word for word in _WORDS if word in text]
 
@@ -342,11 +341,11 @@ LOSSES: tuple[tuple[str, str, tuple[Message, ...]], ...] = (
     ),
     ("the second of two user messages", "nextword", (QUESTION, NEXT)),
 )
-"""What a template may leave out, as (description, text that shows it, messages)."""
+"""What a template may leave out: (description, a text that is then missing, messages)."""
 
 
 def conversations_with(text: str) -> Iterator[list[Message]]:
-    """Yield conversations with `text` in one caller-controlled field after the other."""
+    """Yield conversations that each have `text` in a different caller-controlled field."""
     yield [{"role": "system", "content": text}, QUESTION]
     yield [{"role": "user", "content": text}]
     yield [{"role": "user", "content": [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]}]

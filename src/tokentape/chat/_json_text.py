@@ -1,6 +1,6 @@
-"""Read JSON as models write it: find the end of an object that still arrives, split it, convert values between tags.
+"""Read JSON as models write it: find the end of a streamed object, split it, convert values between tags.
 
-Values keep the model's spelling, because decoding and encoding them would change numbers, escapes and order.
+Values keep the model's spelling because decoding and encoding them would change numbers, escapes and order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokentape.types import Tool
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 _LENIENT = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=_refuse)
@@ -26,30 +26,30 @@ _SPACE = re.compile(r"\s*")
 _PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _NULLS = ("null", "None")
 _LONGEST_LITERAL = 100_000
-"""Longer lists in Python's notation stay text: parsing takes some hundred bytes of memory per character."""
+"""Longer lists in Python's notation are kept as text: parsing takes some hundred bytes of memory per character."""
 _IN_STRING = re.compile(r'["\\]')
 
 
 class ObjectEnd:
-    """Finds the end of the object, list or string that begins at `start`; reads each character once.
+    """Finds the end of the object, list or string that begins at `start`. Reads each character once.
 
-    `breaks` is an expression for texts that can't stand in JSON outside of strings: one of them breaks the object.
+    `breaks` is an expression for texts that JSON can't contain outside strings. Such a text makes the object invalid.
     """
 
     def __init__(self, start: int, breaks: str) -> None:
         self.start = start
         self.broken_at: int | None = None
-        """The position of a break within the object."""
+        """The position of the text that makes the object invalid."""
         self.end: int | None = None
         self._position = start
         self._depth = 0
         self._in_string = False
         self._longest_break = len(breaks)
-        """An upper bound of a break's length: the last characters are searched again, as it may arrive in pieces."""
+        """An upper bound of a break's length. So many last characters are searched again: a break may be streamed."""
         self._outside = re.compile(rf'["{{}}\[\]]|(?P<break>{breaks})')
 
     def find(self, text: str) -> int | None:
-        """Return the position after the object; None if it is broken or not complete in `text`, the text so far."""
+        """Return the position after the object; None if it is invalid or incomplete in `text`, the text so far."""
         while self.end is None and self.broken_at is None:
             match = (_IN_STRING if self._in_string else self._outside).search(text, self._position)
             if match is None or (match[0] == "\\" and match.end() == len(text)):
@@ -74,13 +74,13 @@ class ObjectEnd:
 
 
 def decode(text: str) -> Any:
-    """Return the value of a JSON text, with numbers as text. Raises `ValueError` if it is not JSON or too deep."""
+    """Return the value of a JSON text, with numbers as text. Raises `ValueError` if it is invalid or too deep."""
     try:
         value, end = _LENIENT.raw_decode(text, _skip_space(text, 0))
     except RecursionError as error:
-        raise ValueError("nested too deep") from error
+        raise ValueError("the JSON is nested too deep") from error
     if _skip_space(text, end) != len(text):
-        raise ValueError("text after a JSON value")
+        raise ValueError("more text follows the JSON value")
     return value
 
 
@@ -98,7 +98,7 @@ def members(text: str) -> Iterator[tuple[str, str]]:
 
 
 def standard(raw: str) -> str:
-    """Return a JSON text that `decode` accepts as standard JSON: control characters within strings are escaped."""
+    """Return a JSON text that `decode` accepts as standard JSON, with control characters within strings escaped."""
     return _STRING.sub(lambda match: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", match[0]), raw)
 
 
@@ -110,8 +110,8 @@ def _skip_space(text: str, position: int) -> int:
 def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
     """Return the JSON text of a tagged value.
 
-    `schema` is the parameter's JSON schema or None. `is_text` says whether the model's tags or quotes make the value
-    text; with None they do not show it. With False, `null` is a null even if the schema does not allow it.
+    `schema` is the parameter's JSON schema or None. `is_text` says whether the model's tags or quotes mark the value as
+    text, None that they do not show it. If it is False, `null` is a null even if the schema does not allow it.
 
     >>> value_json("7", {"type": "string"}), value_json("7", None)
     ('"7"', '7')
@@ -153,7 +153,7 @@ def quoted_json(raw: str, schema: Any) -> str:
 
 
 def property_schema(tool: Tool | None, key: str) -> Any:
-    """Return the schema of a tool's parameter; None if the tool does not describe it."""
+    """Return the schema of a tool's parameter; None if the tool has no schema for it."""
     schema: Any = tool
     for step in ("function", "parameters", "properties", key):
         schema = schema.get(step) if isinstance(schema, Mapping) else None
@@ -161,7 +161,7 @@ def property_schema(tool: Tool | None, key: str) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names; empty if it names none."""
+    """Return the JSON types that a schema names, which may be none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -176,7 +176,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _python_literal(core: str) -> str | None:
-    """Convert a list, tuple or dict in Python's notation to JSON text; None for anything else."""
+    """Convert a list, tuple or dict in Python's notation to JSON text; return None for anything else."""
     if core[:1] not in ("[", "{", "(") or len(core) > _LONGEST_LITERAL:
         return None
     try:

@@ -12,7 +12,7 @@ _Value = TypeVar("_Value")
 
 
 class LastUsed(Generic[_Key, _Value]):
-    """A cache that drops the values used longest ago while the sum of all sizes exceeds `most`. It is thread-safe."""
+    """A thread-safe cache that drops the least recently used values while the sum of all sizes exceeds `most`."""
 
     def __init__(self, most: int, size: Callable[[_Value], int]) -> None:
         self._most, self._size = most, size
@@ -21,14 +21,14 @@ class LastUsed(Generic[_Key, _Value]):
         self._lock = Lock()
 
     def get(self, key: _Key) -> _Value | None:
-        """Return the value of a key, or None."""
+        """Return the value for a key, or None."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def put(self, key: _Key, value: _Value) -> _Value:
-        """Store a value, unless it alone exceeds the limit, and return it."""
+        """Store a value, unless its size alone exceeds the limit, and return it."""
         if self._size(value) > self._most:
             return value
         with self._lock:

@@ -1,8 +1,8 @@
-"""Limit the CPU time and the memory of one rendering of a template.
+"""Limit the CPU time and memory that a template may use for one rendering.
 
-Each operation checks the time. The sizes of its operands are limited too, so that no single operation runs for long.
-Values that a template makes count toward the memory for as long as they are referenced. Both limits grow with the size
-of the conversation, and the limit of time also with the number of messages.
+Each operation checks the time. The sizes of its operands are also limited, so that no single operation runs for long.
+Values that a template creates count toward the memory limit while they are referenced. Both limits grow with the size
+of the conversation, and the time limit also grows with the number of messages.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from jinja2.runtime import LoopContext
 from jinja2.utils import Cycler, Joiner, Namespace
 
 MOST_SECONDS = 2.0
-"""CPU time that one rendering may take; conversations take hundredths."""
+"""The CPU time that one rendering may take; real conversations take hundredths of a second."""
 
 PER_SECOND = 2**21
-"""Characters of a conversation that add a second to the limit."""
+"""The number of conversation characters that add a second to the limit."""
 
 MESSAGES_PER_SECOND = 200
-"""Messages that add a second to the limit: some templates loop over all messages for each of them."""
+"""The number of messages that add a second to the limit: some templates loop over all messages for each message."""
 
 MOST_FOR_MESSAGES = 20.0
-"""At most this many seconds are added for messages: 50,000 of them would hold a thread for minutes."""
+"""The maximum number of seconds added for messages: 50,000 messages would otherwise block a thread for minutes."""
 
 MOST_CHARACTERS = 2**26
-"""Limit on the length of each value, written as text, and of the rendering. All values together may have twice that."""
+"""The maximum length of each value, written as text, and of the rendering; all values together may have twice that."""
 
 PER_CHARACTER = 8
-"""Characters that each character of the conversation adds to that limit."""
+"""The number of characters that each character of the conversation adds to that limit."""
 
 MOST_ITEMS = 2**20
-"""Limit on the length of a list that an expression makes."""
+"""The maximum length of a list that an expression creates."""
 
 MOST_OTHER_KEYS = 64
-"""Limit on the keys of a dict that are not strings. A template can choose keys with equal hashes, and then each key is
-compared with all others."""
+"""The maximum number of keys in a dict that are not strings. A template can choose keys with equal hashes; each key is
+then compared with all others."""
 
 MOST_NUMBER = 100_000
-"""Limit on the width or precision that a filter or a method takes."""
+"""The maximum width or precision that a filter or method accepts."""
 
 MOST_BITS = 2**16
-"""Limit on the bits of an integer that an expression makes; Python converts none with more than 2^14 to text."""
+"""The maximum number of bits in an integer result. Python refuses to convert integers over 2^14 bits to text."""
 
 GROWTH = 16
-"""Upper bound of the characters that an operation makes from each character of its operands: `repr` makes 12."""
+"""An upper bound of the characters that an operation creates per character of its operands: `repr` creates 12."""
 
 _OBJECT = 256
-"""Characters that an object counts for, in addition to its contents."""
+"""The number of characters that an object counts as, in addition to its contents."""
 
 _BETWEEN_READINGS = 0.001
-"""Seconds between two readings of the thread's CPU clock, which is several times as slow to read as the wall clock."""
+"""Seconds between readings of the thread's CPU clock, which takes several times longer than to read the wall clock."""
 
 _UNTIL_SWEEP = 2**22
-"""Least number of characters made between two checks of which values are still referenced."""
+"""The minimum number of new characters between checks of which values are still referenced."""
 
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _MAPPINGS = (dict, MappingProxyType)
 _CONTAINERS: Any = (list, tuple, dict, *_VIEWS)
 _HOLDERS = (Namespace, LoopContext, Cycler, Joiner)
-"""Objects that hold values and are not weighed, so they may not be put in a list."""
+"""Objects that contain values but are not weighed, so templates may not put them in a list."""
 
 _current: ContextVar[Usage]
 
@@ -76,11 +76,11 @@ def _references(entry: tuple[Any, ...]) -> int:
 
 
 _UNUSED = _references((object(),))
-"""Reference count of a value that only its entry refers to. It depends on the version of Python."""
+"""The reference count of a value that only its entry refers to. It depends on the Python version."""
 
 
 class Usage:
-    """Counts the time and memory of one rendering with these `variables`.
+    """Counts the time and memory of one rendering with the template `variables`.
 
     Methods raise `jinja2.TemplateError` when a limit is exceeded.
     """
@@ -95,13 +95,13 @@ class Usage:
         self._next_reading = 0.0
         self._until_sweep = _UNTIL_SWEEP
         self._known: dict[int, tuple[Any, int]] = {}
-        """(value, weight) of new strings and of containers, by `id`; containers come after their contents.
+        """(value, weight) for new strings and for containers, by `id`; containers come after their contents.
 
-        Weights stay valid because templates can't change a container, and the references keep the ids unique.
+        Weights stay valid because templates can't change containers; the references keep the ids unique.
         """
 
     def tick(self) -> None:
-        """Raise `TimeOver` if the limit of time is exceeded. Each operation calls this."""
+        """Raise `TimeOver` if the time limit is exceeded. Each operation calls this."""
         now = time.monotonic()
         if now > self._next_reading:
             self._next_reading = now + _BETWEEN_READINGS
@@ -111,7 +111,7 @@ class Usage:
                     raise TimeOver(f"it runs for more than {round(self._end - self._begin, 2)} seconds")
 
     def _grow(self) -> None:
-        """Raise the limits for the size of the conversation, which is measured only when a limit is reached."""
+        """Raise the limits by the size of the conversation, which is measured only once a limit is reached."""
         variables, self._variables = self._variables, None
         if variables is not None:
             end, self._end = self._end, float("inf")
@@ -121,21 +121,21 @@ class Usage:
             self._longest += PER_CHARACTER * weight
 
     def room(self, characters: int) -> None:
-        """Refuse a value of so many characters if it would be too long."""
+        """Refuse a value if this many characters are too long."""
         if characters > self._longest:
             self._grow()
             if characters > self._longest:
-                raise jinja2.TemplateError(f"it makes a value longer than {self._longest}")
+                raise jinja2.TemplateError(f"it makes a value longer than {self._longest} characters")
 
     def fits(self, characters: int) -> None:
-        """Refuse so many characters if they are too many for all values together."""
+        """Refuse this many characters if they exceed the limit for all values together."""
         if characters > 2 * self._longest:
             self._grow()
             if characters > 2 * self._longest:
                 raise jinja2.TemplateError(f"it makes more than {2 * self._longest} characters")
 
     def _hold(self, value: Any, weight: int) -> None:
-        """Count a value's weight, once, for as long as the value is referenced."""
+        """Count a value's weight once, while the value is referenced."""
         if id(value) not in self._known:
             self._known[id(value)] = value, weight
             self._until_sweep -= weight + _OBJECT
@@ -143,14 +143,14 @@ class Usage:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Drop the values that are no longer referenced, and refuse the rest if they are too large together."""
+        """Drop values that are no longer referenced, and refuse the rest if their total is too large."""
         entries, referenced, live = list(self._known.values()), [], 0
         self._known.clear()
         while entries:
             entry = entries.pop()
             if _references(entry) > _UNUSED:
                 referenced.append(entry)
-                # Contents are not counted here: strings of the conversation are not new, and new ones have an entry.
+                # Contents are not counted: the conversation's strings are not new, and new strings have an entry.
                 live += _OBJECT + (entry[1] if isinstance(entry[0], str) else 8 * len(entry[0]))
         self._known = {id(entry[0]): entry for entry in reversed(referenced)}
         self.fits(live)
@@ -159,7 +159,7 @@ class Usage:
     def weigh(self, value: Any) -> int:
         """Return about how many characters the value has when written as text.
 
-        A namespace, loop, cycler or joiner counts as empty. In a list it is refused, because it can hold any amount.
+        A namespace, loop, cycler or joiner counts as empty. In a list it is refused because it may contain any amount.
         """
         return 24 if isinstance(value, _HOLDERS) else self._weigh(value)
 
@@ -186,12 +186,12 @@ class Usage:
         weight: int = _OBJECT + 8 * len(value)
         for part in (value, value.values()) if isinstance(value, _MAPPINGS) else (value,):
             for item in part:
-                # Most contents are strings: they are weighed here, without a call.
+                # Most items are strings: weigh them here, without a call.
                 weight += len(item) if type(item) is str else self._weigh(item)
         return weight
 
     def appended(self, left: list[Any], right: list[Any]) -> list[Any]:
-        """Return `left + right`. The weights are added, because templates append each message to the list before."""
+        """Return `left + right`. Its weight is the sum of both, as templates append each message to the list so far."""
         self.items(len(left) + len(right))
         weight = self._weigh(left) + self._weigh(right)
         self.room(weight)
@@ -200,7 +200,7 @@ class Usage:
         return result
 
     def made(self, value: Any) -> Any:
-        """Count a new value and return it. Refuse it if it is too large."""
+        """Count a new value and return it, or refuse it if it is too large."""
         self.tick()
         if isinstance(value, str):
             self.room(len(value))
@@ -215,19 +215,19 @@ class Usage:
         return value
 
     def counted(self, values: Iterable[Any]) -> Generator[Any]:
-        """Yield the values, or the items of a mapping, and count each one."""
+        """Yield the values, or a mapping's items, and count each of them."""
         for value in values.items() if isinstance(values, Mapping) else values:
             yield self.made(value)
 
     def items(self, items: int) -> None:
-        """Refuse a list of so many items if it would be too long."""
+        """Refuse a list with more than `MOST_ITEMS` items."""
         if items > MOST_ITEMS:
-            raise jinja2.TemplateError(f"it makes a list longer than {MOST_ITEMS}")
+            raise jinja2.TemplateError(f"it makes a list with more than {MOST_ITEMS} items")
 
     def bits(self, bits: int) -> None:
-        """Refuse an integer of so many bits if they are more than `MOST_BITS`."""
+        """Refuse an integer with more than `MOST_BITS` bits."""
         if bits > MOST_BITS:
-            raise jinja2.TemplateError(f"it makes a number of more than {MOST_BITS} bits")
+            raise jinja2.TemplateError(f"it makes a number with more than {MOST_BITS} bits")
 
     def numbers(self, values: Iterable[Any]) -> None:
         """Refuse widths above `MOST_NUMBER`."""
@@ -259,7 +259,7 @@ class TimeOver(jinja2.TemplateError):
 
 @contextmanager
 def limited(variables: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Count the time and memory used within the block as one rendering with these `variables`."""
+    """Limit the time and memory used within the block, as one rendering with the template `variables`."""
     token = _current.set(Usage(variables))
     try:
         yield

@@ -1,11 +1,11 @@
-"""Find the images in messages, and repeat the placeholder ids that stand for them.
+"""Find the images in messages, and repeat their placeholder ids.
 
 A template writes one placeholder, a control token, for each image. In a model's context, the placeholder is repeated
-once per token that the image processor makes from the image. This is done on ids after rendering: then a placeholder
-spelled in a caller's text is text, and sampled ids have their own provenance, so neither counts as an image.
+once per token that the image processor makes from the image. This is done on ids, after rendering: a placeholder
+spelled in a caller's text is then text, and sampled ids have their own provenance, so neither counts as an image.
 
 An image in a message is the part `{"type": "image", "sha256": HASH, "tokens": N, "settings": HASH}`. The image's bytes
-and the processor's settings are stored elsewhere under these hashes, and N follows from the two.
+and the processor's settings are stored elsewhere under these hashes; they determine N.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Codes, Media, Message, Provenance, TokenIds
 
 IMAGE = "image"
-"""Type of an image part."""
+"""The type of an image part."""
 
 
 class ImageProcessor(Protocol):
@@ -36,7 +36,7 @@ class ImageProcessor(Protocol):
         ...
 
     def tokens(self, image: Media) -> int:
-        """Return how many placeholder ids stand for an image. Raises `InvalidRequest` if `image` is not an image."""
+        """Return the number of placeholder ids for an image. Raises `InvalidRequest` if `image` is not an image."""
         ...
 
 
@@ -54,7 +54,7 @@ def image_parts(messages: Iterable[Message]) -> list[Mapping[str, Any]]:
 def repeat_placeholders(
     ids: TokenIds, provenance: Codes, placeholder_id: int, counts: Sequence[int]
 ) -> tuple[TokenIds, Codes]:
-    """Repeat the n-th placeholder that the template wrote `counts[n]` times, with the provenance MEDIA.
+    """Repeat the template's n-th placeholder `counts[n]` times, with the provenance MEDIA.
 
     Return the ids and their provenance. Raises `TemplateRefused` unless the template wrote `len(counts)` placeholders.
     """
@@ -62,7 +62,7 @@ def repeat_placeholders(
     if len(placeholders) != len(counts):
         raise TemplateRefused(
             f"the chat template wrote {len(placeholders)} image placeholders for {len(counts)} images: it does not "
-            "take images there. Send them in a user's message, or use a template that does."
+            "accept images in these places. Send them in a user message, or use a template that accepts them."
         )
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[placeholders] = counts

@@ -1,8 +1,8 @@
 """Replace the parser or the renderer that Tokentape derives from a chat template.
 
 Pass `Overrides` to `Renderer.load`, or register a function under the entry point group `tokentape.renderers`. A
-tokenizer's `response_template` overrides the parser too. The first of these is used: the argument, the entry points in
-the order of their names, the tokenizer.
+tokenizer's `response_template` also overrides the parser. The first of these is used: the argument, the entry points
+in order of their names, the tokenizer.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from tokentape.chat._renderer import Renderer
 
 GROUP = "tokentape.renderers"
-"""Entry point group: each entry is a `FindOverrides`."""
+"""The entry point group. Each entry is a `FindOverrides`."""
 
 
 MakeParser: TypeAlias = Callable[[Setup, Sequence[str]], ReplyParser]
-"""Takes a setup and the stop strings of a completion, and returns the parser for that completion."""
+"""Takes a completion's setup and stop strings, and returns the parser for that completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """The overrides of one renderer. None keeps the parser or renderer derived from the template."""
+    """A parser and a renderer that replace those derived from the template. None keeps the derived one."""
 
     name: str
-    """Part of the fingerprint. Change it when the behavior changes, because certificates are cached under it."""
+    """A part of the fingerprint. Change it when the behavior changes, because certificates are cached under it."""
     parser: MakeParser | None = None
     renderer: RendererObject | None = None
     """Renders and bridges. It also parses if `parser` is None."""
 
 
 FindOverrides: TypeAlias = "Callable[[Renderer], Overrides | None]"
-"""Takes a renderer (see its `template.source`, `tokenizer`, `fingerprint`) and returns its overrides or None."""
+"""Takes a renderer (see its `template.source`, `tokenizer`, `fingerprint`) and returns its overrides, or None."""
 
 
 def find_overrides(renderer: Renderer) -> Overrides | None:
-    """Return the overrides for a renderer from the entry points or its tokenizer's `response_template`, else None.
+    """Return a renderer's overrides from the entry points or its tokenizer's `response_template`, or None.
 
     Raises `TokentapeError` if an entry point can't be imported or fails.
     """
@@ -55,8 +55,8 @@ def find_overrides(renderer: Renderer) -> Overrides | None:
             overrides: Overrides | None = entry.load()(renderer)
         except Exception as error:
             raise TokentapeError(
-                f"the entry point {entry.name!r} of group {GROUP!r} ({entry.value}) failed: {type(error).__name__}: "
-                f"{error}. Uninstall or repair the package of this entry point."
+                f"the entry point {entry.name!r} in group {GROUP!r} ({entry.value}) failed: {type(error).__name__}: "
+                f"{error}. Uninstall or fix the package that registers it."
             ) from error
         if overrides is not None:
             return overrides
@@ -71,20 +71,20 @@ def find_overrides(renderer: Renderer) -> Overrides | None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole completion, the argument of functions given to `parse_whole`."""
+    """A whole completion, the argument of functions passed to `parse_whole`."""
 
     ids: tuple[int, ...]
     """All sampled ids."""
     text: str
     """The text before the stop token or stop string. Control tokens are spelled out, so they look like text."""
     stopped: bool
-    """Whether a stop token or stop string ended the completion; otherwise it was cut off."""
+    """Whether a stop token or stop string ended the completion. If not, it was truncated."""
     setup: Setup
     stop_strings: tuple[str, ...] = ()
 
 
 def parse_whole(renderer: Renderer, parse: Callable[[Completion], Reply]) -> MakeParser:
-    """Return a parser that calls `parse` once per completion, when it ends. Until then the parser returns no text.
+    """Return a parser that calls `parse` once, when the completion ends. Until then, it returns no text.
 
     >>> Overrides("shouting", parser=parse_whole(renderer, parse))      # doctest: +SKIP
     """
@@ -116,6 +116,6 @@ class _WholeParser:
                 Completion(tuple(self._ids), text, self._reader.stopped, self._setup, tuple(self._stop_strings))
             )
         except Exception as error:
-            # The error's text may quote the completion, so it is left out.
+            # The error's text is left out because it may quote the completion.
             raise TokentapeError(f"the overriding parser failed with {type(error).__name__}") from error
         return ReplyDelta(reply.content, reply.reasoning, reply.calls_for_client), reply

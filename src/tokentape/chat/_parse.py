@@ -1,4 +1,4 @@
-"""Parse completions while they are sampled: ids to content, reasoning and tool calls."""
+"""Parse completions while they are sampled, from ids to content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplyParser(Protocol):
 
 
 class Parser:
-    """Parses one completion: call `feed` with ids as they arrive, then `finish`. `Renderer.parser` makes one."""
+    """Parses one completion: call `feed` with ids as they arrive, then `finish`. `Renderer.parser` creates parsers."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Parser:
     ) -> None:
         close = form.content_close.last.strip()
         if close and not MARK.search(close):
-            # The vocabulary has no token for the end of a turn, so the engine can't stop at it.
+            # The vocabulary has no token that ends a turn, so the engine can't stop there.
             stop_strings = [*stop_strings, close]
         by_name = {tool["function"]["name"]: tool for tool in tools}
         self._reader = Reader(tokenizer, stop_ids, stop_strings)
@@ -77,11 +77,11 @@ class Parser:
 
 
 class SafeParser:
-    """Parses one completion with another parser, and returns the completion's text as content if that parser fails.
+    """Wraps a parser, and returns the completion's text as content if that parser fails.
 
-    Deltas that `feed` has returned are never withdrawn. If the parser fails, the reply has them and then the remaining
-    text. If the parser's reply differs from its deltas, the reply is made of the deltas. In both cases `Reply.problem`
-    says so.
+    Deltas that `feed` has returned are never withdrawn. If the parser fails, the reply consists of them and the
+    remaining text. If the parser's reply differs from its deltas, the reply is built from the deltas. In both cases,
+    `Reply.problem` says so.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SafeParser:
         self._problem = ""
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Add newly sampled ids, and return the new part of the reply; empty once the parser has failed."""
+        """Add newly sampled ids, and return the new part of the reply, which is empty once the parser has failed."""
         fed = list(ids)
         self._ids += fed
         if self._problem:
@@ -117,7 +117,7 @@ class SafeParser:
                 return rest, self._agreeing(reply)
             except Exception as error:
                 self._problem = _described(error)
-        _log.warning("a completion was not parsed (%s); its text is returned as content", self._problem)
+        _log.warning("the parser failed on a completion (%s); its text is returned as content", self._problem)
         text, returned = self._text(), "".join(self._content)
         if not self._reasoning and not self._calls and text.startswith(returned):
             rest = ReplyDelta(text[len(returned) :])
@@ -135,14 +135,14 @@ class SafeParser:
         return delta
 
     def _agreeing(self, reply: Reply) -> Reply:
-        """Return the reply, with its parts replaced by the returned deltas if they differ."""
+        """Return the reply, or one built from the returned deltas if they differ from it."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [(call.name, call.arguments) for call in reply.calls_for_client]
         if (reply.content, reply.reasoning) == (content, reasoning) and calls == [
             (call.name, call.arguments) for call in self._calls
         ]:
             return reply
-        problem = "the parser's reply differs from what it returned before; what was returned before is kept"
+        problem = "the parser's reply differs from the deltas that it returned before; the deltas are kept"
         _log.warning("%s", problem)
         unclosed = tuple(call for call in reply.tool_calls if call.status == "unclosed")
         tool_calls = (*self._calls, *unclosed)
@@ -164,7 +164,7 @@ def _described(error: Exception) -> str:
 class PlainReader:
     """Reads one completion as plain text: call `feed` with ids as they arrive, then `finish`.
 
-    The text ends before the stop id or stop string, and special tokens are left out of it, as servers do.
+    The text ends before the stop id or stop string. Special tokens are left out, as servers do.
     """
 
     tokenizer: Tokenizer

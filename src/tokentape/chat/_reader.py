@@ -16,7 +16,7 @@ _FORGET_FROM, _KEEP = 4096, 128
 
 @dataclass(slots=True)
 class Reader:
-    """Converts ids to marked text. It holds back incomplete characters and possible beginnings of stop strings.
+    """Converts ids to marked text. Holds back incomplete characters and possible beginnings of stop strings.
 
     The text ends before the first stop id or stop string.
     """
@@ -27,18 +27,18 @@ class Reader:
     text: str = ""
     """The text so far, without the beginning that `forget` dropped."""
     position: int = 0
-    """The position in `text` up to which it was taken."""
+    """The position in `text` up to which the text was taken."""
     stopped: bool = False
     """Whether a stop id or a stop string was found."""
     ended: bool = False
-    """Whether a stop id was found: the model has ended its turn."""
+    """Whether a stop id was found, with which the model ended its turn."""
     _forgotten: int = 0
     _held: str = ""
     _within_character: bool = False
-    """Whether the decoder holds the first bytes of an incomplete character."""
+    """Whether the decoder has the first bytes of an incomplete character."""
     _breaks: frozenset[int] = field(init=False)
     _written: int = 0
-    """Number of characters of all tokens so far, before the stop."""
+    """The number of characters in all tokens so far, before the stop."""
     _ends: list[int] = field(default_factory=list)
     """For each token, the value of `_written` after it."""
     _decoder: codecs.IncrementalDecoder = field(
@@ -82,13 +82,13 @@ class Reader:
         return text
 
     def _arrived(self, text: str) -> str:
-        """Record the text of one more token, and return the new text that later ids can't change."""
+        """Record the text of the next token, and return the new text that later ids can't change."""
         self._written += 0 if self.stopped else len(text)
         self._ends.append(self._written)
         return "" if self.stopped else self._release(text, final=self.ended)
 
     def finish(self) -> None:
-        """End the text, and add the characters that were held back."""
+        """End the text and add the characters that were held back."""
         if not self.stopped:
             self.text += self._release(self._decoder.decode(b"", final=True), final=True)
 
@@ -100,7 +100,7 @@ class Reader:
         return self.text[start:end]
 
     def forget(self) -> None:
-        """Drop most of the text before `position`, so that a long completion costs no more per token than a short one.
+        """Drop most of the text before `position`, so that the cost per token does not grow with the completion.
 
         This changes the positions in `text`.
         """
@@ -109,12 +109,12 @@ class Reader:
             self.text, self.position, self._forgotten = self.text[cut:], _KEEP, self._forgotten + cut
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """Return the half-open range of tokens that the characters from `start` to `end` came from."""
+        """Return the half-open range of tokens that contain the characters from `start` to `end`."""
         start, end = start + self._forgotten, end + self._forgotten
         return bisect_right(self._ends, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
 
     def _release(self, arrived: str, *, final: bool) -> str:
-        """Return the text held back and the new text, up to a stop string or the possible beginning of one."""
+        """Return the held-back text and the new text, up to a stop string or the possible beginning of one."""
         if not self.stop_strings:
             return arrived
         text, self._held = self._held + arrived, ""

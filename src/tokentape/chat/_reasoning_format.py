@@ -1,6 +1,6 @@
-"""The reasoning in an assistant turn: what a template opens and closes it with, read off its own renderings.
+"""Find out how a chat template opens and closes reasoning in an assistant turn, from its own renderings.
 
-Part of `_assistant_format`, which asks the rest of a turn. All texts are marked text (see `tokenizer`).
+`_assistant_format` reads the rest of a turn. All texts are marked text, in which control tokens are marks.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Message
 
 FRAME = re.compile(f"({MARK.pattern})(\\w+)({MARK.pattern})")
-"""A control token, a word, a control token: what frames a part of a turn in a channel."""
+"""Matches a control token, a word and a control token, which together frame a part of a turn in a channel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The delimiters of reasoning, white space at their outer sides included."""
+    """The delimiters of reasoning, including the white space around them."""
 
     open: str
     close: str
     opened_by_prompt: bool
-    """The generation prompt already opened it: sampled ids start inside."""
+    """Whether the generation prompt opens reasoning, so that the first sampled ids are reasoning."""
 
 
 def continued(render: Render, message: Message) -> str:
-    """Render a turn that another question follows.
+    """Render a turn and a question after it.
 
-    Some templates take that with a generation prompt only, and some take a single exchange only.
+    Some templates require a generation prompt. If a template accepts only one exchange, the question is left out.
     """
     for generate in (False, True):
         with contextlib.suppress(TemplateRefused):
@@ -55,7 +55,7 @@ def continued(render: Render, message: Message) -> str:
 def read_reasoning(
     render: Render, prompt: str, header: str, generation_prompt: str, shape: CallShape | None, calls: CallSyntax | None
 ) -> Reasoning | None:
-    """Return the delimiters of reasoning before content; before a call where the template shows it only there."""
+    """Return the delimiters of reasoning before content, or before a call if the template shows it only there."""
     around = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
     if around is None and shape is not None and calls is not None:
         around = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
@@ -72,21 +72,21 @@ def read_reasoning(
         return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
     opening = _last_delimiter(before)
     if opening.strip() in header:
-        # The same opens the content: what differs is the word before it.
+        # The same text opens the content: what differs is the word before it.
         framed = re.search(rf"{FRAME.pattern}\s*\Z", before)
         index = before.rfind(header[: common_prefix(header, generation_prompt)])
-        # A prompt that closes reasoning does not stand before any.
+        # A prompt that closes reasoning is not written before reasoning.
         turn = before[index:] if index >= 0 else ""
         differing = turn[common_prefix(turn, header) :] if framed is None else framed[0]
         if not differing.strip() and re.match(r"[\w#:]", opening):
-            return None  # A word that opens content as well tells nothing.
+            return None  # The word also opens content, so it does not show reasoning.
         opening = differing if differing.strip() else opening
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)
 
 
 def _spoken(render: Render, message: Message, following: str, *later: Message) -> tuple[str, str] | None:
-    """Return the text before reasoning and the text right after it in its turn; None if it is not shown."""
+    """Return the text before reasoning and the text right after it in its turn; None if reasoning is not shown."""
     try:
         text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}, *later], False)
     except TemplateRefused:
@@ -99,9 +99,9 @@ def _spoken(render: Render, message: Message, following: str, *later: Message) -
 def shortest_close(
     render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
 ) -> tuple[Reasoning, str]:
-    """Return reasoning with a close that is also written before calls and within a conversation.
+    """Shorten the close of reasoning to the part that is also written before calls and within a conversation.
 
-    Return the rest of the close too: it opens the content after the reasoning.
+    Return the reasoning, and the rest of the close, which opens the content after the reasoning.
     """
     close = reasoning.close
     shared = in_history = len(close)
@@ -111,7 +111,7 @@ def shortest_close(
             shared = common_prefix(close, around[1])
     within = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT, QUESTION)
     if within is not None:
-        # What only the last turn says before its content closes no reasoning.
+        # Text that only a conversation's last turn has before its content does not close reasoning.
         in_history = common_prefix(close, within[1])
         shared = min(shared, in_history)
     if content_open.strip() and close.rstrip().endswith(content_open.strip()):
@@ -126,17 +126,17 @@ def shortest_close(
 
 
 def _ends_of_delimiters(text: str) -> Iterator[int]:
-    """Return where a control token, a tag or a line ends."""
+    """Yield the positions at which a control token, a tag or a line ends."""
     return (match.end() for match in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))
 
 
 def reasoning_never_shown(
     render: Render, tokenizer: Tokenizer, header: str, generation_prompt: str
 ) -> Reasoning | None:
-    """Return reasoning that the prompt opens and the template strips from history, if there is any.
+    """Return the delimiters of reasoning that the prompt opens and the template strips from history, or None.
 
-    No rendering shows how it closes. The likely close, `</x>` for `<x>`, is tried on the template: one that knows it
-    strips what comes before it.
+    No rendering shows how it is closed, so the likely close, `</x>` for `<x>`, is tried: a template that knows it
+    strips the text before it.
     """
     opening = generation_prompt[common_prefix(generation_prompt, header) :]
     tag = re.fullmatch(r"([<\[]\W*)(\w[^<\[]*)", tokenizer.spell_marks(opening).strip())
@@ -151,13 +151,13 @@ def reasoning_never_shown(
 
 
 def _prompt_opening(header: str, generation_prompt: str) -> str:
-    """Return what the generation prompt writes after the assistant's header."""
+    """Return the text that the generation prompt has after the assistant's header."""
     opening = generation_prompt[common_prefix(generation_prompt, header) :]
     return opening if opening.strip() else _last_delimiter(generation_prompt)
 
 
 def _last_delimiter(text: str) -> str:
-    """Return the last control token, or else the last word, with the white space after it."""
+    """Return the text's last control token if the text ends with one, else its last word, with trailing white space."""
     core = text.rstrip()
     marks = list(MARK.finditer(core))
     if marks and marks[-1].end() == len(core):

@@ -1,7 +1,7 @@
 """Split completions at delimiters into reasoning, calls and content.
 
-White space that the template writes around a delimiter belongs to the delimiter. It may be missing, since models do not
-write exactly what templates render.
+White space that the template writes around a delimiter belongs to the delimiter. It may be missing because models do
+not write exactly what templates render.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _Speech = Literal["reasoning", "content"]
 _Region = Literal["reasoning", "content", "call", "between calls"]
 
 _MOST_BLANK = 1000
-"""At most this many characters of white space are held back until the text after them has arrived."""
+"""The maximum number of white-space characters that are held back until the text after them arrives."""
 
 _MOST_INDENT = 100
-"""At most this many characters of white space may precede a call without delimiters on its line."""
+"""The maximum number of white-space characters before a call without delimiters on its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class _Delimiter:
     space_before: int = 0
     space_after: int = 0
     anywhere: bool = False
-    """Whether it also counts within the region that it enters, not only at the region's beginning."""
+    """Whether it is also recognized within the region that it enters, not only at the region's beginning."""
     at_beginning: bool = False
-    """Whether it only counts before all other text of its region, because it is a word that text may contain."""
+    """Whether it is recognized only before all other text in its region, because text may contain this word."""
 
     @classmethod
     def of(cls, text: str, enters: _Speech, *, anywhere: bool = False) -> list[_Delimiter]:
@@ -72,7 +72,7 @@ class RegionScanner:
         self._blank = True
         """Whether the region has only white space so far."""
         self._skip = 0
-        """Number of white-space characters still to leave out because they belong to the delimiter before."""
+        """The number of white-space characters still to leave out because they belong to the last delimiter."""
         if form.reasoning is not None and form.reasoning.opened_by_prompt:
             self._region = self._speech = "reasoning"
         elif not form.content_open.strip():
@@ -84,7 +84,7 @@ class RegionScanner:
         return self._speech == "reasoning"
 
     def scan(self, *, final: bool) -> None:
-        """Parse the text that the reader has; with `final` it is complete."""
+        """Parse the reader's text. `final` means that it is complete."""
         more = True
         while more:
             if self._region == "call":
@@ -97,7 +97,7 @@ class RegionScanner:
             self._reader.forget()
 
     def _step_text(self, *, final: bool) -> bool:
-        """Read up to and past one delimiter, or all text that is no part of one. Return whether to continue."""
+        """Read through the next delimiter, or all text that can't be part of one. Return whether to continue."""
         reader, leaves = self._reader, self._leaves[self._speech]
         match = self._search[self._speech].search(reader.text, reader.position)
         if match is None:
@@ -116,7 +116,7 @@ class RegionScanner:
             return False
         unsure = 0 if final else held_back(reader.text, reader.position, self._held[self._speech][0])
         if unsure >= len(reader.text) - match.start():
-            # It may be part of a longer delimiter, or of one that begins before it.
+            # The match may be part of a longer delimiter, or of one that begins earlier.
             return False
         delimiter = leaves.get(match[0]) or _Delimiter(match[0], "call")
         if delimiter.enters == "call":
@@ -138,7 +138,7 @@ class RegionScanner:
         if delimiter.core == "{" and self._calls.begins_lines and not self._begins_line(position):
             self._add_text(position + 1)
             return True
-        # White space before a call is left out, but not before text that turns out to be no call.
+        # White space before a call is left out, but kept before text that turns out not to be a call.
         self._leave(position, delimiter.space_before)
         self._region, self._call_at = "call", position
         return True
@@ -158,13 +158,13 @@ class RegionScanner:
             self._parts.interrupt()
             self._region, self._speech, self._blank, self._skip = "between calls", "content", True, 0
         else:
-            # The text begins like a call, but is none: it stays text.
+            # The text only begins like a call: keep it as text.
             self._region = self._speech
             self._add_no_call(call.end)
         return True
 
     def _add_no_call(self, end: int) -> None:
-        """Add text that is no call, up to `end`. A delimiter at its beginning that also ends content is left out."""
+        """Add text up to `end` that is not a call. A delimiter at its beginning that also ends content is left out."""
         reader = self._reader
         closing = next(
             (delimiter for delimiter in self._before_calls if reader.text.startswith(delimiter.core, self._call_at)),
@@ -202,7 +202,7 @@ class RegionScanner:
         return True
 
     def _leave(self, position: int, space_before: int) -> None:
-        """End a region at a delimiter, without the delimiter's white space. A region of only white space is dropped."""
+        """End a region before a delimiter and its white space. Drop the region if it has only white space."""
         end = self._before_space(position, space_before)
         if not self._is_blank(end):
             self._add_text(end)
@@ -218,7 +218,7 @@ class RegionScanner:
         return (not before and start == 0) or before.endswith("\n") or MARK.fullmatch(before[-2:]) is not None
 
     def _before_space(self, end: int, most: int) -> int:
-        """Return `end` less the white space before it, at most `most` characters."""
+        """Return `end` moved before at most `most` white-space characters that precede it."""
         text = self._reader.text
         while most and end > self._reader.position and text[end - 1].isspace():
             end, most = end - 1, most - 1
@@ -238,23 +238,23 @@ class RegionScanner:
 
 @dataclass(frozen=True, slots=True)
 class _Borders:
-    """The delimiters that end the regions of a format."""
+    """The delimiters that end a format's regions."""
 
     leaves: Mapping[_Speech, Mapping[str, _Delimiter]]
-    """For each region the delimiters that end it, by their text without outer white space."""
+    """For each region, the delimiters that end it, by their text without outer white space."""
     search: Mapping[_Speech, re.Pattern[str]]
-    """For each region an expression for all of them."""
+    """For each region, an expression that matches any of its delimiters."""
     held: Mapping[_Speech, tuple[tuple[str, ...], frozenset[str], int]]
-    """For each region the texts of its delimiters, the characters that an incomplete one may end with, and the most
-    white space that belongs to one and stands before it."""
+    """For each region, the texts of its delimiters, the characters with which an incomplete delimiter can end, and the
+    maximum length of the white space before a delimiter that belongs to it."""
     calls: CallReader | None
     before_calls: Sequence[_Delimiter]
-    """Delimiters that end content and also begin calls: they are not text, even if no call follows."""
+    """Delimiters that end content and also begin calls. They are not text, even if no call follows."""
 
 
 @lru_cache(maxsize=64)
 def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
-    """Return the delimiters of a format, made once per format and not for every completion."""
+    """Return a format's delimiters, cached because they do not depend on the completion."""
     calls = CallReader(form.calls, {}) if form.calls is not None and with_calls else None
     leaves = _leaves(form, calls)
     ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
@@ -283,12 +283,12 @@ def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, li
         content += [end for end in ends if end.core not in {trigger.core for trigger in triggers}]
     if form.reasoning is not None:
         opening = _Delimiter.of(form.reasoning.open, "reasoning")
-        # Models open reasoning again even if the prompt has opened it.
+        # Some models open reasoning again even if the prompt has opened it.
         content, reasoning = content + opening, reasoning + opening
-        # Models forget to close their reasoning before a call; a call's control token is clear enough.
+        # Some models do not close reasoning before a call; a call's control token is clear enough.
         reasoning += _Delimiter.of(form.reasoning.close, "content")
         if MARK.match(form.reasoning.close.strip()):
-            # Models close reasoning twice, or without having opened it.
+            # Some models close reasoning twice, or without having opened it.
             content += _Delimiter.of(form.reasoning.close, "content")
     return {"content": content, "reasoning": reasoning}
 
@@ -299,7 +299,7 @@ def _held(leaves: list[_Delimiter]) -> tuple[tuple[str, ...], frozenset[str], in
 
 
 def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
-    """Return an expression for these delimiters, and with `marks` also for all control tokens."""
+    """Return an expression for these delimiters and, with `marks`, for all control tokens."""
     cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
     return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
 

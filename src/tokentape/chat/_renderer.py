@@ -1,4 +1,4 @@
-"""Render, bridge and parse for one model, with its own template and tokenizer only."""
+"""Render, bridge and parse for one model, using only its template and tokenizer."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool, setup_key
 
 _PROMPT_END = 96
-"""Number of ids at the end of a prompt that are read to find its generation prompt."""
+"""The number of ids at the end of a prompt that are decoded to find its generation prompt."""
 
 _TURN_END = 96
-"""Number of ids at the end of a turn that are read to find the close of its calls."""
+"""The number of ids at the end of a turn that are decoded to find the close of its calls."""
 
 _LETTER = "x"
-"""What the close of a truncated turn is encoded after: it goes on from text, and no sampled id is encoded again."""
+"""Text before the close of a truncated turn when it is encoded: it follows text, but sampled ids are not re-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Ids to append to a context and their provenance codes, both of shape [tokens]."""
+    """Ids to append to a context and their provenance codes, both with shape [tokens]."""
 
     ids: TokenIds
     provenance: Codes
     stop_mismatch: bool = False
-    """The turn before ended with another stop token than the template writes there; the sampled one is kept."""
+    """The previous turn ended with a different stop token than the template writes there; the sampled one is kept."""
 
 
 class Renderer(TemplateText):
@@ -59,7 +59,7 @@ class Renderer(TemplateText):
     >>> renderer.render([{"role": "user", "content": "hi"}], tools).ids     # doctest: +SKIP
     array([...], dtype=int32)
 
-    Methods that take a `Setup` use its tools, kwargs and date; it may be another renderer's.
+    Methods that take a `Setup` use its tools, kwargs and date. A different renderer may have created the setup.
     """
 
     is_external: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class Renderer(TemplateText):
         tokenizer = tokenizer.for_template(_spelled_by(template, tokenizer))
         super().__init__(tokenizer, template)
         if overrides is not None and overrides.renderer is not None and not self.is_external:
-            raise TypeError("a renderer object is used by `ExternalRenderer`; `Renderer.load` makes one")
+            raise TypeError("`overrides.renderer` needs an `ExternalRenderer`; call `Renderer.load` to create it")
         self.overrides = overrides
         self.images = images
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
@@ -92,13 +92,13 @@ class Renderer(TemplateText):
         *,
         strict_text: bool = False,
     ) -> Renderer:
-        """Load from a model folder. `chat_template` is the path of a file to use in place of the model's own template.
+        """Load from a model folder. `chat_template` is the path of a file that replaces the model's own template.
 
-        `overrides` replace the parser or renderer derived from the template; the default is that of `find_overrides`.
-        Without `images`, messages with images are refused. `strict_text` is that of `Tokenizer.load`.
+        `overrides` replace the parser or renderer derived from the template; the default is from `find_overrides`.
+        Without `images`, messages with images are refused. For `strict_text`, see `Tokenizer.load`.
 
-        Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely, or if text and control tokens cannot
-        be kept apart without changing ids (`prove_twin`; the proof is made once per machine).
+        Raises `TokenizerUnusable` if the tokenizer or template can't be loaded safely, or if keeping text and control
+        tokens apart would change ids (checked by `prove_twin`, once per machine).
         """
         tokenizer = Tokenizer.load(folder, strict_text=strict_text)
         if chat_template is not None:
@@ -117,10 +117,10 @@ class Renderer(TemplateText):
     def setup(
         self, tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None, date: str | None = None
     ) -> Setup:
-        """Return the tools, template kwargs and date as a `Setup`. Make it once and use it for many calls.
+        """Return the tools, template kwargs and date as a `Setup`, which can be used for many calls.
 
-        `date` is the date that the template takes for today, in ISO 8601; the default is today's date in UTC. Raises
-        `InvalidRequest` if tools or kwargs are not JSON.
+        `date` is the template's current date, in ISO 8601; the default is today's date in UTC. Raises `InvalidRequest`
+        if tools or kwargs are not JSON.
         """
         kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
         key = setup_key(tools, kwargs, date, self.fingerprint)
@@ -140,9 +140,9 @@ class Renderer(TemplateText):
     ) -> PromptTokens:
         """Return the ids of a conversation, ending with the generation prompt.
 
-        If no text spells a control token, these are the ids of `transformers.apply_chat_template`. A control token that
-        a caller's text spells is encoded as text. `tools`, `template_kwargs` and `date` are as for `setup`; a `Setup`
-        can be passed as `tools` in place of all three.
+        If no text spells a control token, the ids equal those from `transformers.apply_chat_template`. A control token
+        that a caller's text spells is encoded as text. `tools`, `template_kwargs` and `date` are as for `setup`; a
+        `Setup` passed as `tools` replaces all three.
 
         `sampled` maps indices of assistant messages to the sampled ids that they were parsed from. The result has these
         exact ids with provenance ASSISTANT: all of them (`history` "sampled"), or those for the text that the template
@@ -195,12 +195,12 @@ class Renderer(TemplateText):
             return self.setup(tools, template_kwargs, date)
         if template_kwargs is None and date is None:
             return tools
-        raise InvalidRequest("a setup has its own template kwargs and date; give one or the other", "setup")
+        raise InvalidRequest("pass either a `Setup` or `template_kwargs` and `date`, not both", "setup")
 
     def _refuse_images(self, messages: Sequence[Message]) -> None:
         """Raise `InvalidRequest` for images that can't be rendered."""
         if self.images is None and image_parts(messages):
-            raise InvalidRequest("a message holds an image; this model takes text only", "messages")
+            raise InvalidRequest("a message contains an image; this model accepts only text", "messages")
 
     def _with_images(self, added: PromptTokens, messages: Sequence[Message]) -> PromptTokens:
         """Return `added` with each image's placeholder repeated once per token of the image."""
@@ -210,7 +210,7 @@ class Renderer(TemplateText):
         return PromptTokens(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
 
     def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> PromptTokens:
-        """Encode `text[start:end]`. `codes` has the provenance of its characters, `before` the id that precedes it."""
+        """Encode `text[start:end]`, given the provenance of its characters, `codes`, and the id `before` it."""
         control = None if before is None else self.tokenizer.control_by_id(before)
         mark = "" if control is None else control.mark
         if start:
@@ -233,13 +233,13 @@ class Renderer(TemplateText):
         `completion_ids` are the turn's sampled ids, which the bridge never repeats or replaces, and `reply` is the
         message parsed from them. A truncated turn is closed as the template closes turns, with provenance CLOSE.
 
-        Without `history`, the bridge is computed after a made-up question (strategy `local`), at a cost that does not
-        depend on the conversation. With `history`, the messages before `reply`, it is computed in the real conversation
-        (`contextual`). The certificate says which strategy a template needs.
+        Without `history`, the bridge is computed after a placeholder user message (strategy `local`), at a cost that
+        does not depend on the conversation. With `history`, the messages before `reply`, it is computed in the real
+        conversation (`contextual`). The certificate says which strategy a template needs.
 
-        `context_ids` has all ids so far, including the completion's. It shows whether the prompt opened reasoning.
+        `context_ids` are all ids so far, including the completion's. They show whether the prompt opened reasoning.
 
-        Raises `TemplateRefused` if the template does not take these messages after such a turn.
+        Raises `TemplateRefused` if the template does not accept these messages after such a turn.
         """
         self._refuse_images(new_messages)
         form = self.format(setup)
@@ -260,13 +260,13 @@ class Renderer(TemplateText):
             shared = encoded.text[: encoded.spans[sampled - 1][1]]
             content = reply.get("content") or reply.get("reasoning_content") or ""
             if shared.isspace() or content.endswith(shared):
-                # It is part of what the model said, so it is not the turn's end too.
+                # The overlap is part of the model's text, so it is not also the turn's end.
                 sampled = 0
         if sampled:
             return self._with_images(_rest(ids, provenance, sampled), new_messages)
         if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
-            # The model sampled another stop token than the template writes here. It replaces the template's end of the
-            # turn, but not the next message's header.
+            # The model sampled a different stop token than the template writes here. It replaces the template's token
+            # that ends the turn, but not the next message's header.
             skip = 1 if cut.ends_turn else 0
             added = self._with_images(_rest(ids, provenance, skip), new_messages)
             return replace(added, stop_mismatch=True)
@@ -284,8 +284,8 @@ class Renderer(TemplateText):
     def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
         """Return a parser for one completion sampled under `setup`. It never raises, see `SafeParser`.
 
-        `prompt_ids` has the ids before the completion, or the last of them. They show whether the prompt opens
-        reasoning: some do so after a question but not after a tool's result. The default is as after a question.
+        `prompt_ids` are the ids before the completion, or the last of them. They show whether the prompt opens
+        reasoning: some prompts do so after a question but not after a tool result. The default is as after a question.
         """
         parser = self._unsafe_parser(setup, stop_strings, prompt_ids)
         return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
@@ -310,7 +310,7 @@ class Renderer(TemplateText):
         )
 
     def format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
-        """Return the format for a turn after this prompt. Some prompts after a tool's result open no reasoning (R1)."""
+        """Return the format for a turn after this prompt. R1's prompts after a tool result do not open reasoning."""
         if prompt_ids is None or form.reasoning is None:
             return form
         usual = self._generation_ids(form.generation_prompt)
@@ -323,14 +323,14 @@ class Renderer(TemplateText):
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
 
     def _generation_ids(self, prompt: str) -> TokenIds:
-        """Return the ids of a generation prompt, as they mostly are at the end of a prompt."""
+        """Return a generation prompt's usual ids at the end of a prompt."""
         ids = self._endings.get(prompt)
         if ids is None:
             ids = keep(self._endings, prompt, self.tokenizer.encode_after_control(prompt).array)
         return ids
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
-        """Return the completion's ids; if it was truncated, followed by ids that close its reasoning or content."""
+        """Return the completion's ids, followed by ids that close its reasoning or content if it was truncated."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
         return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
@@ -344,10 +344,10 @@ class Renderer(TemplateText):
         following: str = "",
         space: str = "",
     ) -> TokenIds:
-        """Return the ids that close the reasoning or the content's frame that a truncated completion left open.
+        """Return the ids that close the reasoning or content frame that a truncated completion left open.
 
-        They include `space`, the white space that the template writes after a turn, but nothing that `following`, the
-        text after them, begins with.
+        They include `space`, the white space that the template writes after a turn, but no text with which `following`,
+        the text after them, begins.
         """
         parser = self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
@@ -355,18 +355,18 @@ class Renderer(TemplateText):
         close = ""
         if reply.reasoning_open:
             close = form.reasoning.close if form.reasoning is not None else ""
-            # The close of reasoning may also open the content's header, which is left out here.
+            # The close of reasoning may also begin the content's header, which is left out here.
             close = close[: len(close) - repeated_end(close, form.header)] + form.empty_content + space
         elif not reply.tool_calls:
             close = self._content_left_open(completion_ids, form, reply) or space
         elif not read_text(self.tokenizer, completion_ids.tolist()).endswith(space):
             close = space
-        # The next message's header may close the part too.
+        # The next message's header may also close the part.
         close = close[: len(close) - repeated_end(close, following)]
         return self.tokenizer.encode_after(_LETTER, close).array if close else self.tokenizer.array([])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, reply: Reply) -> str:
-        """Return the delimiters that close the content, if the completion ended inside or before its frame."""
+        """Return the delimiters that close the content if the completion ended inside or before the content's frame."""
         close = form.content_end + form.turn_end
         opening, closing = (
             MARK.findall(form.content_reopen if reply.reasoning else form.content_open)[-1:],
@@ -386,9 +386,9 @@ class Renderer(TemplateText):
 
 
 def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
-    """Return texts that spell the tokens a template writes: its source, and some renderings.
+    """Return texts that spell the tokens that a template writes: its source and some renderings.
 
-    Renderings are needed because a template may concatenate tokens (`'[' + role + ']'`).
+    Renderings are needed because a template may build tokens from parts (`'[' + role + ']'`).
     """
     texts = [template.whole_source]
     for messages in grammar.SAMPLES if tokenizer.text_tokens else ():
@@ -404,14 +404,14 @@ def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
 
 
 def _rest(ids: TokenIds, provenance: Codes, start: int) -> PromptTokens:
-    # Copies, because turns stay in memory and views would keep the whole arrays alive.
+    # Copy, because turns stay in memory and a view would keep the whole array alive.
     return PromptTokens(ids[start:].copy(), provenance[start:].copy())
 
 
 def _fingerprint(
     tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None, images: ImageProcessor | None
 ) -> str:
-    """Return the hex SHA-256 of everything that decides how messages become ids, library versions included."""
+    """Return the hex SHA-256 of everything that determines how messages become ids, including library versions."""
     parts = {
         "tokenizer": tokenizer.sha256,
         "special_tokens": tokenizer.special_tokens,

@@ -1,4 +1,4 @@
-"""The reply that a parser makes of a completion: content, reasoning and tool calls."""
+"""Define the parsed form of a completion: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ CallStatus = Literal["ok", "bad_arguments", "unclosed", "unknown_tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it."""
+    """A tool call as the model wrote it."""
 
     name: str
     arguments: str
-    """JSON text of the arguments. With status `bad_arguments` or `unclosed`, the text as the model wrote it."""
+    """The arguments as JSON text. With status `bad_arguments` or `unclosed`, the text as the model wrote it."""
     status: CallStatus
     span: tuple[int, int]
-    """Half-open range of completion tokens, delimiters included. A token that ends one call and begins the next belongs
-    to the first."""
+    """The half-open range of completion tokens, including delimiters. A token that ends one call and begins the next
+    belongs to the first."""
     id: str | None = None
-    """The id that the model wrote, in formats with ids."""
+    """The id that the model wrote, if the format has call ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Reply:
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     reasoning_open: bool
-    """Whether sampling ended inside reasoning, so that a bridge has to close it first."""
+    """Whether sampling ended inside reasoning, which a bridge must then close first."""
     problem: str = ""
-    """The problem if the parser failed or contradicted its deltas, see `SafeParser`; empty if there was none."""
+    """How the parser failed or contradicted its deltas (see `SafeParser`); empty if it did neither."""
 
     @property
     def calls_for_client(self) -> tuple[ToolCall, ...]:
-        """The calls that clients get. Unclosed calls are left out, since their text is content."""
+        """The calls that clients get. Unclosed calls are left out because their text is content."""
         return tuple(call for call in self.tool_calls if call.status != "unclosed")
 
 
@@ -64,7 +64,7 @@ class ReplyParts:
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     _drained: tuple[int, int, int] = (0, 0, 0)
-    """Number of entries of each list that `drain` has returned."""
+    """The number of entries in each list that `drain` has returned."""
     _interrupted: dict[str, bool] = field(default_factory=lambda: {"content": False, "reasoning": False})
 
     def add(self, region: Literal["content", "reasoning"], text: str) -> None:
@@ -77,7 +77,7 @@ class ReplyParts:
         parts.append(text)
 
     def drain(self) -> ReplyDelta:
-        """Return the parts added since the last call of `drain`, without unclosed calls."""
+        """Return the parts added since the last `drain`, without unclosed calls."""
         content, reasoning, calls = self._drained
         self._drained = len(self.content), len(self.reasoning), len(self.tool_calls)
         return ReplyDelta(

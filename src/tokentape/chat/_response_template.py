@@ -1,6 +1,6 @@
-"""Parse completions by a tokenizer's `response_template` (transformers 5), in which its authors describe the format.
+"""Parse completions with a tokenizer's `response_template` (transformers 5), its authors' description of the format.
 
-The parser is that of transformers, which is imported only if a tokenizer has such a template and does not need torch.
+The parser is from transformers, which is imported only if a tokenizer has such a template; torch is not needed.
 It reads text, so letters that spell a control token count as the token.
 """
 
@@ -26,13 +26,13 @@ _log = logging.getLogger("tokentape.chat")
 def shipped_parser(renderer: Renderer, template: Any) -> Overrides | None:
     """Return overrides with a parser for a `response_template`. If it can't be used, log a warning and return None."""
     try:
-        # Not on the gateway's path: only a tokenizer with such a template gets here.
+        # Import here, because few tokenizers have such a template.
         from transformers.utils.chat_parsing import ResponseParser
 
         ResponseParser(template, prefix="")
     except (ImportError, AttributeError, ValueError) as error:
         _log.warning(
-            "the tokenizer's response_template is not used, completions are parsed by its chat template: %s: %s",
+            "can't use the tokenizer's response_template; completions are parsed by its chat template: %s: %s",
             type(error).__name__,
             error,
         )
@@ -49,7 +49,7 @@ def shipped_parser(renderer: Renderer, template: Any) -> Overrides | None:
             parsing.feed(completion.text)
             return _reply(parsing.finalize()[0], completion, derived)
         except (ValueError, KeyError, TypeError, AttributeError):
-            # transformers raises for text that it can't parse, such as half a call. The turn must not be lost for that.
+            # transformers raises for text that it can't parse, such as half a call. That must not lose the turn.
             return derived
 
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
@@ -60,7 +60,7 @@ def _reply(message: dict[str, Any], completion: Completion, derived: Reply) -> R
     tool_names = {tool["function"]["name"] for tool in completion.setup.tools}
     calls = message.get("tool_calls") or []
     functions = [(call.get("function", call), call.get("id")) for call in calls]
-    # transformers gives no spans. Those of the derived parser are right if both found equally many calls.
+    # transformers returns no spans. Use the derived parser's spans if both parsers found the same number of calls.
     spans = [call.span for call in derived.tool_calls]
     if len(spans) != len(functions):
         spans = [(0, len(completion.ids))] * len(functions)

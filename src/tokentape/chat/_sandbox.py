@@ -1,8 +1,8 @@
 """Run chat templates without access to Python's internals and with limited time and memory.
 
 Templates are code (CVE-2024-34359, CVE-2026-5760). Jinja's sandbox blocks unsafe attributes and changes to arguments.
-This one also stops templates that run forever or make huge values. Each loop, call and operator checks the time and
-counts its result (`_limits.py`). Operations that multiply sizes or take more than linear time check the sizes first.
+This sandbox also stops templates that run forever or create huge values. Each loop, call and operator checks the time
+and counts its result (`_limits.py`). Operations that multiply sizes or take more than linear time check sizes first.
 Filters and tests are in `_template_filters.py`. Features that no chat template uses are removed.
 """
 
@@ -37,25 +37,25 @@ _METHODS: Mapping[type, frozenset[str]] = {
     float: frozenset({"is_integer"}),
     LoopContext: frozenset(name for name in dir(LoopContext) if not name.startswith("_")),
 }
-"""The attributes that templates may use of built-in types and of loops. No expression makes bytes or sets."""
+"""The attributes of built-in types and loops that templates may use. No expression creates bytes or sets."""
 
 _OF_DICTS = frozenset(dir(dict))
 
 
 class _Namespace(Namespace):
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2 has it: `self` is a name that a template may give
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2: a template may use the keyword `self`
         Namespace.__init__(args[0], *map(usage().counted, args[1:]), **kwargs)
 
     def __repr__(self) -> str:
-        # A namespace can hold any amount, and only it can change after it was weighed.
-        raise jinja2.TemplateError("it writes a namespace")
+        # A namespace may contain any amount, and unlike other values it can change after it was weighed.
+        raise jinja2.TemplateError("it writes a namespace as text")
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's environment with fewer attributes."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute` for a template. Keys of dicts, the usual case, need no check."""
+        """Return `obj.attribute` for a template. Dict keys, the usual case, need no check."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -64,14 +64,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return `obj[argument]`, and check the time: filters look up a path in each item of a list."""
+        """Return `obj[argument]` after checking the time, because filters look up a path in each item of a list."""
         usage().tick()
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may use the attribute: for built-in types only those in `_METHODS`."""
+        """Return whether a template may use the attribute. For built-in types, only those in `_METHODS` are allowed."""
         if type(obj) is _Namespace:
-            # The template itself set the attributes of a namespace.
+            # The template itself set the namespace's attributes.
             return not attr.startswith("_")
         names = next((_METHODS[kind] for kind in type(obj).__mro__ if kind in _METHODS), None)
         return super().is_safe_attribute(obj, attr, value) if names is None else attr in names
@@ -92,7 +92,7 @@ class Sandbox(_Environment):
 
     @staticmethod
     def concat(pieces: Any) -> str:
-        """Join the pieces of a rendering, or of a part of it."""
+        """Join the parts of a rendering or of a block in it."""
         return usage().concat(pieces)
 
     def compiled(self, source: str) -> jinja2.Template:
@@ -101,11 +101,11 @@ class Sandbox(_Environment):
         for escaping in tree.find_all(nodes.ScopedEvalContextModifier):
             if all(isinstance(option.value, nodes.Const) and not option.value.value for option in escaping.options):
                 continue
-            raise jinja2.TemplateSyntaxError("chat templates write no HTML: no autoescape", escaping.lineno)
+            raise jinja2.TemplateSyntaxError("chat templates don't write HTML: remove autoescape", escaping.lineno)
         return self.from_string(_Counting().visit(tree).set_environment(self))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of an operator, or refuse it if it would be too large."""
+        """Return the result of an operator, or refuse the operation if the result would be too large."""
         use = usage()
         if type(left) is int and type(right) is int:
             if operator == "**":
@@ -127,9 +127,9 @@ class Sandbox(_Environment):
         return use.made(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja2 has it
-        """Return the result of a call, or refuse it if its arguments would make it huge."""
+        """Return the result of a call, or refuse the call if its arguments would make the result huge."""
         scope = {name: kwargs.pop(name) for name in ("_loop_vars", "_block_vars") if name in kwargs}
-        """The variables in scope: Jinja passes them with each call in a loop or block, for `Context.call`."""
+        """The variables in scope. Jinja passes them with each call in a loop or block, for `Context.call`."""
         usage().tick()
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`.
         owner = getattr(method, "__self__", None)
@@ -144,7 +144,7 @@ class Sandbox(_Environment):
 
 
 class _Counting(NodeTransformer):
-    """Adds counting filters to literals, slices, comparisons and loops, for which Jinja calls no environment method."""
+    """Adds counting filters where Jinja calls no environment method: literals, slices, comparisons and loops."""
 
     def visit_Concat(self, node: nodes.Concat) -> Any:  # noqa: N802
         values = nodes.List([self.visit(part) for part in node.nodes], lineno=node.lineno)
@@ -163,7 +163,7 @@ class _Counting(NodeTransformer):
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> Any:  # noqa: N802
         if isinstance(node, nodes.Dict) and sum(not _is_text(item.key) for item in node.items) > MOST_OTHER_KEYS:
-            raise jinja2.TemplateSyntaxError(f"more than {MOST_OTHER_KEYS} keys of a dict are no text", node.lineno)
+            raise jinja2.TemplateSyntaxError(f"a dict has more than {MOST_OTHER_KEYS} non-string keys", node.lineno)
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") == "store" else _filtered(node, "made")
 
@@ -189,18 +189,18 @@ def _filtered(node: Any, name: str) -> Any:
 
 
 def _is_constant(node: nodes.Expr) -> bool:
-    """Return whether the node is a constant, so that its size is limited by the source."""
+    """Return whether the node is a constant, whose size is limited by the template's length."""
     if isinstance(node, nodes.Tuple | nodes.List):
         return all(map(_is_constant, node.items))
     return isinstance(node, nodes.Const)
 
 
 def _finalize(value: Any) -> str:
-    """Return the text that a rendering has for an expression's value."""
+    """Return an expression's value as the text to write into a rendering."""
     return value if type(value) is str else usage().text(value)
 
 
-# Filters with `pass_context` are not evaluated while a template is compiled.
+# `pass_context` keeps Jinja from evaluating these filters when it compiles a template.
 
 
 @pass_context

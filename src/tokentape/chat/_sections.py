@@ -1,8 +1,8 @@
 """Encode long marked texts in sections, and cache the ids of each section.
 
-Sessions of a group begin alike, and a session that is rendered again repeats its earlier text. Texts are cut only
-before control tokens that do not take white space next to them. `tokenizers` also splits texts there, before it
-normalizes or merges anything, so the ids are those of the whole text.
+Sessions in a group begin the same way, and a session that is rendered again repeats its earlier text. Texts are cut
+only before control tokens that do not absorb adjacent white space. `tokenizers` also splits texts there, before
+normalizing or merging anything, so the ids equal those of the whole text.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ LONG = 2048
 """Texts of at least this many characters are encoded in sections. Shorter sections are joined to this length."""
 
 _MOST_IDS = 1 << 22
-"""At most this many ids are cached, 8 bytes each, 12 in long sections: up to 50 MB. The keys are digests, since an id
-may stand for long text."""
+"""The maximum number of cached ids: 8 bytes each, 12 in long sections, up to 50 MB. The keys are digests because an id
+may stand for a long text."""
 
 Section = tuple[npt.NDArray[np.int32], npt.NDArray[Any]]
-"""Ids of shape [ids], and the character span of each id within the section, of shape [ids, 2]."""
+"""Ids with shape [ids], and the character span of each id within the section, with shape [ids, 2]."""
 
 
 class Sections:
-    """Encodes texts with one twin, and caches their sections. It is thread-safe.
+    """Encodes texts with one twin and caches their sections. It is thread-safe.
 
-    `names` are the characters that texts may be cut before: the twin's names of control tokens.
+    `names` are the characters before which texts may be cut: the twin's names for control tokens.
     """
 
     def __init__(self, twin: tokenizers.Tokenizer, names: frozenset[str]) -> None:
         self._twin = twin
         self._names = names
-        # One range is found ten times as fast as many characters.
+        # Searching for one range is ten times as fast as searching for many characters.
         self._near = re.compile(f"[{min(names)}-{max(names)}]" if names else r"(?!)")
         self._kept: LastUsed[bytes, Section] = LastUsed(_MOST_IDS, lambda section: len(section[0]))
 
     def encode(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        """Return the ids of a text as the twin encodes it, and the character span of each id.
+        """Return the ids to which the twin encodes a text, and the character span of each id.
 
-        Raises `TypeError` for text that is not valid Unicode, as the twin does.
+        Raises `TypeError`, like the twin, if the text is not valid Unicode.
         """
         sections = list(self._cut(text))
         keys = {section: hashlib.sha256(section.encode("utf-8", "surrogatepass")).digest() for section in sections}
@@ -60,7 +60,7 @@ class Sections:
         return np.concatenate([ids for ids, _ in entries]), spans
 
     def _cut(self, text: str) -> Iterator[str]:
-        """Yield the sections of a text. Short ones are joined until they have `LONG` characters."""
+        """Yield the sections of a text. Short sections are joined until they have `LONG` characters."""
         cuts = (match.start() for match in self._near.finditer(text, 1) if match[0] in self._names)
         start = 0
         for cut, end in pairwise([0, *cuts, len(text)]):

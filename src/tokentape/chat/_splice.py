@@ -1,7 +1,7 @@
-"""Put exact sampled ids into a rendering in place of the text of their turns.
+"""Replace the text of assistant turns in a rendering by their exact sampled ids.
 
-A conversation that is rendered from the start may have assistant turns that were sampled in this session. Their text
-stands in the rendering between an assistant header and the token that ends the turn, both control tokens, and is
+A conversation that is rendered from the start may have assistant turns that were sampled in this session. In the
+rendering, their text is between an assistant header and the token that ends the turn, both control tokens. It is
 replaced by the sampled ids.
 """
 
@@ -18,16 +18,16 @@ from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.types import Message, TokenIds
 
 History: TypeAlias = Literal["sampled", "template"]
-"""Which part of earlier turns stays in context: all sampled ids, or those for the text that the template keeps."""
+"""Which ids of earlier turns stay in context: all sampled ids, or only those for the text that the template keeps."""
 
 StopMismatch: TypeAlias = Literal["keep", "fork"]
-"""What happens after a turn that ended with another stop token than the template writes there. `keep`: the branch
+"""What happens after a turn that ended with a different stop token than the template writes there. `keep`: the branch
 continues with the sampled token. `fork`: new messages start a new branch, which has the template's token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """The characters `start` to `end` of a marked text, and the ids that replace them."""
+    """Replaces the characters `start` to `end` in a marked text by `ids`."""
 
     start: int
     end: int
@@ -50,15 +50,15 @@ def find_splices(
     """Return the splices of sampled ids into `text`, the marked rendering of `messages` with the generation prompt.
 
     `sampled` maps indices of assistant messages to completion ids. `prompt_of(n)` renders the prompt before message n.
-    It is called if the template has more than one generation prompt, or if `text` has one of `words`, the strings that
-    the template compares with texts. Return no splices if the rendering does not have one assistant header for each
-    assistant message, because then turns can't be told apart.
+    It is called if the template has more than one generation prompt, or if `text` contains one of `words`, the strings
+    that the template compares with texts. Return no splices unless the rendering has exactly one assistant header per
+    assistant message, because turns can't be told apart otherwise.
     """
     if not sampled:
         return []
     prompt = form.generation_prompt
     header = form.header[: common_prefix(form.header, prompt)]
-    # The prompt may vary with the number of the turn, or after a tool's result.
+    # The prompt may depend on the turn's number, or differ after a tool result.
     others = [
         rendering
         for rendering in (text, form.content_suffix, form.calls_suffix)
@@ -85,14 +85,14 @@ def find_splices(
         if history == "template":
             splices += _suffix_splice(text, start, end, ids, tokenizer)
         else:
-            # A truncated turn keeps the template's end of the turn.
+            # For a truncated turn, keep the token with which the template ends it.
             ended = not stop_ids.isdisjoint(ids)
             if varies:
                 prompt = prompt_of(n)
                 if prompt.count(header) != turn + 1:
                     continue
             opened = prompt.rpartition(header)[2]
-            # Text that the prompt opened is encoded from a control token on, so that no token is cut.
+            # Encode text that the prompt opened from a control token on, so that no token is cut.
             cut = opened and not MARK.match(opened)
             again = header[_last_mark(header, 0, len(header)) :] if cut else ""
             opened_ids = tokenizer.encode_after_control(again + opened).ids if opened else []
@@ -102,10 +102,10 @@ def find_splices(
 
 
 def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[tuple[int, int]]:
-    """Return the bounds of each assistant turn: from after its header to after the token that ends it.
+    """Return the bounds of each assistant turn, from after its header through the token that ends it.
 
-    The header of the generation prompt, which has no turn yet, is left out. Turns do not overlap, also if a template
-    writes the header twice before a turn.
+    The generation prompt's header, which has no turn yet, is left out. Turns do not overlap, even if a template writes
+    the header twice before a turn.
     """
     regions = []
     index = text.find(header)
@@ -125,7 +125,7 @@ def _last_mark(text: str, start: int, end: int) -> int:
 
 
 def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[int]:
-    """Return the ids without a stop token at their end, unless `end`, the template's mark, stands for that token."""
+    """Return the ids without a final stop token, unless it is the token of `end`, the template's mark."""
     other = bool(ids) and ids[-1] in stop_ids and ids[-1] != tokenizer.control_of_mark(end).id
     return ids[:-1] if other else ids
 
@@ -133,7 +133,7 @@ def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids
 def _suffix_splice(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:
     """Return a splice of the longest suffix of the sampled ids that spells the end of `text[start:end]`, if any.
 
-    The text is tried with and without the mark at its end.
+    Try the text with and without its final mark.
     """
     reader = Reader(tokenizer, frozenset(), ())
     starts = []

@@ -1,4 +1,4 @@
-"""Choose the bridge strategy for a turn and the messages after it: local, contextual, or a new branch."""
+"""Choose the bridge strategy for a turn and the messages after it (see `Continuation.strategy`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def choose(
 ) -> Strategy:
     """Return the bridge strategy for `new_messages` after `history` and `reply`.
 
-    `system` says whether `history` has a system or developer message; with None, `history` is searched.
+    `system` says whether `history` has a system or developer message; if it is None, `history` is searched.
 
-    If the certificate does not have the continuation, or if the new messages do not answer each call of `reply`, the
-    strategy is found by some full renderings of this conversation.
-    Raises `TemplateRefused` with the certificate's reason for a continuation that the template does not take.
+    If the certificate lacks the continuation, or if the new messages do not answer each call in `reply`, the strategy
+    is determined from a few full renderings of this conversation.
+    Raises `TemplateRefused` with the certificate's reason if the template does not accept the continuation.
     """
     if system is None:
         system = any(message["role"] in ("system", "developer") for message in history)
@@ -51,7 +51,7 @@ def choose(
 
 
 def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup) -> bool:
-    """Return whether the template's text for an image depends on earlier images (`Picture 2:`)."""
+    """Return whether the template's text for an image depends on earlier images, like `Picture 2:`."""
     after_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _MARKER}]}]
     here = renderer.suffix(reply, new_messages, setup)
     return renderer.suffix(reply, new_messages, setup, after_image) != here
@@ -63,7 +63,7 @@ _MARKER = "tokentapetellingword"
 def _try_out(
     renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message]
 ) -> Strategy:
-    """Return the strategy for a real conversation.
+    """Return the strategy for a conversation, from its renderings.
 
     A marker word in tools and earlier messages shows whether the suffix repeats any of them.
     """
@@ -84,7 +84,7 @@ def _try_out(
 
 
 def reaches_prompt(renderer: Renderer, setup: Setup, before: Sequence[Message], new: Sequence[Message]) -> bool:
-    """Return whether a full rendering contains the last turn of `before` and each new message, at any place."""
+    """Return whether a full rendering contains the last turn in `before` and each new message, in any place."""
     messages = [*before, *new]
     return all(
         _MARKER
@@ -106,12 +106,12 @@ def _with_marker(message: Message) -> Message:
 
 
 def _marked(text: str) -> str:
-    # The marker goes into the middle, because templates look at how texts begin and end.
+    # The marker goes into the middle because templates check how texts begin and end.
     return text[: len(text) // 2] + _MARKER + text[len(text) // 2 :]
 
 
 def local_or_contextual(local_suffix: Callable[[], str], suffix: str) -> Strategy:
-    """Return `local` if `local_suffix`, which renders after a made-up question, returns `suffix`, else `contextual`."""
+    """Return `local` if `local_suffix`, rendered after a placeholder question, equals `suffix`, else `contextual`."""
     try:
         return "local" if local_suffix() == suffix else "contextual"
     except TemplateRefused:

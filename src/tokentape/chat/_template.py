@@ -2,7 +2,7 @@
 
 This follows transformers 5.23: message keys with the value None are dropped, reasoning is passed under each name that
 templates read, and `tojson` keeps unicode and key order. There are two differences: the date is an argument, and
-reasoning is also passed as `reasoning`, because templates that read only that key would lose it.
+reasoning is also passed as `reasoning` because templates that read only that key would lose it.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ _FAILURES = (
     RuntimeError,
     MemoryError,
 )
-"""Errors that expressions of a template raise: `cycler()` a RuntimeError, `truncate` an AssertionError."""
+"""Errors that expressions in a template can raise: for example, `cycler()` raises RuntimeError."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The keys that templates and callers use for an assistant message's reasoning."""
 
 
 class ChatTemplate:
-    """A compiled template, with its `tool_use` variant if the model ships one. Use `ChatTemplate.load`."""
+    """A compiled template and its `tool_use` variant, if the model has one. Create it with `ChatTemplate.load`."""
 
     def __init__(self, source: str, tool_use_source: str | None = None) -> None:
         self.source, self.tool_use_source = source, tool_use_source
         self.whole_source = f"{source}\0{tool_use_source or ''}"
-        """The source with that of the `tool_use` variant."""
+        """The source, followed by the source of the `tool_use` variant."""
         self.sha256 = hashlib.sha256(self.whole_source.encode()).hexdigest()
         self._default = _compile(source)
         self._tool_use = _compile(tool_use_source) if tool_use_source is not None else self._default
         self.takes_parts_only = _takes_parts_only(self._default)
-        """Whether the template renders text only in a list of parts, as templates of some vision models do."""
+        """Whether the template renders text only in a list of parts, like those of some vision models."""
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
         """Load the template from `chat_template.jinja`, else from the tokenizer's configuration, as transformers does.
 
-        Raises `TokenizerUnusable` if there is no template or if it is not valid Jinja in UTF-8.
+        Raises `TokenizerUnusable` if neither has a template or if it is not valid Jinja in UTF-8.
         """
         folder = Path(folder)
         path = folder / "chat_template.jinja"
@@ -76,12 +76,12 @@ class ChatTemplate:
                 return cls(named["default"], named.get("tool_use"))
         raise TokenizerUnusable(
             f"no chat template in {folder}: neither chat_template.jinja nor `chat_template` in tokenizer_config.json. "
-            "A base model has none; give one with `--chat-template FILE`."
+            "Base models have no template; pass one with `--chat-template FILE`."
         )
 
     @cached_property
     def compared_strings(self) -> tuple[str, ...]:
-        """The strings that the template compares with texts or searches for in them, see `compared_strings`."""
+        """The strings that the template compares with texts or searches for in texts, see `compared_strings`."""
         return _compared(self.whole_source)[0]
 
     @cached_property
@@ -98,7 +98,7 @@ class ChatTemplate:
         date: str,
         variables: Mapping[str, Any],
     ) -> str:
-        """Return the rendered text. `variables` has special tokens and template kwargs; `date` is in ISO 8601.
+        """Return the rendered text. `variables` are special tokens and template kwargs; `date` is in ISO 8601.
 
         Raises `TemplateRefused` with the template's own reason.
         """
@@ -116,9 +116,9 @@ class ChatTemplate:
 
 @lru_cache(maxsize=32)
 def _takes_parts_only(template: jinja2.Template) -> bool:
-    """Return whether the template renders a word in a list of parts, but not the word as a string.
+    """Return whether the template renders a word in a list of parts but not as a string.
 
-    Raises `TokenizerUnusable` if one of these two renderings takes too long.
+    Raises `TokenizerUnusable` if either rendering takes too long.
     """
 
     def shows(content: Any) -> bool:
@@ -141,12 +141,12 @@ def _takes_parts_only(template: jinja2.Template) -> bool:
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """Render within the current limits. Raises `TemplateRefused`."""
     try:
-        # `Template.render` is not used: it rewrites tracebacks, which takes several times the memory of the rendering.
+        # Don't use `Template.render`: it rewrites tracebacks, which takes several times the memory of the rendering.
         return template.environment.concat(template.root_render_func(template.new_context(variables)))
     except jinja2.TemplateError as error:
         raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
     except _FAILURES as error:
-        # Only a TypeError's text is sure to name types and to contain no caller's text.
+        # Only a TypeError's text is certain to name types and not to contain callers' text.
         detail = f"TypeError: {error}" if isinstance(error, TypeError) else type(error).__name__
         raise TemplateRefused(f"the chat template failed on this conversation: {detail}") from error
 
@@ -161,7 +161,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 
     Content with images stays a list of parts; image parts keep only their type.
 
-    Raises `InvalidRequest` for content that is neither text nor a list of text and image parts.
+    Raises `InvalidRequest` if the content is neither text nor a list of text and image parts.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
@@ -187,7 +187,7 @@ def _parts(content: Sequence[Any]) -> list[dict[str, str]]:
 
 
 def join_parts(content: Any) -> str:
-    """Return the text of a list of content parts. Raises `InvalidRequest` for any part that is not text."""
+    """Return the text of a list of content parts. Raises `InvalidRequest` if a part is not text."""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(f"content is a {type(content).__name__}, expected text or a list of parts", "messages")
     texts = []
@@ -199,13 +199,13 @@ def join_parts(content: Any) -> str:
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise InvalidRequest(
-                f"content part of type {kind!r} is not supported: this engine takes text only", "messages"
+                f"content part of type {kind!r} is not supported: this engine accepts only text", "messages"
             )
     return "".join(texts)
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Ignores `{% generation %}` tags. They mark assistant text for loss masks, which here come from provenance."""
+    """Ignores `{% generation %}` tags. They mark assistant text for loss masks; Tokentape's come from provenance."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
 
@@ -215,10 +215,10 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates: it builds a dict and does not give access to the class.
+    """Replaces `dict` for templates: creates a dict without giving access to the class.
 
-    The time is checked for each key, because a template can choose numbers with equal hashes, and then each key is
-    compared with all others.
+    The time is checked for each key because a template can choose numbers with equal hashes; each key is then compared
+    with all others.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -234,11 +234,11 @@ def _raise_exception(message: str) -> None:
 
 
 def read_source(path: Path) -> str:
-    """Return a template's text. Raises `TokenizerUnusable` if it is not UTF-8."""
+    """Return the text of a template file. Raises `TokenizerUnusable` if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise TokenizerUnusable(f"{path} is not a chat template: it is not UTF-8 text") from None
+        raise TokenizerUnusable(f"{path} is not a chat template: expected UTF-8 text") from None
 
 
 def parse_template(source: str) -> jinja2.nodes.Template:
@@ -248,7 +248,7 @@ def parse_template(source: str) -> jinja2.nodes.Template:
 
 @lru_cache(maxsize=32)
 def _compared(source: str) -> tuple[tuple[str, ...], int]:
-    """Return the strings and the highest number that the template compares."""
+    """Return the strings and the highest number in the template's comparisons."""
     tree = parse_template(source.replace("\0", "\n"))
     return compared_strings(tree), highest_compared(tree)
 
@@ -259,7 +259,7 @@ def _environment() -> Sandbox:
 
 @lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
-    """Compile a template. The result has no state of renderings, so it is cached and shared.
+    """Compile a template. The result is cached and shared because renderings do not change it.
 
     Raises `TokenizerUnusable` if the source is not valid.
     """
@@ -275,5 +275,5 @@ def _compile(source: str) -> jinja2.Template:
         ) from error
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         raise TokenizerUnusable(
-            f"the chat template is too large or too deep to compile: {type(error).__name__}"
+            f"the chat template is too large or too deeply nested to compile: {type(error).__name__}"
         ) from error

@@ -1,7 +1,7 @@
-"""Filters and tests for chat templates within the limits of `_limits.py`, and checks of arguments for string methods.
+"""Limit the filters, tests and string methods that chat templates can use (see `_limits.py`).
 
-A call is refused if `GROWTH` times the size of its arguments exceeds the limit. Filters and methods that multiply sizes
-or take more than linear time have further checks of their arguments.
+A call is refused if `GROWTH` times the size of its arguments exceeds the limit. The arguments of filters and methods
+that multiply sizes or take more than linear time are also checked.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _OF_TEXTS = (
     *("capitalize", "center", "e", "escape", "filesizeformat", "float", "forceescape", "indent", "int", "lower"),
     *("reverse", "safe", "string", "title", "trim", "truncate", "upper", "urlencode", "wordcount"),
 )
-"""Filters that read a string without making a list of its characters."""
+"""Filters that read a string without creating a list of its characters."""
 _COLLECTING = ("groupby", "join", "sort", "unique")
-"""Filters that keep a text or a key for each item; the key may come from an argument."""
+"""Filters that store a text or key for each item; the key may come from an argument."""
 _IN_PIECES = ("title", "urlencode")
-"""Slow filters, which make a list of the words or characters of a text."""
+"""Slow filters that create a list of a text's words or characters."""
 _WITH_WIDTHS = frozenset({"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "zfill"})
-"""Filters and methods with a number as argument that can make them slow or their result long."""
+"""Filters and methods with a numeric argument that can make them slow or their result long."""
 _NOT_FROM_THE_START = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")
-"""Methods and filters that take time proportional to the length of the text times that of the argument."""
+"""Methods and filters whose time is proportional to the text's length times the argument's length."""
 _MOST_COMPARISONS = 2**30
 _MOST_PARTS_OF_A_PATH = 10
 _NUMBERS = re.compile(r"\d+")
 _PRINTF = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)(?:\.(\*|[0-9]*))?[hlL]?(.)", re.DOTALL)
-"""Matches a conversion of the `%` operator; its groups are width, precision and kind."""
+"""Matches a conversion for the `%` operator. The groups are width, precision and kind."""
 _STRFTIME_WIDTH = re.compile(r"%[-_0^#+]*(\d+)")
 
 
 def limited_filters(unlimited: jinja2.Environment) -> dict[str, Any]:
-    """Return the filters for templates by name: Jinja's with limits, and replacements for some of them."""
+    """Return the filters for templates by name: Jinja's filters with limits, and some replacements."""
     limited: dict[str, Any] = {
         name: function if name in _FREE_FILTERS else _limited_filter(name, unlimited)
         for name, function in unlimited.filters.items()
@@ -56,7 +56,7 @@ def limited_filters(unlimited: jinja2.Environment) -> dict[str, Any]:
 
 
 def limited_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tests for templates by name. Those that read more than a type get limits."""
+    """Return the tests for templates by name. Tests that read more than a type are limited."""
 
     def limited(test: Callable[..., Any], *, of_numbers: bool) -> Callable[..., Any]:
         def limited_test(*values: Any) -> Any:
@@ -108,7 +108,7 @@ def _attributes(context: Context, values: Any, path: str | int) -> Iterator[Any]
 
 def _refuse_long_paths(arguments: Iterable[Any]) -> None:
     if any(isinstance(path, str) and len(re.findall("[.,]", path)) >= _MOST_PARTS_OF_A_PATH for path in arguments):
-        raise jinja2.TemplateError(f"it asks for an attribute of more than {_MOST_PARTS_OF_A_PATH} parts")
+        raise jinja2.TemplateError(f"it asks for an attribute path with more than {_MOST_PARTS_OF_A_PATH} parts")
 
 
 @pass_context
@@ -121,7 +121,7 @@ def _replace(context: Context, value: Any, old: Any, new: Any, count: int | None
 @pass_context
 def _format(context: Context, value: Any, *args: Any, **kwargs: Any) -> str:
     if args and kwargs:
-        raise jinja2.TemplateError("it formats with values in order and by name")
+        raise jinja2.TemplateError("it formats with both positional and named values")
     return printf(usage().text(value), kwargs or args)
 
 
@@ -161,18 +161,18 @@ def _sum(of_numbers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_large(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuse a filter or method if the size of `value` or of its `arguments` makes it too large or too slow."""
+    """Refuse a filter or method if `value` or its `arguments` would make the result too large or too slow."""
     use = usage()
     weight, sizes = use.weigh(value), [use.weigh(argument) for argument in arguments]
     use.fits((2 if name in _IN_PIECES else 1) * GROWTH * (weight + sum(sizes)))
     if name in _WITH_WIDTHS:
         use.numbers(arguments)
     if name in _NOT_FROM_THE_START and weight * max(sizes, default=0) > _MOST_COMPARISONS:
-        raise jinja2.TemplateError("it looks for too long a text")
+        raise jinja2.TemplateError("it searches a long text for another long text")
 
 
 def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments for a method of a string. Refuse endless ones and those that make the result too large."""
+    """Return the arguments for a string method. Refuse endless ones and those that make the result too large."""
     use = usage()
     if name == "join":
         args = (use.made(list(islice(args[0], MOST_ITEMS + 1))),)
@@ -202,7 +202,7 @@ def printf(text: str, values: Any) -> str:
     arguments = values if isinstance(values, tuple) else (values,)
     if any("*" in spec[:2] for spec in specs):
         use.numbers(arguments)
-    # Only values of a mapping can be written more than once.
+    # Only a mapping's values can be written more than once.
     size = (len(specs) if isinstance(values, Mapping) else 1) * sum(_written(argument, kinds) for argument in arguments)
     _refuse_formatted([width for *widths, _ in specs for width in widths if width], size)
     return use.made(text % values)  # type: ignore[no-any-return]
@@ -213,7 +213,7 @@ def _refuse_format(text: str, values: tuple[Any, ...]) -> None:
     fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
     if any("{" in (spec or "") or not re.fullmatch(r"\w*", field or "") for _, field, spec, _ in fields):
         raise jinja2.TemplateError(
-            "its string format takes the width from an argument (`{:{}}`), or a part of a value (`{0.x}`, `{0[x]}`)"
+            "its string format takes a width from an argument (`{:{}}`) or writes a part of a value (`{0.x}`, `{0[x]}`)"
         )
     kinds = {kind for *_, kind in fields if kind}
     size = len(fields) * max((_written(value, kinds) for value in values), default=0)
@@ -221,24 +221,24 @@ def _refuse_format(text: str, values: tuple[Any, ...]) -> None:
 
 
 def _written(value: Any, kinds: Collection[str]) -> int:
-    """Return an upper bound of a value's length when it is formatted by conversions of these kinds."""
+    """Return an upper bound of a value's length when it is formatted with these kinds of conversions."""
     return usage().weigh(value) * (1 if type(value) is str and not {"r", "a"}.intersection(kinds) else GROWTH)
 
 
 def _refuse_formatted(widths: list[str], size: int) -> None:
-    """Refuse a format with `size` characters of values and these widths, each taken as the largest allowed."""
+    """Refuse a format if values with `size` characters in total, and the maximum for each width, are too long."""
     if any(len(width) > 5 for width in widths):
-        raise jinja2.TemplateError("it formats with a width of six digits or more")
+        raise jinja2.TemplateError("it formats with a width that has more than five digits")
     usage().fits(len(widths) * MOST_NUMBER + size)
 
 
 def refuse_others(operator: str, left: object, right: object = 0) -> None:
-    """Raise the `TypeError` for an operator between values that are not numbers."""
-    raise TypeError(f"{operator} wants numbers, not {type(left).__name__!r} and {type(right).__name__!r}")
+    """Raise the `TypeError` for an operator whose operands are not numbers."""
+    raise TypeError(f"{operator} needs numbers, not {type(left).__name__!r} and {type(right).__name__!r}")
 
 
 def refuse_wide_times(text: str) -> None:
-    """Refuse a format for `strftime` that would make a long text."""
+    """Refuse a `strftime` format that would create a long text."""
     if len(text) > MOST_NUMBER:
-        raise jinja2.TemplateError(f"its format of a date is longer than {MOST_NUMBER}")
+        raise jinja2.TemplateError(f"its date format is longer than {MOST_NUMBER} characters")
     _refuse_formatted(_STRFTIME_WIDTH.findall(text), GROWTH * GROWTH * len(text))

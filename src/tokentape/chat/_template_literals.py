@@ -1,8 +1,8 @@
 """Cache the literal text that a template writes around callers' texts, to save a second rendering.
 
 The provenance of characters comes from a second rendering with edge markers in callers' texts (`_caller_text.py`).
-Suffixes of turns are mostly alike. If a suffix equals an earlier one with the new texts in place of the earlier texts,
-character for character, its provenance follows from the cached literals.
+Most suffixes differ only in callers' texts. If a suffix equals an earlier one with only these texts replaced, character
+for character, its provenance follows from the cached literals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Text:
 
     whole: str
     core: str
-    """The text without the white space around it, which gets the provenance TEMPLATE."""
+    """The text without the surrounding white space, which gets the provenance TEMPLATE."""
     code: Provenance
 
 
@@ -32,10 +32,10 @@ class TemplateLiterals:
 
     pieces: tuple[str, ...]
     trims: bool
-    """Whether the template writes texts without the white space around them."""
+    """Whether the template strips the white space around texts."""
 
     def codes(self, rendering: str, texts: Sequence[Text]) -> Codes | None:
-        """Return the provenance of each character of `rendering`; None if it is not these pieces around the texts."""
+        """Return the provenance of each character; None if `rendering` does not consist of the pieces and `texts`."""
         if len(texts) + 1 != len(self.pieces):
             return None
         codes = np.full(len(rendering), Provenance.TEMPLATE, dtype=np.uint8)
@@ -52,9 +52,9 @@ class TemplateLiterals:
 
 
 def template_literals(rendering: str, codes: Codes, texts: Sequence[Text]) -> TemplateLiterals | None:
-    """Return the literals around the texts in `rendering`, given the provenance of its characters.
+    """Return the literals around the texts in `rendering`, given its characters' provenance.
 
-    Return None if `rendering` is not made of literals and these texts, in this order.
+    Return None if `rendering` does not consist of literals and these texts, in this order.
     """
     for trims in (False, True):
         pieces, position = [], 0
@@ -72,7 +72,7 @@ def template_literals(rendering: str, codes: Codes, texts: Sequence[Text]) -> Te
 
 
 def texts_of(messages: Sequence[Message], unescape: Callable[[str], str]) -> list[Text] | None:
-    """Return the contents of escaped messages. Return None if one is the assistant's, empty or not a string."""
+    """Return the contents of escaped messages; None if one is from the assistant, empty or not a string."""
     texts = []
     for message in messages:
         content = message.get("content")

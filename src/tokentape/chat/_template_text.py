@@ -1,4 +1,4 @@
-"""Render a chat template to marked text, and read off formats, stop tokens and suffixes of turns."""
+"""Render a chat template to marked text, and derive assistant formats, stop tokens and turn suffixes from it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Codes, Message, Setup
 
 _KEPT_SETUPS = 256
-"""At most this many setups have their format and escaped tools cached."""
+"""The maximum number of setups with cached formats and escaped tools."""
 
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
 
 
 class TemplateText:
-    """Renders one template to marked text for one tokenizer. Of a `Setup`, methods use the tools, kwargs and date."""
+    """Renders one template to marked text for one tokenizer. Methods use the tools, kwargs and date in a `Setup`."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
@@ -41,7 +41,7 @@ class TemplateText:
         self._closes: dict[tuple[str, str], TurnClose] = {}
 
     def format(self, setup: Setup) -> AssistantFormat:
-        """Return what the template writes around assistant turns under `setup`."""
+        """Return the delimiters that the template writes around and in assistant turns under `setup`."""
         form = self._formats.get(setup.key)
         if form is None:
             form = read_format(functools.partial(self._ask, setup), self.tokenizer)
@@ -49,30 +49,30 @@ class TemplateText:
         return form
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
-        """Return the ids that end a turn: the end-of-sequence ids, and those that the template ends turns with."""
+        """Return the ids that end a turn: the end-of-sequence ids, and those with which the template ends turns."""
         stop_ids = self._stops.get(setup.key)
         return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if stop_ids is None else stop_ids
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
         ids = set(eos_ids)
-        # A token that also stands within turns is no stop token: a later part of the turn, or a second call, would
-        # never be sampled. Without any end-of-sequence id it is taken all the same, as the only end there is.
+        # A token that also occurs within turns is not a stop token: a later part of the turn, or a second call, would
+        # never be sampled. Without end-of-sequence ids it is used nevertheless, because nothing else ends the turn.
         within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
         for suffix, close in ((form.content_suffix, form.content_close), (form.calls_suffix, form.calls_close)):
             cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids)
             mark = MARK.match(cut.text)
             if mark is None or self._mark_id(mark[0]) in within:
                 continue
-            # If conversations end with an end-of-sequence token, another token may end the turns within them (Phi), but
-            # the next message's header is no stop token.
+            # If conversations end with an end-of-sequence token, a different token may end the turns within them (Phi),
+            # but the next message's header is not a stop token.
             ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close.last))
             if cut.ends_turn or not ended:
                 ids.add(self._mark_id(mark[0]))
         return frozenset(ids)
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
-        """Return the format with the closes of content and calls cut before the token that ends the turn."""
+        """Cut the format's closes of content and calls before the token that ends the turn."""
         stop_ids = self._stop_ids(form)
         content_end, turn_end = form.content_end, form.turn_end
         after = content_end + turn_end
@@ -96,13 +96,13 @@ class TemplateText:
         return self.tokenizer.control_of_mark(mark).id
 
     def render_text(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        """Return the marked text of a conversation; `generate` adds the generation prompt. For certificates."""
+        """Return the marked text of a conversation. `generate` adds the generation prompt. Used by certificates."""
         return self._accepted(messages, setup, generate=generate)[1]
 
     def render_text_with_provenance(
         self, messages: Sequence[Message], setup: Setup, *, generate: bool
     ) -> tuple[str, Codes]:
-        """Return the marked text of a conversation, and the provenance of each character; a mark counts as one.
+        """Return the marked text of a conversation, and each character's provenance; a mark counts as one character.
 
         `generate` adds the generation prompt. Raises `TemplateRefused` as `render` does.
         """
@@ -114,11 +114,11 @@ class TemplateText:
     def suffix(
         self, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message] | None = None
     ) -> str:
-        """Return the marked text that the template writes after `reply`; see `Renderer.bridge`. For certificates."""
+        """Return the template's marked text after `reply`, see `Renderer.bridge`. Used by certificates."""
         return self._suffix(reply, new_messages, setup, self.format(setup), history)[0]
 
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
-        """Return the text that the template writes after `reply` at the end of a conversation. For certificates."""
+        """Return the text after `reply` at the end of a conversation. Used by certificates."""
         form = self.format(setup)
         probe, sentinel, close = next(_probes(reply, (), form, ""))
         return self._close(probe, sentinel, close, setup, form)
@@ -133,7 +133,7 @@ class TemplateText:
     ) -> tuple[str, Codes, TurnClose]:
         """Return the suffix after `reply`, its provenance, and the text after `reply` at the end of a conversation.
 
-        `history` has the messages before `reply`; None puts a made-up question before it.
+        `history` contains the messages before `reply`. If it is None, a placeholder user message precedes `reply`.
         """
         if history is None:
             setup = self._bridging_setup(setup)
@@ -143,7 +143,7 @@ class TemplateText:
         plain = self._plain(new_messages, setup, reshape=True)
         reply = {**reply, "tool_calls": self._escaper.escape_all(_names_of_calls(reply))}
         texts = texts_of(plain, self._escaper.unescape)
-        refused = TemplateRefused("there is no new message to continue with")
+        refused = TemplateRefused("no new messages to continue with: send at least 1 message after the turn")
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
         for probe, sentinel, close in _probes(reply, plain, form, content):
             kind = sentinel, setup.key, *(message["role"] for message in plain)
@@ -154,12 +154,12 @@ class TemplateText:
                 suffix = _after(text, sentinel)
                 if NAME in suffix:
                     refused = TemplateRefused(
-                        "the chat template writes a tool's name with its result, and neither the result nor a call of "
-                        "the turn before has the name. Send the result with a `name`."
+                        "the chat template writes a tool's name with its result, but neither the result nor a call in "
+                        "the previous turn has the name. Send the result with a `name`."
                     )
                     continue
                 if probe.get("content") and content.strip() and content.strip() in suffix and sentinel is VALUE:
-                    # The template writes the turn's content after the results, but it was sampled before them.
+                    # The template writes the turn's content after the results, but the model sampled it before them.
                     continue
                 characters = MARK.sub("\0", suffix)
                 close = self._close(probe, sentinel, close, setup, form)
@@ -196,9 +196,9 @@ class TemplateText:
         return cached
 
     def _bridging_setup(self, setup: Setup) -> Setup:
-        """Return the setup to compute local bridges in: without tools, if the text after turns is the same without.
+        """Return the setup for local bridges, which has no tools if the text after turns is the same without them.
 
-        Tools stand before the conversation, outside of a bridge, and can be most of the rendered text.
+        Tools are written before the conversation, outside of a bridge, and can be most of the rendered text.
         """
         bridging = self._bridging.get(setup.key)
         if bridging is None:
@@ -210,7 +210,7 @@ class TemplateText:
         return bridging
 
     def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
-        """Return messages as templates take them, with callers' text escaped.
+        """Return messages as templates expect them, with callers' text escaped.
 
         With `reshape`, tool calls are in the template's `CallShape`.
         """
@@ -226,7 +226,7 @@ class TemplateText:
     def _accepted(
         self, messages: Sequence[Message], setup: Setup, *, generate: bool
     ) -> tuple[list[dict[str, Any]], str]:
-        """Return messages and their marked text. Calls are reshaped only if the template refuses them as they come."""
+        """Return messages and their marked text. Calls are reshaped only if the template refuses them unchanged."""
         plain = self._plain(messages, setup, reshape=False)
         try:
             return plain, self._render(plain, setup, generate=generate)
@@ -264,7 +264,7 @@ class TemplateText:
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
         """Raise `TemplateRefused` for a message with a role that this template never renders, such as `developer`.
 
-        Texts that the template leaves out for another reason are no error: the ids should be the template's.
+        It is not an error if the template drops texts for other reasons: the ids should be the template's.
         """
         with_text = [message for message in plain if _text_count(message)]
         if edges_found(edged) >= sum(map(_text_count, with_text)):
@@ -275,16 +275,16 @@ class TemplateText:
             tries = [message, *question], [*question[:-1], message] if role == "user" else [*question, message]
             if not any(CONTENT in self._render_or_nothing(messages, setup) for messages in tries):
                 raise TemplateRefused(
-                    f"the chat template never renders messages of role {role!r}: their text would not reach the "
-                    "model. Send them under a role that it renders."
+                    f"the chat template never renders messages with role {role!r}: their text would not reach the "
+                    "model. Send them with a role that it renders."
                 )
 
     def _refuse_dropped(
         self, new: Sequence[Message], before: Sequence[Message], suffix: str, edges: str, sentinel: str, setup: Setup
     ) -> None:
-        """Raise `TemplateRefused` if the content of a new message does not reach the bridge.
+        """Raise `TemplateRefused` if the bridge lacks the content of a new message.
 
-        A template may drop it, or write it before the turn (Mistral v3, a system message that comes last).
+        A template may drop the content, or write it before the turn (Mistral v3, if a system message comes last).
         """
         with_text = [n for n, message in enumerate(new) if _text_count(message)]
         if edges_found(edges) >= sum(map(_text_count, new)):
@@ -296,19 +296,19 @@ class TemplateText:
             if _after(self._render([*before, *changed], setup, generate=True), sentinel) == suffix:
                 raise TemplateRefused(
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: its "
-                    "text would not reach the model"
+                    "text would not reach the model. Send it in a different place or with a different role."
                 )
 
 
 def _names_of_calls(reply: Message) -> list[Message]:
-    """Return the calls of a message with their ids and names alone."""
+    """Return a message's calls with only their ids and names."""
     return [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
 
 
 def _probes(
     reply: Message, new_messages: Sequence[Message], form: AssistantFormat, content: str
 ) -> Iterator[tuple[Message, str, TurnClose]]:
-    """Yield assistant messages to render in place of `reply`, each with its sentinel and the text that ends it.
+    """Yield assistant messages to render in place of `reply`, each with its sentinel and its `TurnClose`.
 
     `content` is the reply's content, which the messages repeat because a template may look for words in it.
     """
@@ -341,7 +341,7 @@ def _after(text: str, sentinel: str) -> str:
 
 
 def _text_count(message: Message) -> int:
-    """Count the texts of a message; 0 for the assistant's."""
+    """Count the texts in a message; 0 for an assistant message."""
     content = message.get("content")
     if message["role"] == "assistant" or content is None:
         return 0

@@ -1,9 +1,9 @@
-"""A model's tokenizer, loaded once, with control tokens kept apart from text.
+"""Load a model's tokenizer and keep its control tokens apart from text.
 
-Inside `chat`, text that may hold control tokens is *marked text*: a `str` in which every control token stands as a
-mark, a pair of lone surrogates that no valid text contains. The eleven letters of `<|im_end|>` typed by a user stay
-letters; the token itself is a mark. Marked text is what templates are rendered to, what is encoded, and what sampled
-ids are turned into before they are parsed, so that text can never pass for control.
+In `chat`, text that may contain control tokens is *marked text*: a `str` in which every control token is replaced by a
+mark, a pair of lone surrogates that no valid text contains. If a user types the characters of `<|im_end|>`, they stay
+characters; the token itself is a mark. Templates are rendered to marked text, marked text is encoded, and sampled ids
+are converted to marked text before they are parsed, so that text can never pass for a control token.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MARK = re.compile("[\ud800-\udb7f][\udc00-\udfff]")
 """Matches the mark of any control token."""
 
 _BLOCKS = (0x100000, 0xF0000, 0x108000, 0xF8000)
-"""First code points of blocks in the private-use planes for the twin's names. A text rarely uses all four blocks."""
+"""The first code points of private-use blocks for the twin's names. A text rarely uses all four blocks."""
 
 _BLOCK_SIZE = 0x7FF0
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A control token: one id that the text of callers must never produce."""
+    """A control token. Its id must never result from callers' text."""
 
     id: int
     content: str
@@ -57,7 +57,7 @@ class Encoded:
     array: TokenIds
     """The ids, int32 [ids]."""
     spans: npt.NDArray[np.int64]
-    """For each id the half-open range of characters in `text`, shape [ids, 2]."""
+    """For each id, the half-open range of characters in `text`, shape [ids, 2]."""
     text: str
     """The marked text with one character in place of each mark."""
 
@@ -84,9 +84,9 @@ class _Twin:
 class Tokenizer:
     """A `tokenizer.json` and its configuration. Use `Tokenizer.load`.
 
-    Encoding runs on a twin of the tokenizer in which every control token has a private one-character name. So text
-    never yields a control id, whatever it spells and whatever the token's flags, while merges, normalization and
-    white-space rules around control tokens stay those of the real tokenizer.
+    Text is encoded by a twin of the tokenizer in which every control token has a private one-character name. Text
+    therefore never yields a control id, whatever it spells and whatever the token's flags. Merges, normalization and
+    white-space rules around control tokens are the same as in the real tokenizer.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Tokenizer:
         named_in: Sequence[str] = (),
         strict_text: bool = False,
     ) -> None:
-        self._spec = json.loads(source.decode())  # `tokenizers` takes no other encoding, and no byte order mark
+        self._spec = json.loads(source.decode())  # like `tokenizers`, accept only UTF-8 without a byte order mark
         self.config = config
         self.sha256 = hashlib.sha256(source).hexdigest()
         self.strict_text = strict_text
@@ -119,7 +119,7 @@ class Tokenizer:
         self.eos_ids = self._eos_ids(self._generation_config)
 
     def _set_controls(self) -> None:
-        """Sort the added tokens into control tokens and text tokens."""
+        """Separate the added tokens into control tokens and text tokens."""
         named = "\0".join(self._named_in)
         controls = [
             token
@@ -133,10 +133,10 @@ class Tokenizer:
         self._by_id = {control.id: control for control in self.controls}
         self._by_mark = {control.mark: control for control in self.controls}
         self.text_tokens = tuple(token for token in self.added_tokens if token.content not in self._by_content)
-        """Added tokens that are ordinary text, such as HTML tags and runs of spaces: encoded where text spells them."""
+        """Added tokens that are ordinary text, such as HTML tags and runs of spaces; text is encoded as them."""
         self.control_pattern = any_of(controls)
         self._added_pattern = any_of([*controls, *(token for token in self.text_tokens if not token.normalized)])
-        # The anchor, a mark to encode text after, must not take the text's own white space.
+        # The anchor, a mark that is put before text, must not absorb the text's own white space.
         plain = (c for c, token in zip(self.controls, controls, strict=True) if not token.strips)
         self._anchor = next((control.mark for control in plain), "")
         vocab = self._spec["model"]["vocab"]
@@ -148,7 +148,7 @@ class Tokenizer:
         self._breaks: dict[frozenset[int], frozenset[int]] = {}
 
     def for_template(self, source: str) -> Tokenizer:
-        """Return a tokenizer in which each added token that `source`, a template's text, spells is a control token."""
+        """Return a tokenizer in which added tokens that occur in `source`, a template's text, are control tokens."""
         if not any(token.content in source for token in self.text_tokens if not token.is_words):
             return self
         tokenizer = copy(self)
@@ -158,14 +158,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, strict_text: bool = False) -> Tokenizer:
-        """Load from a model folder: `tokenizer.json` and the configurations beside it.
+        """Load `tokenizer.json` and the configurations in a model folder.
 
         Control tokens are the special tokens, those that the folder's chat templates and configurations name, and those
-        spelled between `<|` and `|>`. Other added tokens, such as HTML tags and runs of spaces, are text, unless
-        `strict_text` says that all added tokens but white space are control tokens.
+        spelled between `<|` and `|>`. Other added tokens, such as HTML tags and runs of spaces, are text. With
+        `strict_text`, all added tokens except white space are control tokens.
 
-        Raises `TokenizerUnusable` if there is no `tokenizer.json`, if it is damaged, or if the folder wants code of its
-        own to run.
+        Raises `TokenizerUnusable` if `tokenizer.json` is missing or corrupt, or if the folder requires running its own
+        code.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -183,7 +183,7 @@ class Tokenizer:
         if "auto_map" in config:
             raise TokenizerUnusable(
                 f"{folder / 'tokenizer_config.json'} has `auto_map`: it asks to run code from the model folder. "
-                "Remove that entry if tokenizer.json alone is the tokenizer."
+                "Remove that entry if tokenizer.json is the complete tokenizer."
             )
         generation_config = read_json(folder / "generation_config.json")
         try:
@@ -197,31 +197,31 @@ class Tokenizer:
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise TokenizerUnusable(
-                f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}); copy the model folder again"
+                f"{path} is corrupt or not a tokenizer ({type(error).__name__}: {error}); copy the model folder again"
             ) from error
 
     def with_files(self, source: bytes, config: Mapping[str, Any]) -> Tokenizer:
-        """Return a tokenizer of another tokenizer.json and tokenizer_config.json.
+        """Return a tokenizer with a different tokenizer.json and tokenizer_config.json.
 
         The texts that name control tokens, the generation config and `strict_text` stay the same.
         """
         return Tokenizer(source, config, self._generation_config, named_in=self._named_in, strict_text=self.strict_text)
 
     def added_token(self, content: str) -> AddedToken | None:
-        """Return the added token spelled `content`, control token or text, if there is one."""
+        """Return the added token spelled `content`, control token or text, or None."""
         return self._added_by_content.get(content)
 
     def control(self, content: str) -> Control | None:
-        """Return the control token spelled `content`, if there is one."""
+        """Return the control token spelled `content`, or None."""
         return self._by_content.get(content)
 
     def control_by_id(self, token_id: int) -> Control | None:
-        """Return the control token with this id, if there is one."""
+        """Return the control token with this id, or None."""
         return self._by_id.get(token_id)
 
     def mark_controls(self, text: str) -> str:
-        """Replace every spelled control token in `text` by its mark. Only for text that a template wrote."""
-        # Text tokens are matched too, because of overlapping tokens the tokenizer takes the leftmost.
+        """Replace every control token spelled in `text` by its mark. Use only for text that a template wrote."""
+        # Text tokens are also matched because the tokenizer uses the leftmost of overlapping tokens.
         return self._added_pattern.sub(
             lambda match: self._by_content[match[0]].mark if match[0] in self._by_content else match[0], text
         )
@@ -235,7 +235,7 @@ class Tokenizer:
         return self._by_mark[mark]
 
     def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """Return the ids of control tokens and the `stop_ids`."""
+        """Return the control tokens' ids and the `stop_ids`."""
         ids = self._breaks.get(stop_ids)
         if ids is None:
             ids = self._breaks[stop_ids] = stop_ids.union(self._by_id)
@@ -244,7 +244,7 @@ class Tokenizer:
     def encode_marked(self, marked: str) -> Encoded:
         """Encode marked text: marks become control ids, all other characters ordinary ids.
 
-        Raises `InvalidRequest` for text that is not valid Unicode (a lone surrogate).
+        Raises `InvalidRequest` if the text contains a lone surrogate, which is not valid Unicode.
         """
         twin = self._twin(self._free_block(marked))
         text = twin.named(marked)
@@ -253,13 +253,13 @@ class Tokenizer:
                 return Encoded(*twin.sections.encode(text), text)
             encoding = twin.encoder.encode(text, add_special_tokens=False)
         except TypeError as error:  # what `tokenizers` raises for text that is not valid Unicode
-            raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode") from error
+            raise InvalidRequest("the text contains a lone surrogate, which is not valid Unicode") from error
         ids = encoding.ids
         spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         return Encoded(self.array(ids), spans, text)
 
     def encode_marked_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of `encode_marked` for many texts, several times as fast."""
+        """Encode many marked texts to ids, several times as fast as `encode_marked`."""
         twin = self._twin(self._free_block("".join(texts)))
         named = [twin.named(text) for text in texts]
         return [encoding.ids for encoding in twin.encoder.encode_batch_fast(named, add_special_tokens=False)]
@@ -267,8 +267,8 @@ class Tokenizer:
     def encode_after_control(self, marked: str, mark: str = "") -> Encoded:
         """Encode marked text as it is encoded after a control token, not at the start of a text.
 
-        SentencePiece-style tokenizers put a space before a text's first word only. `mark` is the control token's mark:
-        some control tokens take the white space after them.
+        SentencePiece-style tokenizers put a space before a text's first word only. Pass the control token's `mark` if
+        it is known, because some control tokens absorb the white space after them.
         """
         anchor = mark or self._anchor
         encoded = self.encode_marked(anchor + marked)
@@ -277,7 +277,7 @@ class Tokenizer:
         return Encoded(encoded.array[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
     def encode_after(self, before: str, marked: str) -> Encoded:
-        """Encode marked text as it is encoded after the marked text `before`, where no token lies across the two."""
+        """Encode marked text as it is encoded after the marked text `before`, unless a token spans both texts."""
         if before and not MARK.match(marked):
             whole, offset = self.encode_after_control(before + marked), len(MARK.sub(" ", before))
             first = int(np.searchsorted(whole.spans[:, 0], offset))
@@ -288,17 +288,17 @@ class Tokenizer:
     def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode as `tokenizers` and `transformers` do: a control token spelled in `text` becomes its id.
 
-        Use it for comparisons and for whole prompts only, because it lets text become control tokens.
-        `add_special_tokens` adds the tokenizer's special tokens, such as a beginning-of-sequence token.
+        Use it only for comparisons and whole prompts because text can become control tokens. `add_special_tokens` adds
+        the tokenizer's special tokens, such as a beginning-of-sequence token.
         """
         return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of `encode_plain` for many texts, several times as fast."""
+        """Encode many texts to ids, several times as fast as `encode_plain`."""
         return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id; for a control token, those of its spelling."""
+        """Return the bytes of an id; for a control token, the bytes of its spelling."""
         data = self._bytes.get(token_id)
         if data is None:
             control = self._by_id.get(token_id)
@@ -313,7 +313,7 @@ class Tokenizer:
         return data
 
     def continuations(self, text: str, most: int = 64) -> list[str]:
-        """Return the rests of vocabulary entries that begin with `text`, from the first `most` of them."""
+        """Return what follows `text` in the first `most` vocabulary entries that begin with it."""
         spelled = text.encode()
         prefixes = (text, text.replace(" ", "\u2581"), byte_piece(spelled))
         ids = (token_id for piece, token_id in self._entries() if piece.startswith(prefixes) and piece not in prefixes)
@@ -343,7 +343,7 @@ class Tokenizer:
             if not re.search(f"[{chr(start)}-{chr(start + _BLOCK_SIZE - 1)}]", marked):
                 return start
         raise InvalidRequest(
-            "the text has private-use characters in all four blocks that could stand for control tokens; "
+            "the text has private-use characters in all four blocks that Tokentape can use for control tokens; "
             "remove those above U+F0000"
         )
 
@@ -351,13 +351,13 @@ class Tokenizer:
         """Return the twin with names from the block at `start`."""
         twin = self._twins.get(start)
         if twin is None:
-            # A vocabulary may hold private-use characters of its own (Gemma's does).
+            # A vocabulary may contain private-use characters (Gemma's does).
             free = (char for char in map(chr, range(start, start + _BLOCK_SIZE)) if char not in self._pieces)
             name = dict(zip((control.content for control in self.controls), free, strict=False))
             encoder = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
                 if encoder.token_to_id(name[control.content]) != control.id:
-                    raise TokenizerUnusable(f"control token {control.content!r} could not be kept apart from text")
+                    raise TokenizerUnusable(f"can't keep the control token {control.content!r} apart from text")
             plain = (name[c.content] for c in self.controls if not self._added_by_content[c.content].strips)
             names = {c.mark: name[c.content] for c in self.controls}
             twin = self._twins[start] = _Twin(encoder, names, Sections(encoder, frozenset(plain)))
@@ -365,7 +365,7 @@ class Tokenizer:
 
     @property
     def looks_words_up(self) -> bool:
-        """True if a whole word that is in the vocabulary is not made by merges."""
+        """Whether words in the vocabulary are looked up whole, without merges."""
         return bool(self._spec["model"].get("ignore_merges"))
 
     @cached_property
@@ -400,7 +400,7 @@ class Tokenizer:
         ids = generation_config.get("eos_token_id")
         eos_ids: set[Any] = set(ids) if isinstance(ids, list) else {ids} - {None}
         if not all(type(token_id) is int for token_id in eos_ids):
-            raise TokenizerUnusable(f"generation_config.json: eos_token_id is {ids}: expected an id or a list of ids")
+            raise TokenizerUnusable(f"generation_config.json: eos_token_id is {ids}, expected an id or a list of ids")
         control = self._by_content.get(self.special_tokens.get("eos_token", ""))
         if control is not None:
             eos_ids.add(control.id)
@@ -412,10 +412,10 @@ def _mark(index: int) -> str:
 
 
 def _rename_controls(spec: Mapping[str, Any], name: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of a tokenizer.json in which control tokens have other names and the same ids.
+    """Return a copy of a tokenizer.json in which control tokens have different names and the same ids.
 
-    `name` maps spellings to names. Each name takes its token's place in the vocabulary or in the added tokens, so that
-    ids that the library assigns by position stay the same.
+    `name` maps spellings to names. Each name replaces its token in the vocabulary or in the added tokens, so that ids
+    that the library assigns by position stay the same.
     """
     model = dict(spec["model"])
     if isinstance(model["vocab"], Mapping):

@@ -1,4 +1,4 @@
-"""Read the files of a tokenizer, and load a tokenizer.json with `tokenizers`."""
+"""Read a tokenizer's files, and load a tokenizer.json with `tokenizers`."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _HAS_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 def from_text(source: str) -> tokenizers.Tokenizer:
-    """Load the text of a tokenizer.json with `tokenizers`. Raises `TokenizerUnusable` if the library refuses it."""
+    """Load the text of a tokenizer.json with `tokenizers`. Raises `TokenizerUnusable` if the library rejects it."""
     refuse_short_merges(source)
     try:
         return tokenizers.Tokenizer.from_str(source)
     except BaseException as error:
         if not is_refusal(error):
             raise
-        raise TokenizerUnusable(f"tokenizers {tokenizers.__version__} does not take it: {error}") from error
+        raise TokenizerUnusable(f"tokenizers {tokenizers.__version__} can't load tokenizer.json: {error}") from error
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether a library in Rust raises this for a file or an input: its panics are no `Exception`."""
+    """Return whether `tokenizers` raises this for bad files or input. Panics in Rust are not an `Exception`."""
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def refuse_short_merges(source: str) -> None:
-    """Raise `TokenizerUnusable` if the prefix of continued pieces does not fit the merges of a tokenizer.json.
+    """Raise `TokenizerUnusable` if `continuing_subword_prefix` does not fit the merges in a tokenizer.json.
 
-    `tokenizers` removes as many bytes as the prefix has from the second piece of each merge. If the piece is shorter,
-    it panics. If a character is cut, the whole process may end, which nothing can catch.
+    `tokenizers` removes the prefix's number of bytes from the second token string of each merge. If the string is
+    shorter, it panics. If a character is cut, the whole process may abort, which can't be caught.
     """
     if not _HAS_PREFIX.search(source):
         return
@@ -63,14 +63,14 @@ def refuse_short_merges(source: str) -> None:
         size = len(prefix.encode())
         pieces = {piece: piece.encode() for piece in seconds}
     except (ValueError, LookupError, TypeError, AttributeError):
-        return  # `tokenizers` says what is wrong with such a file
+        return  # `tokenizers` reports what is wrong with such a file
     for piece, raw in pieces.items():
         cut = raw[size : size + 1]
         if len(raw) < size or (cut and cut[0] & 0xC0 == 0x80):
             raise TokenizerUnusable(
-                f"continuing_subword_prefix is {prefix!r} in tokenizer.json, and {piece!r}, the second piece of a"
-                " merge, does not begin with it: `tokenizers` can't load that. Set continuing_subword_prefix to what"
-                " the merges were made with, null for most models, or take tokenizer.json from the original model."
+                f"continuing_subword_prefix is {prefix!r} in tokenizer.json, but {piece!r}, the second part of a"
+                " merge, does not begin with it: `tokenizers` can't load that. Set continuing_subword_prefix to its"
+                " value when the merges were trained (null for most models), or copy the original tokenizer.json."
             )
 
 
@@ -80,12 +80,12 @@ def _token_text(value: Any) -> str | None:
 
 
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, as {key: token}."""
+    """Return the special tokens named in a tokenizer_config.json, as {key: token}."""
     return {key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if the file is missing. Raises `TokenizerUnusable` for other content."""
+    """Return the object in a JSON file; {} if the file is missing. Raises `TokenizerUnusable` if it has no object."""
     if not path.is_file():
         return {}
     try:
@@ -93,10 +93,10 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerUnusable(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise TokenizerUnusable(f"{path} holds a {type(content).__name__}, expected an object")
+        raise TokenizerUnusable(f"{path} contains a {type(content).__name__}, expected an object")
     return content
 
 
 def highest_id(vocab: Mapping[str, int] | Sequence[Any]) -> int:
-    """Return the highest id of a vocabulary in a tokenizer.json; -1 if it is empty."""
+    """Return the highest id in a tokenizer.json's vocabulary; -1 if the vocabulary is empty."""
     return max(vocab.values(), default=-1) if isinstance(vocab, Mapping) else len(vocab) - 1

@@ -1,7 +1,7 @@
-"""Check that the twin encodes as the tokenizer does: both encode many texts, and all ids must be equal.
+"""Check that the twin and the tokenizer encode many texts to the same ids.
 
-The twin (see `_tokenizer.py`) is a rewritten tokenizer. The texts are every entry of the vocabulary, runs of white
-space, concatenations and parts of entries, and text in many scripts and in code.
+The twin (see `_tokenizer.py`) is a tokenizer with renamed control tokens. The texts are all vocabulary entries, runs of
+white space, concatenations and parts of entries, text in many scripts, and code.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _LONGEST_RUN = 64
 _AT_ONCE = 20_000
-"""Number of texts that are encoded together, which limits the memory."""
+"""The number of texts that are encoded together, which limits memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwinDifference:
-    """A text that the twin encodes to other ids than the tokenizer."""
+    """A text that the twin and the tokenizer encode to different ids."""
 
     text: str
     twin_ids: list[int]
@@ -38,9 +38,9 @@ class TwinDifference:
 
 
 def prove_twin(tokenizer: Tokenizer) -> None:
-    """Raise `TokenizerUnusable` with a text that the twin and the tokenizer encode differently, if one is found.
+    """Raise `TokenizerUnusable` if the twin and the tokenizer encode a text differently.
 
-    The check takes about 5 s of CPU for 150,000 tokens, so a file in the cache on disk says that it has passed.
+    The check takes about 5 s of CPU for 150,000 tokens, so a file in the disk cache records that it has passed.
     """
     path = cache_directory("proofs") / f"{_key(tokenizer)}.json"
     if path.exists():
@@ -48,13 +48,13 @@ def prove_twin(tokenizer: Tokenizer) -> None:
     try:
         difference = twin_difference(tokenizer)
     except Exception as error:  # `tokenizers` raises nothing narrower
-        raise TokenizerUnusable(f"`tokenizers` loads this tokenizer, but can't encode text with it: {error}") from error
+        raise TokenizerUnusable(f"`tokenizers` loads this tokenizer but can't encode text with it: {error}") from error
     if difference is None:
         keep(path, "{}\n")
     else:
         raise TokenizerUnusable(
-            f"text and control tokens of this tokenizer cannot be kept apart without changing ids: "
-            f"{difference.text!r} encodes to {difference.tokenizer_ids[:24]}, and to {difference.twin_ids[:24]} with "
+            f"keeping text and control tokens apart changes this tokenizer's ids: "
+            f"{difference.text!r} encodes to {difference.tokenizer_ids[:24]}, but to {difference.twin_ids[:24]} with "
             "control tokens kept apart. Please report the model; `--strict-text` may help if an added token is text."
         )
 
@@ -68,7 +68,7 @@ def _key(tokenizer: Tokenizer) -> str:
 
 
 def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference | None:
-    """Return the first of the texts that twin and tokenizer encode differently; None if there is none.
+    """Return the first text that the twin and the tokenizer encode differently; None if they agree on all texts.
 
     `cuts` is the number of concatenations of two or three entries, tried whole and cut.
     """
@@ -82,7 +82,7 @@ def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference 
 
 
 def proof_texts(tokenizer: Tokenizer, cuts: int) -> Iterator[str]:
-    """Yield the texts of the proof. They are always the same for a tokenizer and a number of cuts."""
+    """Yield the texts to compare, which are always the same for a tokenizer and a number of cuts."""
     entries = [token.content for token in tokenizer.added_tokens]
     entries += filter(None, (_entry(tokenizer, token_id) for token_id in range(tokenizer.vocab_size)))
     yield from entries
@@ -114,7 +114,7 @@ def _runs() -> Iterator[str]:
 
 
 def _corpus(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield words of every script, emoji with their joiners, code, and all of it between control tokens."""
+    """Yield words in every script, emoji with joiners, and code, also between control tokens."""
     blocks = [*range(0, 0x3400, 0x40), *range(0x4E00, 0xA000, 0x400), *range(0xA000, 0x11000, 0x80)]
     blocks += range(0x1F000, 0x1FB00, 0x40)
     for start in blocks:

@@ -227,7 +227,7 @@ def certified(certificate: Certificate) -> CheckResult:
     refused = [continuation.name for continuation in certificate.continuations if continuation.strategy == "refused"]
     lost = [check.name for check in certificate.parsing if check.holds is False]
     if not certificate.injection_safe:
-        return CheckResult("certificate", "fail", "text of callers can become control tokens", "Use another template.")
+        return CheckResult("certificate", "fail", "callers' text can become control tokens", "Use another template.")
     both = {"refused continuations": refused, "turns not parsed back": lost}
     parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
     if parts:

@@ -1,4 +1,4 @@
-"""The durable record of sessions: a data directory, a PostgreSQL database, or an archive that is only read."""
+"""Keep the durable record of sessions: a data directory, a PostgreSQL database, or a read-only archive."""
 
 from tokentape.store._base import Store
 from tokentape.store._head import Head, read_head

@@ -1,11 +1,11 @@
-"""Archive a record: snapshots of it as Parquet files, one per table, in a folder or on object storage.
+"""Archive a record: write snapshots as Parquet files, one per table, to a folder or object storage.
 
     TARGET/tokentape-archive.json       names the format
-    TARGET/RUN/turns.parquet            the rows of a snapshot, a file per table of `schema` that has any
+    TARGET/RUN/turns.parquet            a snapshot's rows, a file per table in `schema` that has rows
     TARGET/RUN/manifest.json            written last: sessions, digests, model
 
-A run without a manifest was interrupted and is not read. To write, sessions are copied to a temporary record, and its
-tables to the files. To read, the files are loaded into a temporary record, so every reader of records works.
+A run without a manifest was interrupted and is not read. For writing, sessions are copied to a temporary record, and
+its tables to the files. For reading, the files are loaded into a temporary record, so every reader of records works.
 `fsspec` and `pyarrow` (extra `archive`) are imported on use.
 """
 
@@ -50,7 +50,7 @@ MARKER, MANIFEST = "tokentape-archive.json", "manifest.json"
 FORMAT = {"format": "tokentape-archive", "version": 2}
 
 GROUP_BYTES = 16 * 2**20
-"""About how many bytes of rows a row group has; one is in memory at a time."""
+"""The approximate size of a row group; only one is in memory at a time."""
 
 
 def _below(folder: DirFileSystem, name: str) -> DirFileSystem:
@@ -66,17 +66,17 @@ def _write_json(folder: DirFileSystem, name: str, value: Any) -> None:
 
 
 def _read_json(folder: DirFileSystem, name: str) -> Any:
-    """Return the contents of a JSON file, None if there is no file. Raises `StoreCorrupt` if it is damaged."""
+    """Return the contents of a JSON file; None if it does not exist. Raises `StoreCorrupt` if it is damaged."""
     try:
         return json.loads(folder.cat_file(name))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
-        raise StoreCorrupt(f"{folder.path}/{name} is damaged") from None
+        raise StoreCorrupt(f"{folder.path}/{name} is damaged: it is not JSON; restore it from a backup") from None
 
 
 def _manifests(folder: DirFileSystem) -> dict[str, Any]:
-    """Return the manifest of each finished run, oldest first. Raises `StoreCorrupt` for a damaged one."""
+    """Return each finished run's manifest, oldest first. Raises `StoreCorrupt` if a manifest is damaged."""
     manifests = {}
     for name in _names(folder):
         manifest = None if name == MARKER else _read_json(_below(folder, name), MANIFEST)
@@ -92,19 +92,19 @@ def _manifests(folder: DirFileSystem) -> dict[str, Any]:
 
 
 def is_archive(location: str | Path) -> bool:
-    """Return whether `location` is a URL of something else than a database, or a folder with an archive."""
+    """Return whether `location` is a URL that is not a database's, or a folder with an archive."""
     if is_url(str(location)):
         return False
     return "://" in str(location) or (Path(location) / MARKER).is_file()
 
 
 def shown_archive(location: str) -> str:
-    """Return the location without a password, which URLs of FTP or SSH may have."""
+    """Return the location with its password hidden. FTP and SSH URLs may contain one."""
     return re.sub(r"^(\w+://[^/:]*):[^/]*@", r"\1:***@", location)
 
 
 class SnapshotClient:
-    """Takes snapshots and drops sessions of a store that this process has open for writing."""
+    """Takes snapshots and drops sessions in a store that this process has open for writing."""
 
     def __init__(self, store: Store) -> None:
         self._snapshots = Snapshots(store)
@@ -123,11 +123,11 @@ class SnapshotClient:
 @dataclass(frozen=True, slots=True)
 class Archived:
     run: str | None = None
-    """The folder that was written; None if no session had to be archived."""
+    """The folder that was written; None if no sessions needed archiving."""
     sessions: int = 0
     deleted: Sequence[str] = ()
     kept: Sequence[tuple[str, str]] = ()
-    """Sessions that were to be deleted and were not, and why."""
+    """(session id, reason) for each session that should have been deleted but was kept."""
 
 
 def archive_sessions(
@@ -140,19 +140,19 @@ def archive_sessions(
     model: ServedModel | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Archived:
-    """Archive the sessions of `store` without a turn for `idle_seconds`, and with `delete` delete them afterwards.
+    """Archive sessions without a turn for `idle_seconds`, and then, with `delete`, delete them from `store`.
 
-    `model` is the model of the record. Without `delete`, sessions are skipped if the archive has their current state.
-    After an interruption, call it again. Don't run two calls for one target at once: the second one releases the
-    snapshot of the first as a leftover, and the first one raises `Conflict` and deletes nothing.
+    `model` is the record's model. Without `delete`, sessions are skipped if the archive has their current state. If
+    interrupted, call it again. Don't run two calls with the same target at once: the second call releases the first
+    call's snapshot as a leftover, and the first call raises `Conflict` and deletes nothing.
 
-    Raises `InvalidRequest` for a target that can't be reached or is not an archive, and `StoreCorrupt` if the files
-    don't read back as the snapshot: then nothing is deleted.
+    Raises `InvalidRequest` if the target can't be reached or is not an archive, and `StoreCorrupt` if the files don't
+    read back as the snapshot; nothing is deleted then.
     """
     folder = open_folder(target)
     marker, begun = _read_json(folder, MARKER), _names(folder)
     if marker not in (None, FORMAT) or (marker is None and set(begun) - {MARKER + PART}):
-        raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
+        raise InvalidRequest(f"{shown_archive(target)} is neither an archive nor empty; use an empty place", "to")
     if marker is None:
         _write_json(folder, MARKER, FORMAT)
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
@@ -178,7 +178,7 @@ def archive_sessions(
 
 
 def _run_name(snapshot: Snapshot) -> str:
-    """Return the folder of a snapshot's run. Snapshots of another store have another digest."""
+    """Return the folder name for a snapshot's run. Snapshots of other stores have different digests."""
     return f"{snapshot.snapshot_id:08d}-{(snapshot.digest or '')[:16]}"
 
 
@@ -210,7 +210,7 @@ def _write_run(
 
 
 def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None, where: str) -> None:
-    """Raise `StoreCorrupt` unless the record has these sessions, verifies, and its trajectories have the digest."""
+    """Raise `StoreCorrupt` unless the record has these sessions and this digest, and passes `verify`."""
     from tokentape.store._verify import verify  # it reads archives too
 
     hasher, copied_ids = hashlib.sha256(), []
@@ -222,13 +222,13 @@ def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None,
     problems = [str(finding) for finding in verify(directory).findings]
     if copied_ids != session_ids or hasher.hexdigest() != digest or problems:
         raise StoreCorrupt(
-            f"the sessions in {where} have digest {hasher.hexdigest()}, the snapshot has {digest}; "
+            f"the sessions in {where} have digest {hasher.hexdigest()}, but the snapshot has {digest}; "
             f"{'; '.join([*problems[:3], 'nothing was deleted'])}. Delete that folder and archive again"
         )
 
 
 def _records(store: Store, stored: StoredSession) -> list[Record]:
-    """Return all records of a session, in an order in which they can be written."""
+    """Return all records in a session, in an order in which they can be written."""
     images = image_parts(message for turn in stored.turns for message in turn.messages)
     hashes = dict.fromkeys(part[name] for part in images for name in ("sha256", "settings"))
     media = [store.load_media(stored.info.session_id, sha256) for sha256 in hashes]
@@ -237,7 +237,7 @@ def _records(store: Store, stored: StoredSession) -> list[Record]:
 
 
 def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
-    """Write the tables of the database in `directory` to a run. Return rows and SHA-256 of each file."""
+    """Write the tables in the database in `directory` to a run. Return the row count and SHA-256 of each file."""
     pq = parquet_library(INSTALL)
     import pyarrow as pa
 
@@ -285,19 +285,19 @@ def _engine(directory: Path) -> Engine:
 
 @contextmanager
 def restored(location: str) -> Iterator[Path]:
-    """Yield a temporary data directory with the sessions of an archive.
+    """Yield a temporary data directory with an archive's sessions.
 
     A session that was archived several times has its last state. Raises `InvalidRequest` if there is no archive, and
-    `StoreCorrupt` if it is damaged or was written by another release.
+    `StoreCorrupt` if it is damaged or in an unsupported version.
     """
     target = open_folder(location)
     marker = _read_json(target, MARKER)
     where = shown_archive(location)
     if marker is None:
-        message = f"{where} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to"
+        message = f"{where} is not an archive: it has no {MARKER}; name the target of `tokentape archive --to`"
         raise InvalidRequest(message, "store")
     if marker != FORMAT:
-        raise StoreCorrupt(f"{where} is an archive of another version: {marker}, this Tokentape reads {FORMAT}")
+        raise StoreCorrupt(f"{where} is an archive in format {marker}, but this Tokentape reads {FORMAT}")
     runs: list[tuple[DirFileSystem, Any, set[str]]] = []
     seen: set[str] = set()
     for name, manifest in reversed(_manifests(target).items()):
@@ -309,7 +309,7 @@ def restored(location: str) -> Iterator[Path]:
 
 
 def archived_model(location: str) -> ServedModel | None:
-    """Return the model of the newest run's record; None if it is not known. Raises `InvalidRequest`."""
+    """Return the newest run's model; None if it is unknown. Raises `InvalidRequest` like `open_folder`."""
     models = [manifest["model"] for manifest in _manifests(open_folder(location)).values()]
     return ServedModel(**models[-1]) if models and models[-1] else None
 
@@ -330,7 +330,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
         for run, manifest, session_ids in runs:
             if (version := manifest["schema_version"]) > schema.VERSION:
                 later = f"was written by a later release, with schema version {version}"
-                raise StoreCorrupt(f"{run.path} {later}; this one reads {schema.VERSION}")
+                raise StoreCorrupt(f"{run.path} {later}; this release reads {schema.VERSION}; upgrade Tokentape")
             expected |= session_ids
             for table in schema.metadata.sorted_tables:
                 name = f"{table.name}.parquet"
@@ -345,11 +345,11 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
                         connection.execute(insert(table).prefix_with("OR IGNORE" if shared else ""), own)
         missing = sorted(expected - set(connection.execute(select(schema.sessions.c.session_id)).scalars()))
         if missing:
-            raise StoreCorrupt(f"manifests name {len(missing)} sessions that no file has, such as {missing[0]!r}")
+            raise StoreCorrupt(f"manifests name {len(missing)} sessions that are in no file, such as {missing[0]!r}")
 
 
 def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` if its hash is not the manifest's."""
+    """Yield a file's rows, one row group at a time. Raises `StoreCorrupt` if its hash differs from the manifest's."""
     pq = parquet_library(INSTALL)
     if about is None:
         return
@@ -357,10 +357,10 @@ def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterato
     try:
         run.get_file(name, str(path))
     except FileNotFoundError:
-        raise StoreCorrupt(f"{run.path}/{name} is missing") from None
+        raise StoreCorrupt(f"{run.path}/{name} is missing; restore it from a backup") from None
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
-            raise StoreCorrupt(f"{run.path}/{name} is not the file that was written: its hash is another")
+            raise StoreCorrupt(f"{run.path}/{name} is not the file that was written: its hash is different")
         parquet = pq.ParquetFile(file)
         for group in range(parquet.num_row_groups):
             yield parquet.read_row_group(group).to_pylist()

@@ -1,4 +1,4 @@
-"""Base class of stores: reads that see one state of the record, writes that are durable when they return."""
+"""Define the base class of stores: reads see one state of the record, writes are durable when they return."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tokentape.types import Event, Media, Turn, TurnPayload
 class Store:
     """A record of sessions. Await `write` and `delete_session` on an event loop. Reads block and can run in any thread.
 
-    Open one with `SqliteStore.open` or `PostgresStore.open`. As a context manager a store closes itself.
+    Open a store with `SqliteStore.open` or `PostgresStore.open`. As a context manager, it closes itself.
     """
 
     def __init__(
@@ -42,43 +42,43 @@ class Store:
         shared: bool,
     ) -> None:
         self.shared = shared
-        """Whether other processes can write too, so that sessions in this process's memory can be out of date."""
+        """Whether other processes can also write, so that sessions in this process's memory can be out of date."""
         self._readers, self._commits, self._release, self._explain = readers, commits, release, explain
         self._closed = False
         self._payloads: PayloadFolder | None = None
 
     def keep_payloads_at(self, location: str) -> None:
-        """Write the payloads of later calls to files at a path or URL of fsspec, and only their address to the record.
+        """Write later calls' payloads to files at an fsspec path or URL, and only the files' locations to the record.
 
-        Raises `InvalidRequest` if it can't be reached.
+        Raises `InvalidRequest` if the location can't be reached.
         """
         self._payloads = PayloadFolder(location)
 
     @property
     def healthy(self) -> bool:
-        """False once the store is closed or broken: then every write fails until a restart."""
+        """False once the store is closed or broken. Every write then fails until a restart."""
         return not self._closed and not self.broken
 
     @property
     def broken(self) -> bool:
-        """True if nothing can be recorded any more until the store is opened anew."""
+        """True if nothing can be recorded until the store is opened again."""
         return self._commits is not None and self._commits.broken
 
     def check(self) -> None:
         """Raise `StoreError` or a subclass, all with status 503, if nothing can be recorded now."""
         if not self.healthy:
-            raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
+            raise StoreError("the store is closed or broken, so nothing can be recorded; restart the gateway")
 
     async def write(self, *records: Record) -> None:
         """Write `records` in the given order, all or none. Return when they are durable.
 
-        Setups and media that are already recorded are skipped. Don't change the records before this returns. If the
+        Setups and media that are already recorded are skipped. Don't modify the records before this returns. If the
         awaiting task is cancelled, either all or none of the records become durable.
 
-        Raises `Conflict` if a session exists already or a turn is not its session's next one, `NotFound` if a record
-        refers to a missing session or turn, `InvalidRequest` or `InvariantViolation` for an invalid record, `StoreFull`
-        or `StoreError` if the disk is full or fails. After these errors none of the records is recorded. After
-        `StoreUnavailable`, a lost connection to the database server, it is not known whether they are.
+        Raises `Conflict` if a session already exists or a turn is not its session's next turn, `NotFound` if a record
+        refers to a missing session or turn, `InvalidRequest` or `InvariantViolation` if a record is invalid, and
+        `StoreFull` or `StoreError` if the disk is full or fails. After these errors, none of the records is recorded.
+        After `StoreUnavailable`, a lost connection to the database server, they may or may not be recorded.
         """
         if records:
             if self._payloads is not None and any(isinstance(record, TurnPayload) for record in records):
@@ -90,14 +90,14 @@ class Store:
     async def delete_session(self, session_id: str, *, force: bool = False) -> None:
         """Delete a session and all of its records. Return when the deletion is durable.
 
-        Raises `NotFound`. Without `force` it raises `Conflict` if an unconfirmed snapshot contains the session.
+        Raises `NotFound`, and, without `force`, `Conflict` if an unconfirmed snapshot contains the session.
         """
         await self.transact(partial(writes.delete_session, session_id=session_id, force=force))
 
     def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
         """Return up to `limit` sessions after the position `after`, in order of creation.
 
-        `owner` selects the sessions of one API key; None stands for all sessions.
+        `owner` selects the sessions that belong to one API key; None selects all sessions.
         """
         with self.reading() as connection:
             return list_sessions(connection, limit, after, owner)
@@ -107,37 +107,37 @@ class Store:
 
         Columns and payloads are loaded only with `per_token`: they can be many times larger than the ids. `extent`
         limits the result to that part of the session. Raises `NotFound`, and `StoreCorrupt` if a record can't be read
-        or doesn't fit the chain.
+        or doesn't match the hash chain.
         """
         with self.reading() as connection:
             return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
 
     def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
-        """Return a session's number of turns, and the digest of its turn `newest`. Return None for a missing session.
+        """Return a session's number of turns and the digest of its turn `newest`; None if the session does not exist.
 
-        This is one read by primary keys. With it a process can see whether others have added turns to a session.
+        This is one read by primary keys. It shows whether other processes have added turns to a session.
         """
         with self.reading_once() as connection:
             row = connection.execute(_STATE, {"session_id": session_id, "newest": newest}).one_or_none()
         return None if row is None else SessionProgress(float(row.created_at), row.turns, row.digest)
 
     def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-        """Load the turns after the `known` ones, with only their answers, setups and events.
+        """Load the turns after the `known` turns, with only their answers, setups and events.
 
-        Raises like `load_session`, and `StoreCorrupt` if the known turns differ from the recorded ones.
+        Raises like `load_session`, and `StoreCorrupt` if the known turns differ from the recorded turns.
         """
         with self.reading() as connection:
             return reads.load_newer(connection, session_id, known)
 
     def events(self, session_id: str, kind: str) -> tuple[Event, ...]:
-        """Return a session's events of one kind, in order of arrival; none for a missing session."""
+        """Return a session's events of one kind, in order of arrival; empty if the session does not exist."""
         with self.reading() as connection:
             return reads.load_events(connection, session_id, kind)
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
-        """Return the session of the last answer, since the time `since`, to this call without Idempotency-Key.
+        """Return the session of the last answer to a call with this body, without Idempotency-Key, since `since`.
 
-        Return None if there is none.
+        Return None if no such call was answered.
         """
         answers, sessions = schema.answers.c, schema.sessions
         statement = select(answers.session_id).join(sessions, sessions.c.session_id == answers.session_id)
@@ -148,7 +148,7 @@ class Store:
             return connection.execute(statement).scalar()
 
     def checks_due(self, session_ids: Collection[str] | None = None) -> int:
-        """Count the turns of these sessions (None: of all) with a pending bridge check."""
+        """Count the turns with a pending bridge check in these sessions (None: in all sessions)."""
         event, other = schema.events.c, schema.events.alias().c
         checked = exists().where(
             other.session_id == event.session_id, other.turn == event.turn, other.kind == BRIDGE_CHECKED
@@ -160,9 +160,9 @@ class Store:
             )
 
     def load_media(self, session_id: str, sha256: str) -> Media:
-        """Return media that a session refers to: an image, or the settings of the image processor.
+        """Return media to which a session refers: an image, or the image processor's settings.
 
-        Raises `NotFound` if the session has no media with this hash, and `StoreCorrupt` if the bytes have another hash.
+        Raises `NotFound` if the session has no media with this hash, and `StoreCorrupt` if the bytes' hash differs.
         """
         table, of_turn = schema.media, schema.turn_media.c
         referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)
@@ -178,7 +178,7 @@ class Store:
         return (session_id for session_id, _ in self._sizes())
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield the id of every session in order of creation, and how many tokens it has."""
+        """Yield the id and number of tokens of every session in order of creation."""
         of = schema.sessions.c
         page, after = select(of.position, of.session_id, TOKENS).order_by(of.position).limit(1000), 0
         while True:
@@ -192,7 +192,7 @@ class Store:
     def iter_sessions(self, *, per_token: bool = False, together: bool = False) -> Iterator[StoredSession]:
         """Yield every session in order of creation. Raises like `load_session`.
 
-        With `together`, some short sessions are loaded at a time, in the state of that moment, which costs less CPU.
+        With `together`, several short sessions are loaded at once, as of that moment, which costs less CPU.
         """
         for chunk in reads.together(self._sizes(), 2**16 if together else 0):
             with self.reading() as connection:
@@ -202,7 +202,7 @@ class Store:
                 yield loaded.pop()
 
     def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
-        """Return the names of the columns and payloads of these sessions. None stands for all sessions."""
+        """Return the names of the columns and payloads in these sessions. None selects all sessions."""
         name_sets: list[set[str]] = [set(), set()]
         with self.reading() as connection:
             for names, table in zip(name_sets, (schema.token_columns, schema.token_payloads), strict=True):
@@ -220,21 +220,21 @@ class Store:
     async def transact(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
         """Run `work` in a transaction in the writing thread. Return when it is durable. Private to the package.
 
-        For `again` see `CommitQueue.run`. `claims` names everything that `work` changes.
+        For `again`, see `CommitQueue.run`. `claims` names everything that `work` changes.
         """
         if self._commits is None:
-            raise StoreError("the store was opened read-only")
+            raise StoreError("the store is read-only; open it without `read_only` to write")
         await self._commits.run(work, again, claims)
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Give a connection that sees one state of the record. Private to the package."""
+        """Yield a connection that sees one state of the record. Private to the package."""
         with self._connected(self._readers) as connection, connection.begin():
             yield connection
 
     @contextmanager
     def reading_once(self) -> Iterator[Connection]:
-        """Give a connection for one statement. Private to the package."""
+        """Yield a connection for one statement. Private to the package."""
         with self.reading() as connection:
             yield connection
 
@@ -267,7 +267,7 @@ class Store:
 
 
 def _among(columns: Any, session_ids: Collection[str] | None) -> Iterator[ColumnElement[bool]]:
-    """Yield conditions for rows of these sessions (None: of all), in batches, since parameters are limited."""
+    """Yield conditions for these sessions' rows (None: all rows), in batches because parameters are limited."""
     if session_ids is None:
         yield true()
     else:

@@ -1,4 +1,4 @@
-"""Rules for turns, columns and payloads, checked before writing and by `verify`, and for the tables."""
+"""Check the invariants of turns, columns and payloads, before writing and in `verify`, and the tables' schema."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MAY_BE_ADDED = np.isin(np.arange(256), [code for code in Provenance if code is 
 
 
 def turn_faults(turn: Turn) -> Iterator[str]:
-    """Yield a sentence for each rule that `turn` breaks, apart from rules about other turns."""
+    """Yield a sentence for each invariant that `turn` violates, except those that involve other turns."""
     if turn.added_provenance.size != turn.added_ids.size:
         yield f"{turn.added_ids.size} added ids, but {turn.added_provenance.size} provenance codes"
     if turn.logprobs.size != turn.completion_ids.size:
         yield f"{turn.completion_ids.size} sampled ids, but {turn.logprobs.size} logprobs"
     if turn.parent is None and not turn.added_ids.size:
-        yield "a root turn without a prompt"
+        yield "a root turn has no prompt"
     if not turn.completion_ids.size and turn.finish_reason != "abort":
-        yield f"nothing sampled, but finish_reason is {turn.finish_reason!r}, not 'abort'"
+        yield f"no sampled ids, but finish_reason is {turn.finish_reason!r}, not 'abort'"
     if not _MAY_BE_ADDED[turn.added_provenance].all():
         yield "an added token is marked as sampled or has an unknown provenance code"
     try:
@@ -37,12 +37,12 @@ def turn_faults(turn: Turn) -> Iterator[str]:
 
 
 def per_token_faults(record: TurnColumn | TurnPayload, added: int, sampled: int, *, is_root: bool) -> Iterator[str]:
-    """Yield a sentence for each rule that a column or payload breaks. Its turn added and sampled so many ids."""
+    """Yield a sentence for each invariant that a column or payload violates, given its turn's numbers of ids."""
     if isinstance(record, TurnColumn):
         if record.values.size not in (sampled, added + sampled):
             yield (
                 f"column {record.name!r} has {record.values.size} values; "
-                f"the turn has {sampled} sampled ids, {added + sampled} with the added ones; give one value for each"
+                f"send {sampled}, one per sampled id, or {added + sampled}, one per added and sampled id"
             )
         if not np.isfinite(record.values).all():
             yield f"column {record.name!r} has values that are not finite numbers"
@@ -52,20 +52,20 @@ def per_token_faults(record: TurnColumn | TurnPayload, added: int, sampled: int,
         yield f"{name} has no rows"
         return
     if rows.dtype.newbyteorder("<").str not in ROW_DTYPES:
-        yield f"{name} has the dtype {rows.dtype}, which can't be stored"
+        yield f"{name} has the dtype {rows.dtype}, which is not supported"
     elif rows.dtype == object and not all(isinstance(row, bytes) for row in rows):
         yield f"{name} has rows of unequal length that are not bytes"
     first, last, end = 0 if is_root else -1, added + sampled, record.start + len(rows)
     if record.start < first or end > last:
-        yield f"{name} has rows for tokens {record.start} to {end}; the turn's are {first} to {last}"
+        yield f"{name} has rows for tokens {record.start} to {end}; the turn's tokens are {first} to {last}"
 
 
 def chained(turn: Turn, parent_digest: str | None) -> bool:
-    """Return whether the digest of `turn` fits its fields and its parent's digest (None for a root)."""
+    """Return whether the digest of `turn` matches its fields and its parent's digest (None for a root)."""
     try:
         return fits_digest(turn, parent_digest)
     except (TokentapeError, TypeError, ValueError):
-        # A damaged row can hold values of types that have no digest.
+        # A damaged row may contain values of types that have no digest.
         return False
 
 
@@ -77,13 +77,13 @@ _TRIGGERS = {
         " UNION ALL SELECT 'rule', rulename, tablename FROM pg_rules WHERE schemaname = current_schema()"
     ),
 }
-"""What changes rows while others are written."""
+"""Queries for the objects that can change rows when others are written."""
 
 
 def schema_faults(connection: Connection) -> Iterator[str]:
-    """Yield the differences between the tables and those of the database's version. Columns may have any order.
+    """Yield how the tables differ from this release's schema. Columns may have any order.
 
-    Foreign tables and columns in the same database are ignored, and objects that don't act on the record's tables.
+    Unrelated tables and columns in the same database are ignored, as are objects that don't act on the record's tables.
     """
     inspector = inspect(connection)
     tables = inspector.get_table_names()
@@ -94,7 +94,7 @@ def schema_faults(connection: Connection) -> Iterator[str]:
         if table.name in tables:
             yield from _table_faults(table, inspector, connection.dialect)
         else:
-            yield f"the table {table.name} is missing, or is no table"
+            yield f"the table {table.name} is missing or is not a table"
 
 
 def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Iterator[str]:
@@ -109,9 +109,9 @@ def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Itera
             or there["nullable"] != column.nullable
             or "computed" in there
         ):
-            yield f"the column {column.name} {named} is not what this Tokentape makes"
+            yield f"the column {column.name} {named} differs from this Tokentape's schema"
     if inspector.get_pk_constraint(table.name)["constrained_columns"] != table.primary_key.columns.keys():
-        yield f"the table {table.name} has another primary key"
+        yield f"the table {table.name} has a different primary key"
     unique = {tuple(constraint["column_names"]) for constraint in inspector.get_unique_constraints(table.name)}
     for constraint in table.constraints:
         if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
@@ -121,7 +121,7 @@ def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Itera
     keys = {(*key["constrained_columns"], key["referred_table"]) for key in inspector.get_foreign_keys(table.name)}
     for key in table.foreign_key_constraints:
         if (*key.column_keys, key.referred_table.name) not in keys:
-            yield f"{', '.join(key.column_keys)} {named} refer to nothing"
+            yield f"{', '.join(key.column_keys)} {named} have no foreign key"
     own = {index.name: index.columns.keys() for index in table.indexes}
     indexes = {index["name"]: index for index in inspector.get_indexes(table.name)}
     for name, index in indexes.items():
@@ -129,4 +129,4 @@ def _table_faults(table: Table, inspector: Inspector, dialect: Dialect) -> Itera
             yield f"the table {table.name} has the unique index {name}, which is not Tokentape's"
     for name, columns in own.items():
         if name not in indexes or indexes[name]["column_names"] != columns:
-            yield f"the index {name} is missing, or is of other columns"
+            yield f"the index {name} is missing or covers different columns"

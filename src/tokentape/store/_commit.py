@@ -1,6 +1,6 @@
-"""Group commit: one thread with one connection runs all waiting calls in one transaction.
+"""Group commits: one thread with one connection runs all waiting calls in one transaction.
 
-A commit costs one flush to the disk, however much it writes. So the calls that arrive during a flush share the next
+A commit costs one flush to disk, however much it writes, so calls that arrive during a flush share the next
 transaction. If one of them fails, each is run in its own savepoint, so that the others still succeed.
 """
 
@@ -24,16 +24,16 @@ from tokentape.errors import StoreError, TokentapeError
 _log = logging.getLogger(__name__)
 
 MAX_CALLS = 256
-"""Most calls per transaction. It bounds how long the first call waits for the last."""
+"""The maximum number of calls per transaction, which bounds how long the first call waits for the last."""
 
 RECONNECTIONS = (0.0, 0.2, 0.4, 0.8, 1.6)
-"""Seconds to wait before each attempt to reconnect: a server takes a few to restart."""
+"""Seconds to wait before each attempt to reconnect: a server takes a few seconds to restart."""
 
 Claims: TypeAlias = frozenset[str] | None
-"""Names of the things that a call changes, which no other call may change at the same time. None: everything."""
+"""Names of what a call changes, which no other call may change at the same time. None: everything."""
 
 Work: TypeAlias = Callable[[Connection], int | None]
-"""The part of a call that runs inside the transaction. Returns about how many bytes it wrote if they may be many."""
+"""The part of a call that runs in the transaction. Returns approximately how many bytes it wrote if it may be many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class StoreFailure:
     kind: type[TokentapeError]
     message: str
     fatal: bool = False
-    """Whether the store can't be trusted any more, so that nothing may be acknowledged until a restart."""
+    """Whether the store can no longer be trusted, so that nothing may be acknowledged until a restart."""
     lost: bool = False
-    """Whether the connection was lost, so that it is not known whether the transaction was committed."""
+    """Whether the connection was lost, so that the transaction may or may not have been committed."""
 
     def error(self) -> TokentapeError:
         return self.kind(self.message)
@@ -51,11 +51,11 @@ class StoreFailure:
 
 @contextmanager
 def explaining(explain: Callable[[DBAPIError], StoreFailure]) -> Iterator[None]:
-    """Raise the store's error for errors of the driver."""
+    """Convert the database driver's errors to the store's errors."""
     try:
         yield
     except DBAPIError as error:
-        # The driver's message may quote data that it could not decode.
+        # Drop the driver's message: it may quote data that it could not decode.
         raise explain(error).error() from None
 
 
@@ -68,20 +68,20 @@ class _QueuedWork:
 
 
 _Outcome: TypeAlias = int | Exception
-"""The number of bytes that a call wrote, or the error that it failed with."""
+"""The number of bytes that a call wrote, or the error with which it failed."""
 
 
 class CommitQueue:
     """Runs calls in its own thread, the only user of `connection`.
 
-    `classify` converts an error of the driver. Each transaction runs in the context `exclusive()`. After a commit,
-    `before_answer` is called before the callers are answered, and a failure that it returns is fatal and raised to
-    them. `after_commit` is called afterwards with the number of written bytes, and a failure that it returns is fatal.
+    `classify` converts a driver error. Each transaction runs in the context `exclusive()`. After a commit,
+    `before_answer` is called before the callers are answered; if it returns a failure, that is fatal and raised to
+    them. Then `after_commit` is called with the number of written bytes; if it returns a failure, that is fatal.
 
-    With `claim` other processes can write to the database too: `claim` begins each transaction and locks what its calls
-    change.
+    Pass `claim` if other processes also write to the database. It is called first in each transaction and locks what
+    the calls change.
 
-    The calls of a transaction are run without savepoints first: a savepoint is a round trip to the server.
+    A transaction's calls are first run without savepoints, because each savepoint is a round trip to the server.
 
     After a fatal failure the queue refuses all calls. A failed flush is fatal: the kernel forgets it, and the next
     flush reports success for data that never reached the disk.
@@ -110,11 +110,11 @@ class CommitQueue:
         return self._broken is not None
 
     async def run(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
-        """Queue `work`. Return when it is durable, or raise the error that it failed with.
+        """Queue `work`. Return when it is durable, or raise the error with which it failed.
 
-        If the connection is lost, the work may be committed or not. Then the queue runs `again`, which does the work
-        only if it was not committed. Without `again` the call fails. If the task that awaits the call is cancelled, the
-        queue skips work that has not begun, and finishes work that has.
+        If the connection is lost, the work may or may not have been committed. The queue then runs `again`, which must
+        do the work only if it was not committed. Without `again`, the call fails. If the awaiting task is cancelled,
+        the queue skips work that has not begun and finishes work that has.
         """
         done = asyncio.get_running_loop().create_future()
         with self._closing:
@@ -124,7 +124,7 @@ class CommitQueue:
         await done
 
     def close(self) -> None:
-        """Run the queued calls, then stop. Later calls of `run` raise `StoreError`."""
+        """Run the queued calls, then stop. Later calls to `run` raise `StoreError`."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -170,7 +170,7 @@ class CommitQueue:
             with self._transaction(batch):
                 return [self._attempt(call.work) for call in batch]
         except DBAPIError as error:
-            # The whole transaction was rolled back, so none of its calls has succeeded.
+            # The whole transaction was rolled back, so none of its calls succeeded.
             failure = self._classify(error)
         if failure.fatal:
             self._break(failure)
@@ -199,7 +199,7 @@ class CommitQueue:
             return None
 
     def _commit_again(self, batch: Sequence[_QueuedWork], failure: StoreFailure) -> Sequence[_Outcome]:
-        """Reconnect after the connection was lost, perhaps during a commit, and run each call's `again`."""
+        """Reconnect after the connection was lost, possibly during a commit, and run each call's `again`."""
         works = [call.again for call in batch if call.again is not None]
         for seconds in RECONNECTIONS if works else ():
             time.sleep(seconds)
@@ -209,8 +209,8 @@ class CommitQueue:
             except DBAPIError as error:
                 cause = self._classify(error)
                 if not cause.lost:
-                    # The callers don't get this failure: it would mean that nothing is recorded, which is not known.
-                    _log.warning("the connection was lost, and it is not known what was recorded: %s", cause.message)
+                    # Don't raise this failure: it would mean that nothing was recorded, which is uncertain.
+                    _log.warning("the connection was lost; records may or may not have been written: %s", cause.message)
                     break
             else:
                 _log.warning("the connection to the database was lost and has been restored")
@@ -218,7 +218,7 @@ class CommitQueue:
         return [failure.error() for _ in batch]
 
     def _attempt(self, work: Work) -> _Outcome:
-        """Run one call in a savepoint, and undo it if it fails. Raises DBAPIError if the transaction can't continue."""
+        """Run a call in a savepoint, and undo it if it fails. Raises DBAPIError if the transaction can't continue."""
         self._connection.exec_driver_sql("SAVEPOINT call")
         outcome: _Outcome
         try:
@@ -235,7 +235,7 @@ class CommitQueue:
         return outcome
 
     def _break(self, failure: StoreFailure) -> None:
-        _log.error("the store refuses all writes from now on: %s", failure.message)
+        _log.error("the store refuses all writes until a restart: %s", failure.message)
         self._broken = failure
 
     def _refusals(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome]:
@@ -244,12 +244,12 @@ class CommitQueue:
 
 
 def _answer(batch: Sequence[_QueuedWork], outcomes: Sequence[_Outcome]) -> None:
-    """Resolve the futures of `batch`, waking each event loop once: a wake-up costs more than an insert."""
+    """Resolve the futures in `batch`, waking each event loop only once: a wake-up costs more than an insert."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], _Outcome]]] = {}
     for call, outcome in zip(batch, outcomes, strict=True):
         by_loop.setdefault(call.done.get_loop(), []).append((call.done, outcome))
     for loop, answers in by_loop.items():
-        # A loop that has been closed meanwhile has no waiting tasks.
+        # An event loop that was closed in the meantime has no waiting tasks.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, answers)
 

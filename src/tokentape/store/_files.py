@@ -1,7 +1,7 @@
-"""Folders and files at any path or URL that `fsspec` reaches, and payloads that are kept there.
+"""Access folders and files at any path or URL that `fsspec` supports, and keep payloads there.
 
-A payload outside of the record is one file. Its row has the file's address, which ends with the SHA-256 of the bytes,
-and `packed` is `EXTERNAL` and the encoding of the bytes. `fsspec` (extra `archive`) is imported on use.
+A payload outside the record is one file. Its row contains the file's location, which ends with the bytes' SHA-256, and
+`packed` is `EXTERNAL` followed by the bytes' encoding. `fsspec` (extra `archive`) is imported on use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'tokentape[archive]'"
 
 EXTERNAL = "external 1 "
-"""Begins `packed` of payloads with their bytes in a file."""
+"""The prefix of `packed` for payloads whose bytes are in a file."""
 
 _Record = TypeVar("_Record")
 
@@ -61,7 +61,7 @@ def write_file(folder: DirFileSystem, name: str, source: IO[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExternalPayload(TurnPayload):
-    """A payload that is in a file already."""
+    """A payload whose bytes are already in a file."""
 
     address: str = ""
     packed: str = ""
@@ -72,14 +72,14 @@ class PayloadFolder:
     """Writes payloads to a folder, before the rows that refer to them."""
 
     def __init__(self, location: str) -> None:
-        """Raise `InvalidRequest` for a URL with a password, which every row would have, and like `open_folder`."""
+        """Raise like `open_folder`, and `InvalidRequest` if a URL has a password, which every row would contain."""
         if re.search(r"://[^/@]*:[^/@]*@", location):
-            raise InvalidRequest("the URL has a password, which would be recorded; leave it out", "payloads_to")
+            raise InvalidRequest("the URL has a password, which would be recorded; remove it", "payloads_to")
         self._folder = open_folder(location, "payloads_to")
         self._location = (location if "://" in location else str(Path(location).resolve())).rstrip("/")
 
     def write(self, records: Iterable[_Record]) -> list[_Record | ExternalPayload]:
-        """Return the records with the payloads among them written. Raises `StoreError`."""
+        """Write the payloads among the records to files, and return the records. Raises `StoreError`."""
         return [self._write_payload(record) if isinstance(record, TurnPayload) else record for record in records]
 
     def _write_payload(self, record: TurnPayload) -> ExternalPayload:
@@ -88,33 +88,33 @@ class PayloadFolder:
         name = f"{_prefix(record.session_id)}{record.turn}-{quote(record.name, safe='')}-{digest}"
         try:
             write_file(self._folder, name, BytesIO(data))
-        except Exception as error:  # each package has its own
-            raise StoreError(f"{self._location} takes no payload, so nothing was recorded: {error}") from error
+        except Exception as error:  # each package has its own errors
+            raise StoreError(f"can't write a payload to {self._location}; nothing was recorded: {error}") from error
         own = {field.name: getattr(record, field.name) for field in fields(record)}
         return ExternalPayload(**own, address=f"{self._location}/{name}", packed=packed, crc32=crc32(data))
 
 
 def _prefix(session_id: str) -> str:
-    """Return what the names of a session's files begin with."""
+    """Return the prefix of a session's file names."""
     return f"{hashlib.sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}-"
 
 
 def read_payload(address: str) -> bytes:
-    """Return the bytes of a payload's file. Raises `StoreCorrupt` if it is missing or has other bytes than written."""
+    """Return the bytes in a payload's file. Raises `StoreCorrupt` if it is missing or was changed."""
     folder, _, name = address.rpartition("/")
     try:
         data: bytes = open_folder(folder).cat_file(name)
     except (FileNotFoundError, NotADirectoryError):
-        raise StoreCorrupt(f"the payload {address} is missing") from None
+        raise StoreCorrupt(f"the payload {address} is missing; restore it from a backup") from None
     except Exception as error:
         raise StoreError(f"the payload {address} can't be read: {error}") from error
     if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
-        raise StoreCorrupt(f"the payload {address} is not the file that was written: its hash is another")
+        raise StoreCorrupt(f"the payload {address} is not the file that was written: its hash is different")
     return data
 
 
 def remove_payloads(session_id: str, addresses: Iterable[str]) -> None:
-    """Remove files of a session's payloads; those that are missing are fine. Raises `StoreError`."""
+    """Remove a session's payload files, ignoring missing files. Raises `StoreError`."""
     parts = [address.rpartition("/") for address in addresses]
     for folder, _, name in parts:
         if not name.startswith(_prefix(session_id)):
@@ -125,4 +125,4 @@ def remove_payloads(session_id: str, addresses: Iterable[str]) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:
-            raise StoreError(f"{folder}/{name} can't be removed, so the session stays: {error}") from error
+            raise StoreError(f"{folder}/{name} can't be removed, so the session was not deleted: {error}") from error

@@ -1,4 +1,4 @@
-"""State shared by the gateways on one record: which of them are alive, and whether sampling is paused."""
+"""Share state between the gateways on one record: which of them are alive, and whether sampling is paused."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tokentape.store import _schema as schema
 @dataclass(frozen=True, slots=True)
 class GateState:
     position: int = 0
-    """Position of the newest change. It grows with every change."""
+    """The newest change's position, which grows with every change."""
     closed: bool = False
     abort: bool = False
     """Whether to abort the calls in flight."""
     weight_version: str | None = None
-    """Name of the current weights, if known."""
+    """The name of the current weights, if known."""
     adapter_versions: Mapping[str, str] = field(default_factory=dict)
-    """Names of the current versions of adapters, if known."""
+    """The current version of each adapter, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """The last state that a gateway has written about itself."""
+    """A gateway's state as it last reported it."""
 
     gateway_id: str
     beat: int
-    """Heartbeat: grows while the gateway runs."""
+    """The heartbeat, which grows while the gateway runs."""
     heard: int
-    """Position of the newest gate change that it has applied."""
+    """The position of the newest gate change that the gateway has applied."""
     under_way: int
-    """Number of its calls in flight at the engine."""
+    """The number of the gateway's calls in flight at the engine."""
 
 
 def gate_state(connection: Connection) -> GateState:
@@ -53,7 +53,7 @@ def change_gate(
     weight_version: str | None = None,
     adapter: str | None = None,
 ) -> None:
-    """Close or open the gate for all gateways. With `adapter` the version is that of the adapter."""
+    """Close or open the gate for all gateways. With `adapter`, `weight_version` is the adapter's version."""
     if adapter is not None and weight_version is not None:
         key = _ADAPTER + adapter
         connection.execute(delete(schema.meta).where(schema.meta.c.key == key))
@@ -75,13 +75,13 @@ def tell(connection: Connection, state: GatewayState) -> None:
 
 
 def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> None:
-    """Delete a gateway's state; with `beat` only if that is still its last heartbeat."""
+    """Delete a gateway's state. With `beat`, delete it only if that is still its last heartbeat."""
     gone = delete(schema.gateways).where(schema.gateways.c.gateway_id == gateway_id)
     connection.execute(gone if beat is None else gone.where(schema.gateways.c.beat == beat))
 
 
 _ADAPTER = "version of adapter "
-"""Begins the keys of rows of `meta` that name the current version of an adapter."""
+"""The prefix of keys in `meta` for an adapter's current version."""
 
 _CHANGES = schema.gate_changes.c
 _NEWEST_FIRST = _CHANGES.position.desc()

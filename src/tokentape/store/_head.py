@@ -1,6 +1,6 @@
-"""Heads: digests of a whole record, kept outside of it, so that later changes and deletions can be found.
+"""Write and compare heads: digests of a whole record, kept outside it, that reveal later changes and deletions.
 
-A head is a JSON file. The encoding is part of its format. `digest_of` precedes each field by its length, JSON is
+A head is a JSON file. The encoding is part of its format: `digest_of` writes each field after its length, JSON is
 canonical, and hashes are hex SHA-256.
 
     item      of a turn, its digest in the hash chain; of media, "tokentape media 1", hash and MIME type; of any other
@@ -10,8 +10,8 @@ canonical, and hashes are hex SHA-256.
     session   "tokentape session head 1", JSON of its id and of [turn, label, digest] of each item, by part
     record    "tokentape record head 1" and the digest of each session, in order of creation
 
-A signature is Ed25519's of the JSON of [format, digest of the record, creation time]. Signing needs `cryptography`
-(extra `sign`), which is imported on use.
+A signature is an Ed25519 signature over the JSON of [format, digest of the record, creation time]. Signing needs
+`cryptography` (extra `sign`), which is imported on use.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ class HeadItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionHead:
-    """The items of a session, by part, in the order in which they were recorded."""
+    """A session's items, by part, in the order in which they were recorded."""
 
     session_id: str
     parts: dict[str, list[HeadItem]] = field(default_factory=dict)
 
     def add(self, record: SessionInfo | HeadRecord) -> None:
         if isinstance(record, SessionInfo):
-            # These never change. The metadata keys come first, so that an added key is not taken for a later record.
+            # These never change. Metadata keys come first, so that an added key does not look like a later record.
             facts = {f"metadata {key!r}": value for key, value in sorted(record.metadata.items())}
             facts |= {"creation time": record.created_at + 0.0, "owner": record.owner}
             self.parts["session"] = [HeadItem(None, name, _digest(SessionInfo, value)) for name, value in facts.items()]
             return
         part, turn, label = _place(record)
         if not isinstance(label, str) or not isinstance(turn, int | None):
-            raise ValueError("a damaged row can hold values of any type")
+            raise ValueError("a label or turn number in a damaged row has a wrong type")
         digest = record.digest if isinstance(record, Turn) else _item_digest(record)
         self.parts.setdefault(part, []).append(HeadItem(turn, label, digest))
 
@@ -92,18 +92,18 @@ class Head:
     """A head read from a file."""
 
     digest: str
-    """Digest of the record."""
+    """The record's digest."""
     created_at: float
     """Unix seconds."""
     sessions: Mapping[str, SessionHead]
-    """Sessions by id, in order of creation."""
+    """The sessions by id, in order of creation."""
 
 
 class HeadWriter:
-    """Writes a head, one session after the other."""
+    """Writes a head, session by session."""
 
     def __init__(self, file: IO[bytes], key: Path | None = None) -> None:
-        """Begin a head. It is signed if `key` is given, a PEM file with an Ed25519 private key."""
+        """Begin a head. Pass `key`, a PEM file with an Ed25519 private key, to sign it."""
         self._file = file
         self._key = None if key is None else _ed25519(key, "private")
         self._digests: list[bytes] = []
@@ -124,14 +124,14 @@ class HeadWriter:
 
 
 def read_head(path: Path, public_key: Path | None = None) -> Head:
-    """Read a head from a file. With `public_key`, a PEM file with an Ed25519 key, check the signature.
+    """Read a head from a file. With `public_key`, a PEM file with an Ed25519 public key, check the signature.
 
     Raises `InvalidRequest` if the file is not a head, is damaged, or lacks a valid signature.
     """
     try:
         document = json.loads(path.read_bytes())
         if document["format"] != FORMAT:
-            raise InvalidRequest(f"{path} is a head of another format: {document['format']}", "against")
+            raise InvalidRequest(f"{path} has format {document['format']}, expected {FORMAT}", "against")
         sessions = {}
         for parts in document["sessions"]:
             session_id = parts.pop("session_id")
@@ -143,7 +143,7 @@ def read_head(path: Path, public_key: Path | None = None) -> Head:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InvalidRequest(f"{path} is not a head; `tokentape verify --head-out` writes them", "against") from None
     if _record_digest([session.digest.encode() for session in sessions.values()]) != digest:
-        raise InvalidRequest(f"{path} was damaged or changed: its parts do not have its digest {digest}", "against")
+        raise InvalidRequest(f"{path} was damaged or changed: its parts do not match its digest {digest}", "against")
     if public_key is not None:
         _check_signature(public_key, path, digest, created_at, signature)
     return Head(digest, created_at, sessions)
@@ -156,11 +156,11 @@ class HeadComparison:
         self._head = head
         self._sessions: list[str] = []
         self.added: Counter[str] = Counter()
-        """Number of new sessions, and of new items in other sessions, by part."""
+        """The number of new sessions, and of new items in existing sessions, by part."""
         self.problems: list[tuple[str, str, int | None]] = []
-        """Text, session and turn of each change."""
+        """(text, session id, turn) for each change."""
         self.additions: list[tuple[str, str, int | None]] = []
-        """Text, session and turn of each kind of addition to a session."""
+        """(text, session id, turn) for each new session and each part of a session with additions."""
 
     def add(self, now: SessionHead) -> None:
         """Compare a session with the head. Call it for all sessions in order of creation."""
@@ -172,7 +172,7 @@ class HeadComparison:
             self._compare(now.session_id, part, before.parts.get(part, []), now.parts.get(part, []))
 
     def finish(self, *, ordered: bool) -> None:
-        """Compare the list of sessions, and with `ordered` also their order."""
+        """Compare the list of sessions and, with `ordered`, their order."""
         before, now = self._head.sessions, self._sessions
         if not ordered:
             present = set(now)
@@ -207,13 +207,13 @@ MOVED, INSERTED = "was moved", "was inserted before others"
 
 
 def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[str, HeadItem]], list[HeadItem]]:
-    """Return the changes of a head's items, as pairs of text and item, and the items that were added after them."""
+    """Return the changes to a head's items, as (text, item), and the items that were added after them."""
     if now[: len(before)] == before:
         return [], now[len(before) :]
     old, places = _numbered(before), {entry: place for place, entry in enumerate(_numbered(now))}
     earlier = set(old)
     staying = _longest_rising([places[entry] for entry in old if entry in places])
-    # New items by the last staying item before them and their turn and label, which stay if their contents change.
+    # Key new items by the last unmoved item before them and by turn and label, which a change of contents keeps.
     new: dict[tuple[int, tuple[int | None, str]], list[HeadItem]] = {}
     gap = -1
     for entry, place in places.items():
@@ -263,7 +263,7 @@ def _longest_rising(places: list[int]) -> set[int]:
 
 
 def _replaced(before: list[HeadItem], now: list[HeadItem]) -> set[HeadItem]:
-    """Return the columns of a head that have newer values now: a client's new values replace the old ones."""
+    """Return the columns in a head that now have newer values, because a client's new values replace old values."""
     old, present = set(before), set(now)
     newest: dict[tuple[int | None, str], float] = {}
     replaced = set()
@@ -310,7 +310,7 @@ def _item_digest(record: Any) -> str:
 
 
 def _digest(kind: type, plain: object, *arrays: bytes) -> str:
-    # Names are fixed here, because digests must stay valid if a class is renamed.
+    # The name is fixed because digests must stay valid if a class is renamed.
     name = "Answer" if kind is RecordedReply else kind.__name__
     return digest_of(b"tokentape item 1", name.encode(), canonical_json(plain).encode(), *arrays)
 
@@ -332,11 +332,11 @@ def _check_signature(key: Path, path: Path, digest: str, created_at: float, sign
     try:
         public.verify(bytes.fromhex(str(signature)), _message(digest, created_at))
     except (InvalidSignature, ValueError):
-        raise InvalidRequest(f"{path} was changed, or was not signed with the key of {key}", "against") from None
+        raise InvalidRequest(f"{path} was changed, or was not signed with the key for {key}", "against") from None
 
 
 def _ed25519(path: Path, kind: str) -> Any:
-    """Read a private or public key (`kind`) from a PEM file. Raises `InvalidRequest` if the file has none."""
+    """Read a "private" or "public" key (`kind`) from a PEM file. Raises `InvalidRequest` if it contains no such key."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization

@@ -1,4 +1,4 @@
-"""List sessions, filtered and sorted, a page at a time, and find sessions that have changed."""
+"""List sessions page by page, filtered and sorted, and find sessions that have changed."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _BYTES_PER_ID = 4
 @dataclass(frozen=True, slots=True)
 class Listing:
     owner: str | None = None
-    """Only sessions of this API key; None for all."""
+    """Only sessions that belong to this API key; None for all."""
     search: str = ""
     """Only sessions with this text in their id or metadata, ignoring case."""
     fork: str = ""
-    """Sessions with a fork of this cause; `any`, `none`, or empty for all."""
+    """Only sessions with this fork cause, `any` fork, or `none`; empty for all sessions."""
     reward_min: float | None = None
     reward_max: float | None = None
     since: float | None = None
-    """Created at this time, in Unix seconds, or later."""
+    """Only sessions created at this time, in Unix seconds, or later."""
     until: float | None = None
-    """Created before this time."""
+    """Only sessions created before this time."""
     weights: str = ""
     """Only sessions with a turn that began with this weight version."""
     metadata: Sequence[tuple[str, str]] = ()
-    """Keys of the metadata, at any depth, with their values as text or as JSON, whatever the case of their letters,
-    within the limits of `metadata_spellings`."""
+    """Only sessions with these (key, value) pairs in their metadata, at any depth. Values are text or JSON; case is
+    ignored within the limits of `metadata_spellings`."""
     session_ids: Sequence[str] | None = None
-    """Only these sessions, at most some hundreds."""
+    """Only these sessions, at most a few hundred."""
     sort: SortKey = "created"
     descending: bool = True
     offset: int = 0
@@ -58,18 +58,18 @@ class Listing:
 class SessionSummary:
     info: SessionInfo
     position: int
-    """Rank in order of creation, the cursor for the next page. It grows, is never reused, and may have gaps."""
+    """The rank in order of creation, the cursor for the next page. It grows, is never reused, and may have gaps."""
     turns: int
     tokens: int
     """Unique tokens: each added or sampled token counts once, however many contexts contain it."""
     sampled_tokens: int
     forks: int = 0
     aborted: int | None = None
-    """Aborted turns. None for those of a file, which doesn't say."""
+    """The number of aborted turns; None if read from a file, which does not contain it."""
     reward: float | None = None
-    """The session's newest reward, else the newest one of one of its paths."""
+    """The session's newest reward, else the newest reward for any of its paths."""
     last_at: float | None = None
-    """Time of the last turn, in Unix seconds."""
+    """The last turn's time, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ListedPage:
 
 
 def list_page(connection: Connection, listing: Listing) -> ListedPage:
-    """Return one page. Its cost grows with the page if sorted by creation, and with the record otherwise."""
+    """Return one page. The cost grows with the page if sorted by creation, and with the record otherwise."""
     table = schema.sessions
     conditions = _conditions(listing)
     total = connection.execute(select(func.count()).select_from(table).where(*conditions)).scalar_one()
@@ -125,14 +125,14 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
 
 
 def extents(connection: Connection, listing: Listing) -> dict[str, tuple[str, Extent]]:
-    """Map sessions, newest first, to their owner and extent. This costs a few look-ups per session."""
+    """Map session ids, newest first, to (owner, extent). This costs a few look-ups per session."""
     statement = select(schema.sessions, *EXTENT_COLUMNS).where(*_conditions(listing))
     newest_first = statement.order_by(schema.sessions.c.position.desc()).limit(listing.limit).offset(listing.offset)
     return {row.session_id: (row.owner, extent_of(row)) for row in connection.execute(newest_first)}
 
 
 def extent_of(row: Row[Any]) -> Extent:
-    """Return the extent of a row with `EXTENT_COLUMNS`, or of `schema.snapshot_sessions`."""
+    """Return the extent in a row with `EXTENT_COLUMNS` or a row from `schema.snapshot_sessions`."""
     return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event)
 
 
@@ -150,7 +150,7 @@ def _conditions(listing: Listing) -> list[ColumnElement[bool]]:
     if listing.session_ids is not None:
         conditions.append(sessions.session_id.in_(listing.session_ids))
     if listing.search:
-        # Metadata is kept as ASCII JSON; a quote may be one of its own.
+        # Metadata is stored as ASCII JSON; a quote in the search text may be one of the JSON's quotes.
         spelled = json.dumps(listing.search)[1:-1].replace('\\"', '"')
         conditions.append(
             or_(
@@ -175,10 +175,10 @@ def _conditions(listing: Listing) -> list[ColumnElement[bool]]:
 
 
 def metadata_spellings(key: str, value: str) -> list[str]:
-    """Return texts such that metadata with this key and value, at any depth, has one of them in its canonical JSON.
+    """Return texts of which metadata with this key and value, at any depth, contains one in its canonical JSON.
 
-    Quotes inside JSON strings are escaped, so no string looks like a key. Letters outside ASCII are escaped, so case
-    matters for them, except in a value all in lower or upper case, or with only its first letter in upper case.
+    Quotes inside JSON strings are escaped, so no string looks like a key. Letters outside ASCII are escaped, so their
+    case matters, except in values that are all lower case, all upper case, or capitalized.
     """
     values = {json.dumps(spelling) for spelling in (value, value.lower(), value.upper(), value.capitalize())} | {value}
     with suppress(ValueError, RecursionError, InvalidRequest):
@@ -222,7 +222,7 @@ EXTENT_COLUMNS = (
         )
     ),
 )
-"""The columns to select with a session for its current extent."""
+"""The columns to select with a session to get its current extent."""
 _REWARD = func.coalesce(_newest_reward("session"), _newest_reward("trajectory"))
 
 _SORT_KEYS: dict[SortKey, ColumnElement[Any]] = {

@@ -1,4 +1,4 @@
-"""Locations of records: a data directory, the URL of a database, or an archive. Their form tells which."""
+"""Open records by location: a data directory, a database URL, or an archive. The location's form shows which."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokentape.store._served_model import MODEL_NAME, ServedModel, read_served_m
 from tokentape.store._sqlite import DATABASE_NAME, SqliteStore
 
 EXPECTED = "a data directory, postgresql://user@host/database, an archive"
-"""The kinds of locations, for messages."""
+"""The kinds of locations, for error messages."""
 
 
 def is_record(location: str | Path) -> bool:
@@ -27,41 +27,41 @@ def open_record(
 ) -> Store:
     """Open the record at `location`: a directory, `postgresql://...`, or, if `read_only`, an archive.
 
-    Raises like `SqliteStore.open`, `PostgresStore.open` and `open_archive`, and `InvalidRequest` for an archive without
-    `read_only`.
+    Raises like `SqliteStore.open`, `PostgresStore.open` and `open_archive`, and `InvalidRequest` if the location is an
+    archive but `read_only` is false.
     """
     if is_url(str(location)):
         return PostgresStore.open(str(location), synchronous=synchronous, read_only=read_only)
     if is_archive(location):
         if not read_only:
             raise InvalidRequest(
-                f"{shown(location)} is an archive, which is only read; name a data directory or database", "store"
+                f"{shown(location)} is an archive, which is read-only; name a data directory or database", "store"
             )
         return open_archive(str(location))
     return SqliteStore.open(location, synchronous=synchronous, read_only=read_only)
 
 
 def refuse_output(path: Path | None, *inputs: str | Path | None) -> None:
-    """Raise `InvalidRequest` if a command that reads `inputs` must not write to the file `path`, if given.
+    """Raise `InvalidRequest` if a command that reads `inputs` must not write to the file `path`, unless it is None.
 
-    The folder of `path` must exist. The file must not replace an input, a file of a record, or, except for lockfiles
-    and reports, a file in an input folder.
+    The folder of `path` must exist. The file must not replace an input, a record's file, or a file in an input folder
+    (except lockfiles and reports).
     """
     if path is None:
         return
     target = path.resolve()
     folder = target.parent
     if not folder.is_dir():
-        raise InvalidRequest(f"{path} can't be written: there is no folder {folder}; make it, or name another file")
+        raise InvalidRequest(f"{path} can't be written: {folder} does not exist; create it, or name a different file")
     named = target.name in (DATABASE_NAME, LOCK_NAME, MODEL_NAME) or target.name.startswith(f"{DATABASE_NAME}-")
     if (named and (folder / DATABASE_NAME).exists()) or any((parent / MARKER).exists() for parent in target.parents):
-        raise InvalidRequest(f"{path} is a file of a record, which it would replace; name another file")
+        raise InvalidRequest(f"{path} would replace a record's file; name a different file")
     for source in (Path(name) for name in inputs if name):
         if not (target.exists() and source.exists()):
             continue
         inside = source.resolve() in target.parents and target.suffix not in (".lock", ".html")
         if inside or target.samefile(source):
-            raise InvalidRequest(f"{path} is read by this command, which would replace it; name another file")
+            raise InvalidRequest(f"{path} is an input of this command, which would replace it; name a different file")
 
 
 def shown(location: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""File locks of a data directory. The kernel releases them when their holder dies."""
+"""Lock a data directory with file locks. The kernel releases them when their holder dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = ("tokentape.turn", "tokentape.next")
 
 
 def make_directory(directory: Path) -> None:
-    """Create a data directory unless it exists. Raises `StoreError` if that fails, or if it can't be written to."""
+    """Create a data directory unless it exists. Raises `StoreError` if that fails or the directory is not writable."""
     problem = ""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,9 +32,9 @@ def make_directory(directory: Path) -> None:
 
 
 class DirectoryLock:
-    """Holds `directory` for this process until `release` or the process's end. Raises `StoreLocked`.
+    """Locks `directory` for this process until `release` or the process ends. Raises `StoreLocked`.
 
-    The lock file is never removed, or else two processes could hold locks on two files with the same name. Its
+    The lock file is never removed; otherwise two processes could hold locks on two files with the same name. Its
     contents, the holder's pid, are only for people.
     """
 
@@ -57,15 +57,15 @@ class DirectoryLock:
         os.close(self._file)
 
     def fileno(self) -> int:
-        """Return the lock's file descriptor. A process that inherits it holds the directory too."""
+        """Return the lock's file descriptor. A process that inherits it also holds the lock."""
         return self._file
 
 
 class InterprocessLock:
-    """Lets one process at a time write to `directory`, in the order of requests. For one thread of each process.
+    """Lets one process at a time write to `directory`, in order of requests. Use it from one thread per process.
 
-    A process waiting for the first of two locks holds the second one, so that the last writer can't overtake a process
-    that waits.
+    A process that waits for the first of two locks holds the second lock, so that the last writer can't overtake a
+    waiting process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -91,9 +91,9 @@ class InterprocessLock:
 
 
 class FilesInUse:
-    """Detects that one of these files of `directory` was removed or replaced while processes have it open.
+    """Detects that one of these files in `directory` was removed or replaced while processes have it open.
 
-    A process can continue to write to a removed file, but the data are lost at its end.
+    A process can continue to write to a removed file, but the data are lost when the process ends.
     """
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
@@ -101,7 +101,7 @@ class FilesInUse:
         self._inodes = [(name, path, inode) for name, path in paths.items() if (inode := _inode(path)) is not None]
 
     def changed(self) -> list[str]:
-        """Return the names of the files that are missing or replaced."""
+        """Return the names of the files that were removed or replaced."""
         return [name for name, path, inode in self._inodes if _inode(path) != inode]
 
 

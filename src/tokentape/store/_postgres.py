@@ -1,9 +1,9 @@
-"""The durable record in PostgreSQL: any number of gateways can write to one database at the same time.
+"""Keep the durable record in PostgreSQL, where any number of gateways can write to one database at the same time.
 
-Each transaction first takes advisory locks on what it changes, always in the same order, so that there are no
-deadlocks: one lock per session, or a lock on all sessions to number them or to take a consistent snapshot.
-So the records of a session are totally ordered, as with SQLite's one writer: positions grow in the order in which they
-become visible, and each turn number is used once. Reads take no lock.
+To avoid deadlocks, each transaction first takes advisory locks on what it changes, always in the same order: one lock
+per session, or a lock on all sessions to number them or to take a consistent snapshot. A session's records are
+therefore totally ordered, as with SQLite's single writer: positions grow in the order in which they become visible,
+and each turn number is used once. Reads take no lock.
 
 `psycopg` (extra `postgres`) is imported on first use.
 """
@@ -32,10 +32,10 @@ from tokentape.store._served_model import ServedModel
 Durability: TypeAlias = Literal["FULL", "NORMAL"]
 
 RECORD_LOCK = 0x746F6B656E746170
-"""Advisory lock of the whole record, `tokentap` in ASCII. Transactions that change sessions share it."""
+"""The advisory lock for the whole record, `tokentap` in ASCII. Transactions that change sessions share it."""
 
 LOCK_SECONDS = 30
-"""How long to wait for other writers' locks, and how long the server lets an idle transaction keep them."""
+"""How long to wait for other writers' locks, and how long an idle transaction may keep its locks."""
 
 _SERVED_MODEL = "served_model"
 _IS_POSTGRES = ("postgresql", "postgres")
@@ -54,7 +54,7 @@ def without_password(location: str) -> str:
 class PostgresStore(Store):
     """The record in a PostgreSQL database. Create one with `open`.
 
-    The URL can have `host`, `port`, `user`, `dbname` and so on. libpq's `PG*` variables supply missing parts. The
+    The URL can contain `host`, `port`, `user`, `dbname` and so on. libpq's `PG*` variables supply missing parts. The
     tables are in the connection's `search_path`.
 
         store = PostgresStore.open("postgresql://tokentape@db.internal/runs")
@@ -67,12 +67,12 @@ class PostgresStore(Store):
 
     @classmethod
     def open(cls, url: str, *, synchronous: Durability = "FULL", read_only: bool = False) -> Self:
-        """Open the database. Create its tables if it is empty, and migrate those of an older version.
+        """Open the database. Create its tables if it is empty, and migrate tables from older versions.
 
-        `synchronous="NORMAL"` does not wait for the server's disk, so a crash of the server can lose the last records.
-        `read_only` changes nothing. Raises `StoreUnavailable` if there is no connection, `InvalidRequest` for an
-        invalid URL or if `psycopg` is missing, `StoreCorrupt` if the tables are not Tokentape's, and `StoreError` for
-        tables of a newer version, a user without rights, or a server that does not flush.
+        `synchronous="NORMAL"` does not wait for the server's disk, so a server crash can lose the last records. With
+        `read_only`, nothing is changed. Raises `StoreUnavailable` if the server can't be reached, `InvalidRequest` if
+        the URL is invalid or `psycopg` is missing, `StoreCorrupt` if the tables are not Tokentape's, and `StoreError`
+        if their version is newer, the user lacks rights, or the server does not flush.
         """
         address = _url(url)
         with ExitStack() as undo:
@@ -98,12 +98,12 @@ class PostgresStore(Store):
         try:
             return super().session_state(session_id, newest)
         except StoreUnavailable:
-            # After one closed connection, all idle ones are discarded, so the next connection is new.
+            # After a closed connection, all idle connections are discarded, so the next connection is new.
             return super().session_state(session_id, newest)
 
     @contextmanager
     def reading_once(self) -> Iterator[Connection]:
-        """Give a connection for one statement, without a transaction. Private to the package."""
+        """Yield a connection for one statement, without a transaction. Private to the package."""
         with self._connected(self._once) as connection:
             yield connection
 
@@ -123,7 +123,7 @@ class PostgresStore(Store):
 
 
 def explain(error: DBAPIError) -> StoreFailure:
-    """Convert an error of PostgreSQL (https://www.postgresql.org/docs/current/errcodes-appendix.html) to a failure.
+    """Convert a PostgreSQL error (https://www.postgresql.org/docs/current/errcodes-appendix.html) to a failure.
 
     No failure is fatal: if a flush fails, the server restarts and recovers from its disk.
     """
@@ -132,7 +132,7 @@ def explain(error: DBAPIError) -> StoreFailure:
         return failure
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
         return _LOST
-    return StoreFailure(StoreError, f"the database refused (SQLSTATE {state})")
+    return StoreFailure(StoreError, f"the database refused the operation (SQLSTATE {state})")
 
 
 _LOST = StoreFailure(
@@ -142,13 +142,13 @@ _FAILURES = {
     "23505": StoreFailure(Conflict, "this is already recorded"),
     "23503": StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded"),
     "53100": StoreFailure(
-        StoreFull, "the database server's disk is full; nothing was recorded; make room and try again"
+        StoreFull, "the database server's disk is full; nothing was recorded; free up space and try again"
     ),
     "55P03": StoreFailure(
         StoreUnavailable, f"another gateway has been writing for {LOCK_SECONDS} s; nothing was recorded; try again"
     ),
     **{
-        state: StoreFailure(StoreError, f"the database refuses this user or takes no writes (SQLSTATE {state})")
+        state: StoreFailure(StoreError, f"the database refuses this user or is read-only (SQLSTATE {state})")
         for state in ("42501", "25006")
     },
 }
@@ -161,7 +161,7 @@ def connect(engine: Engine) -> Connection:
     try:
         return engine.connect()
     except DBAPIError as error:
-        # It has no SQLSTATE, so `explain` can't tell a wrong password from a server that is down.
+        # The error has no SQLSTATE, so `explain` can't tell a wrong password from a server that is down.
         reason = str(error.orig).strip().partition("\n")[0]
         raise StoreUnavailable(f"the database can't be opened: {reason}") from None
 
@@ -169,7 +169,7 @@ def connect(engine: Engine) -> Connection:
 def reading_engine(url: str | URL) -> Engine:
     """Return an engine for read-only transactions that each see one state of the database."""
     url = _url(url) if isinstance(url, str) else url
-    # Ping connections, to detect a restarted server before a request fails.
+    # Ping connections to detect a restarted server before a request fails.
     engine = _engine(url, "REPEATABLE READ", max_overflow=20, pool_pre_ping=True)
     return engine.execution_options(postgresql_readonly=True)
 
@@ -181,7 +181,7 @@ def _asking_engine(url: URL) -> Engine:
 
 def _writing_engine(url: URL, synchronous: Durability) -> Engine:
     engine = _engine(url, "READ COMMITTED", poolclass=NullPool)
-    # Set per transaction, since the connection may be a pooler's. All settings take one round trip.
+    # Set per transaction because the connection may be a pooler's. All settings take one round trip.
     begin = (
         f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
         f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS}s'; "
@@ -211,13 +211,13 @@ def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
 
 
 def _key(name: str) -> int:
-    """Return the lock number of a name. Names share a number with probability 2^-63, and then also a lock."""
+    """Return the lock number for a name. Two names share a number, and so a lock, with probability 2^-63."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big", signed=True)
 
 
 _CONNECTION = {
     "connect_timeout": 10,
-    # A server that does not respond is given up after about 25 s.
+    # Give up on a server that does not respond after about 25 s.
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -225,14 +225,14 @@ _CONNECTION = {
 
 
 def _refuse_unsafe(connection: Connection, synchronous: Durability) -> None:
-    """Raise `StoreError` if the server's settings could lose acknowledged turns that should survive a power cut."""
+    """Raise `StoreError` if, with the server's settings, a power cut could lose acknowledged turns."""
     if synchronous == "NORMAL":
         return
     for setting in ("fsync", "full_page_writes", "synchronous_commit"):
         if connection.exec_driver_sql(f"SHOW {setting}").scalar_one() == "off":
             raise StoreError(
-                f"the database server has {setting} off: what it has acknowledged can be lost; set it to on, or accept "
-                "that with synchronous = normal"
+                f"the database server has {setting} off: acknowledged turns can be lost; set it to on, or accept that "
+                "with synchronous = normal"
             )
 
 
@@ -251,7 +251,7 @@ def _parsed(location: str) -> URL:
     try:
         url = make_url(location)
     except (ArgumentError, ValueError):
-        raise InvalidRequest(f"the store's URL can't be read; {expected}", "store") from None
+        raise InvalidRequest(f"the store's URL is invalid; {expected}", "store") from None
     if url.drivername.partition("+")[0] not in _IS_POSTGRES:
-        raise InvalidRequest(f"the store's URL is not one of PostgreSQL; {expected}", "store")
+        raise InvalidRequest(f"the store's URL is not a PostgreSQL URL; {expected}", "store")
     return url

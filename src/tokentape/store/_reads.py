@@ -1,4 +1,4 @@
-"""Reads of sessions, each within the transaction of its connection, and exports of their trajectories."""
+"""Read sessions, each within its connection's transaction, and export their trajectories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StoredSession:
 
     info: SessionInfo
     setups: Mapping[str, Setup]
-    """The setups of the turns, by digest."""
+    """The turns' setups, by digest."""
     turns: tuple[Turn, ...]
     """In order of `seq`, which counts from 0."""
     rewards: tuple[Reward, ...]
@@ -55,9 +55,9 @@ class StoredSession:
     events: tuple[Event, ...] = ()
     """In order of arrival."""
     columns: tuple[TurnColumn, ...] = ()
-    """In order of arrival; empty unless they were asked for."""
+    """In order of arrival; empty unless loaded with `per_token`."""
     payloads: tuple[TurnPayload, ...] = ()
-    """In order of their turns; empty unless they were asked for."""
+    """In order of their turns; empty unless loaded with `per_token`."""
 
     def tree(self) -> Session:
         """Return the session as a tree. Repeated calls return the same object."""
@@ -68,9 +68,9 @@ class StoredSession:
         return Session(self.info, self.turns, self.events)
 
     def trajectories(self, *, unread: bool = False, edges: Sequence[LineageEdge] | None = None) -> list[Trajectory]:
-        """Return one trajectory per leaf, with columns and payloads if these were loaded. See `session.flatten`.
+        """Return one trajectory per leaf, with columns and payloads if they were loaded. See `session.flatten`.
 
-        `unread` includes turns that no client read. `edges`, from `lineage_of`, give trajectories their roles.
+        `unread` includes turns that no client read. Pass `edges` from `lineage_of` to set the trajectories' roles.
         """
         data = self.rewards, self.columns, self.payloads, self.events
         return trajectories(self.tree(), *data, unread=unread, edges=edges)
@@ -78,12 +78,12 @@ class StoredSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionProgress:
-    """The current state of a session in the record, to compare with the session in memory."""
+    """A session's current state in the record, to compare with the session in memory."""
 
     created_at: float
     turns: int
     digest: str | None
-    """Digest of the last turn known to the caller; None if the session has no such turn."""
+    """The digest of the last turn that the caller knows; None if the session has no such turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,15 @@ class Extent:
     """The part of a session that was recorded up to some moment."""
 
     position: int
-    """Position of the session. A later session with the same id has another one."""
+    """The session's position. A later session with the same id has a different position."""
     turns: int
-    """Number of turns."""
+    """The number of turns."""
     last_reward: int
-    """Rewards up to this position."""
+    """The position of the last reward."""
     last_column: int
-    """Columns up to this position."""
+    """The position of the last column."""
     last_event: int = 0
-    """Events up to this position."""
+    """The position of the last event."""
 
 
 _Compare: TypeAlias = Callable[[Any, Any], Any]
@@ -126,7 +126,7 @@ def load_session(
 def load_sessions(
     connection: Connection, session_ids: Sequence[str], *, per_token: bool = False, extent: Extent | None = None
 ) -> list[StoredSession]:
-    """Load the sessions that exist, like `Store.load_session`. A few statements read all of them."""
+    """Load the sessions that exist, like `Store.load_session`, with a few statements for all of them."""
     read, last = _Reading(connection, session_ids), extent or _WHOLE
     infos = read.records(schema.sessions.c.position, ge if extent is None else eq, last.position)
     turns = {
@@ -178,14 +178,14 @@ def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Eve
 
 @cache
 def _statement(order: Column[int], compare: _Compare, column: Column[Any], several: bool) -> Select[Any]:
-    """Return the statement that reads the records of one session or several. To make it costs more than to run it."""
+    """Return the statement that reads the records of one or `several` sessions. Building it costs more than running."""
     of = order.table.c.session_id
     condition = of.in_(bindparam("session_ids", expanding=True)) if several else of == bindparam("session_id")
     return select(order.table).where(condition, compare(column, bindparam("value"))).order_by(of, order)
 
 
 class _Reading:
-    """Reads the records of some sessions in one transaction."""
+    """Reads several sessions' records in one transaction."""
 
     def __init__(self, connection: Connection, session_ids: Sequence[str]) -> None:
         self._connection, self._session_ids = connection, session_ids
@@ -193,7 +193,7 @@ class _Reading:
     def records(
         self, order: Column[int], compare: _Compare, value: int | str, column: Column[Any] | None = None
     ) -> dict[str, tuple[Any, ...]]:
-        """Load the records of a table for which `compare(column or order, value)`, by session."""
+        """Load a table's records that satisfy `compare(column or order, value)`, by session."""
         table, several = order.table, len(self._session_ids) > 1
         assert isinstance(table, Table)
         statement = _statement(order, compare, order if column is None else column, several)
@@ -207,12 +207,12 @@ class _Reading:
         return {session_id: tuple(records) for session_id, records in by_session.items()}
 
     def checked(self, session_id: str, turns: tuple[Turn, ...], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
-        """Return the turns, after a check of their hash chain, which follows `known` turns."""
+        """Check the turns' hash chain, which continues the `known` turns, and return the turns."""
         digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
         for seq, turn in enumerate(turns, len(known)):
             if turn.seq != seq or not chained(turn, digests.get(turn.parent)):
                 raise StoreCorrupt(
-                    f"turn {turn.seq} of session {session_id!r} doesn't fit the hash chain; "
+                    f"turn {turn.seq} of session {session_id!r} doesn't match the hash chain; "
                     "run `tokentape verify` to see what else is damaged"
                 )
             digests[turn.seq] = turn.digest
@@ -225,18 +225,18 @@ class _Reading:
 
 
 def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Yield `items` in lists of up to `size`."""
+    """Yield `items` in lists of at most `size`."""
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
 
 
 def together(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
-    """Yield the ids of sessions in order, in lists of sessions that have at most `most` tokens. `sizes` are theirs."""
+    """Yield session ids in order, in lists of sessions with at most `most` tokens, given (id, tokens) in `sizes`."""
     chunk: list[str] = []
     room = most
     for session_id, tokens in sizes:
-        size = tokens + 256  # so that there are at most some hundred
+        size = tokens + 256  # so that a list has at most a few hundred sessions
         if chunk and size > room:
             yield chunk
             chunk, room = [], most
@@ -247,7 +247,7 @@ def together(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]
 
 
 def lineage_of(load: Callable[[str], StoredSession], stored: StoredSession) -> list[LineageEdge]:
-    """Return the edges of a session's branches. Parents named by headers count if their owner is the same."""
+    """Return the edges of a session's branches. Parent sessions named in headers must have the same owner."""
     others = []
     for session_id in sorted(parent_sessions(stored.tree())):
         try:
@@ -266,9 +266,9 @@ class ExportCounts:
     tokens: int = 0
     trained_tokens: int = 0
     other_verdicts: dict[str, int] = field(default_factory=dict, repr=False)
-    """Number of trajectories that the filter of verdicts excluded, by verdict."""
+    """The number of trajectories that the verdict filter excluded, by verdict."""
     other_roles: dict[str, int] = field(default_factory=dict, repr=False)
-    """Number of trajectories that the filter of roles excluded, by role."""
+    """The number of trajectories that the role filter excluded, by role."""
 
     def add(self, other: ExportCounts) -> None:
         self.sessions += other.sessions
@@ -289,14 +289,14 @@ def exported(
     store: Store | None = None,
     roles: Sequence[str] | None = None,
 ) -> Iterator[Trajectory]:
-    """Yield the trajectories of sessions that have one of `verdicts`; None stands for all. Update `counts`.
+    """Yield the sessions' trajectories whose verdict matches `verdicts` (None: all), and update `counts`.
 
-    Only columns and payloads named by `extra` are included: more can be recorded while a file with fixed columns is
-    written. Masks don't depend on `verdicts`: turns trained on an excluded branch are not trained on another one. Turns
-    that no client read are exported only with `unread`. With `store` trajectories have a role, and `roles` selects
-    those to export.
+    Only columns and payloads named in `extra` are included: more can be recorded while a file with fixed columns is
+    written. Masks don't depend on `verdicts`: turns trained on an excluded branch are not trained on a different
+    branch. Turns that no client read are exported only with `unread`. With `store`, trajectories have roles, and
+    `roles` selects by role.
     """
-    # A small cache suffices, because children of one parent are adjacent.
+    # A small cache suffices because children of the same parent are adjacent.
     load = None if store is None else lru_cache(8)(store.load_session)
     for stored in sessions:
         counts.sessions += 1

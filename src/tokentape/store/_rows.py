@@ -40,17 +40,17 @@ from tokentape.types import (
 )
 
 Record: TypeAlias = SessionInfo | Setup | Media | Turn | RecordedReply | Reward | Event | TurnColumn | TurnPayload
-"""A record that can be written to a store."""
+"""Any record that can be written to a store."""
 
 Values: TypeAlias = dict[str, Any]
-"""One row of one table, by column name."""
+"""A table row, by column name."""
 
 _LEVEL = 4
-"""Compression level for JSON. zlib's default, 6, takes 10 % more time for 1,400 characters and 2.7 times as much for
-400,000, and its output is 0.5 % and 5 % smaller."""
+"""The compression level for JSON. zlib's default, 6, takes 10 % more time for 1,400 characters and 2.7 times the time
+for 400,000; its output is 0.5 % and 5 % smaller."""
 
 _SHORT = 4096
-"""Most bytes that are compressed within a window of 4 KiB, which holds all of them."""
+"""The maximum number of bytes that are compressed with a 4 KiB window, which fits all of them."""
 
 
 def encode(record: Record) -> tuple[Table, Values]:
@@ -63,15 +63,15 @@ def encode(record: Record) -> tuple[Table, Values]:
     more: Values = {}
     match record:
         case Media() if hashlib.sha256(record.data).hexdigest() != record.sha256:
-            raise InvariantViolation(f"media have the hash {record.sha256!r}, which is not that of their bytes")
+            raise InvariantViolation(f"media have the hash {record.sha256!r}, which does not match their bytes")
         case RecordedReply():
             first, choices = record.turns[0], len(record.turns)
             if record.turns != tuple(range(first, first + choices)):
-                raise InvariantViolation(f"the choices of a call are recorded one after the other, not {record.turns}")
+                raise InvariantViolation(f"a call's choices must be consecutive turns, not {record.turns}")
             more = {"first_turn": first, "choices": choices}
         case Reward():
             if record.turn is not None and record.leaf is not None:
-                raise InvariantViolation("a reward is for a turn or for the path that ends with a leaf, not for both")
+                raise InvariantViolation("a reward can't have both a turn and a leaf; set at most one of them")
             scope = "turn" if record.turn is not None else "session" if record.leaf is None else "trajectory"
             more = {"turn": record.leaf if record.turn is None else record.turn, "scope": scope}
         case TurnColumn():
@@ -89,10 +89,10 @@ def encode(record: Record) -> tuple[Table, Values]:
 
 
 def decode(table: Table, row: Row[Any]) -> Any:
-    """Return the record of a row, which begins with the table's columns in order. Arrays can be read-only views of it.
+    """Return a row's record. The row must begin with the table's columns in order. Arrays may be read-only views of it.
 
-    Raises `StoreCorrupt` for an invalid row, and for setups and media that don't fit their digest. The digest of a turn
-    is not checked, since that takes its parent.
+    Raises `StoreCorrupt` if the row is invalid, or if a setup or media don't match their digest. A turn's digest is not
+    checked because that requires its parent.
     """
     name, record = _DECODERS[table]
     try:
@@ -102,7 +102,7 @@ def decode(table: Table, row: Row[Any]) -> Any:
 
 
 def _record(kind: Any, row: Row[Any], **more: Any) -> Any:
-    """Return a record with the fields of the row's columns, and `more` for fields without a column."""
+    """Return a record with the row's columns as fields, and `more` for fields without a column."""
     names, values_of, readers = _reading(kind, tuple(more))
     values = [*values_of(row)]
     for place, read in readers:
@@ -119,7 +119,7 @@ def _setup(row: Row[Any]) -> Setup:
 
 def _media(row: Row[Any]) -> Media:
     if not isinstance(row.data, bytes) or hashlib.sha256(row.data).hexdigest() != row.sha256:
-        raise StoreCorrupt(f"media {row.sha256!r} have another hash")
+        raise StoreCorrupt(f"the bytes of media {row.sha256!r} have a different hash")
     return Media(row.sha256, row.mime, row.data)
 
 
@@ -129,7 +129,7 @@ def _answer(row: Row[Any]) -> Any:
 
 def _reward(row: Row[Any]) -> Any:
     if row.scope not in ("session", "turn", "trajectory") or (row.scope == "session") != (row.turn is None):
-        raise ValueError("a scope that does not fit")
+        raise ValueError("the reward's scope does not match its turn")
     turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)
     return _record(Reward, row, turn=turn, leaf=leaf)
 
@@ -137,7 +137,7 @@ def _reward(row: Row[Any]) -> Any:
 def _column(row: Row[Any]) -> Any:
     values = array_from_bytes("values", _unspoiled(row.data, row.crc32))
     if not np.isfinite(values).all():
-        raise ValueError("a value that is no number")
+        raise ValueError("a value is not a finite number")
     return _record(TurnColumn, row, values=values)
 
 
@@ -146,7 +146,7 @@ def _payload(row: Row[Any]) -> Any:
     data = read_payload(bytes(row.data).decode()) if kind.startswith(EXTERNAL) else row.data
     packed = rows_from_bytes(kind.removeprefix(EXTERNAL), _parsed(row.shape), _unspoiled(data, row.crc32))
     if row.dtype not in ROW_DTYPES:
-        raise ValueError("rows of a type that is not stored")
+        raise ValueError("the rows' dtype is not supported")
     rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
     return _record(TurnPayload, row, rows=rows)
 
@@ -189,7 +189,7 @@ def _distribution_text(distribution: TokenDistribution | None) -> str | None:
 
 def _unspoiled(data: bytes, crc32: int) -> bytes:
     if zlib.crc32(data) != crc32:
-        raise ValueError("these are not the bytes that were written")
+        raise ValueError("the bytes do not match their CRC")
     return data
 
 
@@ -198,7 +198,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _compressed(data: bytes, level: int) -> bytes:
-    """Return `data` compressed. For a few bytes, zlib's defaults take longer to allocate 256 KiB than to compress."""
+    """Compress `data`. For a few bytes, zlib's defaults take longer to allocate 256 KiB than to compress."""
     if len(data) > _SHORT:
         return zlib.compress(data, level)
     short = zlib.compressobj(level, zlib.DEFLATED, 12, 5)
@@ -222,16 +222,16 @@ def _inflate(data: bytes) -> Any:
 
 
 def _parsed(text: str | bytes) -> Any:
-    """Return a JSON value. Raises ValueError for NaN and infinities, which are never written."""
+    """Parse JSON. Raises ValueError for NaN and infinities, which are never written."""
     try:
         return _QUICK.decode(text)
-    except msgspec.DecodeError:  # it does not take lone surrogates
+    except msgspec.DecodeError:  # msgspec does not accept lone surrogates
         return _JSON.decode(text if isinstance(text, str) else text.decode("ascii"))
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError("a number that JSON does not have")
+        raise ValueError(f"{text[:20]} is not a JSON number")
     return value
 
 
@@ -240,19 +240,19 @@ _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _plain(value: Any) -> Any:
-    """Return `value`. Raises `InvalidRequest` for text that databases don't store: with a NUL or a lone surrogate."""
+    """Return `value`. Raises `InvalidRequest` for text with a NUL or lone surrogate, which databases don't store."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidRequest("a name to be recorded holds a lone surrogate") from None
+            raise InvalidRequest("a name to be recorded contains a lone surrogate; remove it") from None
         if "\0" in value:
-            raise InvalidRequest("a name to be recorded holds a NUL character")
+            raise InvalidRequest("a name to be recorded contains a NUL character; remove it")
     return value
 
 
 def _real(value: float) -> float:
-    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which not every database stores."""
+    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which some databases don't store."""
     if not math.isfinite(value):
         raise InvalidRequest(f"{value} is not a finite number")
     return float(value)
@@ -270,7 +270,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "body_digest": (bytes.fromhex, bytes.hex),
     "tools": (json_in_order, lambda text: tuple(_parsed(text))),
     "template_kwargs": (json_in_order, _parsed),
-    # Equal setups, engines and versions become one object, because gateways keep many turns in memory.
+    # Equal setups, engines and versions become one object because gateways keep many turns in memory.
     "setup": (_plain, intern),
     "engine": (_plain, intern),
     "weight_version": (_plain, intern),
@@ -300,7 +300,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda data: () if data is None else _tuples(_inflate(data)),
     ),
 }
-"""By column, how to encode and decode its values. Values of other columns are stored unchanged."""
+"""(encoder, decoder) for each column's values. Values in other columns are stored unchanged."""
 
 _WRITE = {name: write for name, (write, _) in _CODECS.items()}
 _READ = {name: read for name, (_, read) in _CODECS.items()}
@@ -308,15 +308,15 @@ COLUMNS = {
     table: [(column.name, _WRITE.get(column.name, _plain)) for column in table.columns if column.name != "position"]
     for table in _DECODERS
 }
-"""By table, the names of the columns that a writer fills, with their encoders."""
+"""For each table, the names of the columns that a writer fills, with their encoders."""
 
 
 @cache
 def _reading(
     kind: type[Any], more: tuple[str, ...]
 ) -> tuple[tuple[str, ...], Callable[[Row[Any]], tuple[Any, ...]], list[tuple[int, Callable[[Any], Any]]]]:
-    """Return a kind's column names, a function that takes them from a row, and their decoders by place."""
+    """Return a kind's column names, a function that gets their values from a row, and their decoders by index."""
     names = tuple(field.name for field in fields(kind) if field.name not in more)
-    # Values are taken by place, because taking 20 by name takes 7 us.
+    # Get values by index because getting 20 by name takes 7 us.
     places = [_TABLES[kind].c.keys().index(name) for name in names]
     return names, itemgetter(*places), [(place, _READ[name]) for place, name in enumerate(names) if name in _READ]

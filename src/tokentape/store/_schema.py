@@ -1,6 +1,6 @@
-"""The tables of the record, and migrations from older versions.
+"""Define the record's tables, and migrate older versions.
 
-A turn's row holds only its added and sampled ids, never its context. Arrays are blobs of little-endian elements,
+A turn's row contains only its added and sampled ids, never its context. Arrays are blobs of little-endian elements;
 free-form fields are canonical JSON. Columns that compress well are deflated (RFC 1950): the provenance, which has a few
 long runs, and a turn's messages and reply, which would take a third of the database.
 All SQL here works in SQLite and PostgreSQL.
@@ -33,10 +33,10 @@ from tokentape.errors import StoreCorrupt, StoreError
 metadata = MetaData()
 
 _Position = BigInteger().with_variant(Integer, "sqlite")
-"""64-bit integers. SQLite's INTEGER is one, and only a column of that type autoincrements there."""
+"""64-bit integers. In SQLite, INTEGER has 64 bits, and only INTEGER columns autoincrement."""
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
-"""Facts about the whole record: `schema_version`, what its gateways serve, and the versions of their adapters."""
+"""Facts about the whole record: `schema_version`, the model that its gateways serve, and adapter versions."""
 
 sessions = Table(
     "sessions",
@@ -59,7 +59,7 @@ setups = Table(
     Column("date", Text, nullable=False),
     Column("fingerprint", Text, nullable=False),
 )
-"""Setups by digest. They are never deleted, so that gateways need not write one again."""
+"""Setups by digest. They are never deleted, so that gateways need not write them again."""
 
 turns = Table(
     "turns",
@@ -90,7 +90,7 @@ turns = Table(
     Column("adapter", Text),
     ForeignKeyConstraint(["session_id", "parent"], ["turns.session_id", "turns.seq"]),
 )
-"""The primary key is the fence: of two writers of the same turn, one fails."""
+"""The primary key is the fence: if two writers write the same turn, one of them fails."""
 
 answers = Table(
     "answers",
@@ -104,7 +104,7 @@ answers = Table(
     Column("created_at", Double, nullable=False),
     Column("top_logprobs", LargeBinary),
     ForeignKeyConstraint(["session_id", "first_turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
-    # For retries that name no session, at a gateway that has not seen the call.
+    # For retries without a session at a gateway that has not seen the call.
     Index("answers_by_body", "body_digest", "created_at"),
 )
 """Answers, written in the transaction of their turns, so that a retry after a restart finds them."""
@@ -112,13 +112,13 @@ answers = Table(
 rewards = Table(
     "rewards",
     metadata,
-    # Order of arrival: the last reward of a turn counts.
+    # Order of arrival: a turn's last reward counts.
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False, index=True),
     Column("turn", Integer),
     Column("value", Double, nullable=False),
     Column("created_at", Double, nullable=False),
-    # session, turn, or trajectory, which is the path that ends with `turn`.
+    # "session", "turn", or "trajectory" (the path that ends with `turn`).
     Column("scope", Text, nullable=False, server_default="session"),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
     sqlite_autoincrement=True,
@@ -127,7 +127,7 @@ rewards = Table(
 token_columns = Table(
     "token_columns",
     metadata,
-    # Order of arrival: the last values of a name and turn count. Older values stay while a snapshot has them.
+    # Order of arrival: the last values for a name and turn count. Older values are kept while a snapshot has them.
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", Text, nullable=False),
     Column("turn", Integer, nullable=False),
@@ -154,7 +154,7 @@ events = Table(
     Index("events_of_turn", "session_id", "turn", "kind"),
     sqlite_autoincrement=True,
 )
-"""Facts about sessions and turns found after they were recorded. Rows are only appended."""
+"""Facts about sessions and turns that were found after they were recorded. Rows are only appended."""
 
 token_payloads = Table(
     "token_payloads",
@@ -165,8 +165,8 @@ token_payloads = Table(
     Column("start", Integer, nullable=False),
     Column("dtype", Text, nullable=False),
     Column("shape", Text, nullable=False),
-    # Encoding of `data`: the dtype of its elements, which is the narrowest integer type that holds them if `dtype` are
-    # integers. Later releases may add other words, for example for rows of unequal length.
+    # The encoding of `data`: the dtype of its elements (the narrowest integer type that fits them if `dtype` is an
+    # integer type). Later releases may add encodings, for example for rows of unequal length.
     Column("packed", Text, nullable=False),
     Column("data", LargeBinary, nullable=False),
     Column("crc32", BigInteger, nullable=False),
@@ -182,7 +182,7 @@ media = Table(
     Column("mime", Text, nullable=False),
     Column("data", LargeBinary, nullable=False),
 )
-"""Images as received, and settings of image processors. Each is stored once, and while a turn refers to it."""
+"""Images as received, and image processor settings. Each is stored once, as long as a turn refers to it."""
 
 turn_media = Table(
     "turn_media",
@@ -192,7 +192,7 @@ turn_media = Table(
     Column("sha256", ForeignKey("media.sha256"), primary_key=True, index=True),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
 )
-"""The media that each turn's messages refer to, written with the turn."""
+"""The media to which each turn's messages refer, written with the turn."""
 
 snapshots = Table(
     "snapshots",
@@ -204,7 +204,7 @@ snapshots = Table(
     Column("since", ForeignKey("snapshots.snapshot_id")),
     # held, confirmed or released.
     Column("state", Text, nullable=False),
-    # The rest is null until all of the contents have been read once.
+    # Null until the whole contents have been read once.
     Column("digest", Text),
     Column("contents", LargeBinary),
     sqlite_autoincrement=True,
@@ -215,10 +215,10 @@ snapshot_sessions = Table(
     "snapshot_sessions",
     metadata,
     Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), primary_key=True),
-    # Position of the session. A later session with the same id has another one.
+    # The session's position. A later session with the same id has a different position.
     Column("position", _Position, primary_key=True),
     Column("session_id", Text, nullable=False, index=True),
-    # The snapshot has this number of turns, and the rewards, columns and events up to these positions.
+    # The snapshot contains this number of turns, and the rewards, columns and events up to these positions.
     Column("turns", Integer, nullable=False),
     Column("last_reward", _Position, nullable=False),
     Column("last_column", _Position, nullable=False),
@@ -233,17 +233,17 @@ tombstones = Table(
     Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), nullable=False),
     Column("dropped_at", Double, nullable=False),
 )
-"""Sessions that were dropped after a snapshot with them was confirmed. Their ids are not used again."""
+"""Sessions that were dropped after a snapshot that contains them was confirmed. Their ids are never reused."""
 
 gate_changes = Table(
     "gate_changes",
     metadata,
-    # The last one counts.
+    # The last change counts.
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("closed", Integer, nullable=False),
     # 1 if calls in flight are to be aborted.
     Column("abort", Integer, nullable=False),
-    # Name of the new weights, null if it was not given.
+    # The name of the new weights; null if it was not passed.
     Column("weight_version", Text),
     Column("created_at", Double, nullable=False),
     sqlite_autoincrement=True,
@@ -254,13 +254,13 @@ gateways = Table(
     "gateways",
     metadata,
     Column("gateway_id", Text, primary_key=True),
-    # Heartbeat: grows while the gateway runs.
+    # The heartbeat, which grows while the gateway runs.
     Column("beat", _Position, nullable=False),
-    # The newest gate change that it has applied, and the number of its calls in flight.
+    # The newest gate change that the gateway has applied, and the number of its calls in flight.
     Column("heard", _Position, nullable=False),
     Column("under_way", Integer, nullable=False),
 )
-"""The gateways that share the record. The row of a dead one stays until another gateway notices."""
+"""The gateways that share the record. A dead gateway's row stays until a different gateway notices."""
 
 Migration: TypeAlias = Callable[[Connection], None]
 
@@ -285,10 +285,10 @@ VERSION = OLDEST + len(MIGRATIONS)
 
 
 def prepare(connection: Connection) -> None:
-    """Create the tables in an empty database, or migrate an older one to the current version.
+    """Create the tables in an empty database, or migrate an older database to the current version.
 
-    If this raises, the caller has to roll back its transaction. Raises `StoreError` for a database of a version that is
-    not known, and `StoreCorrupt` for one that is not Tokentape's.
+    If this raises, the caller must roll back its transaction. Raises `StoreError` if the database's version is unknown,
+    and `StoreCorrupt` if the database is not Tokentape's.
     """
     version, current = _known_version(connection)
     if version is None:
@@ -305,28 +305,28 @@ def check(connection: Connection) -> None:
     """Raise `StoreError` if the database can't be read without migration, `StoreCorrupt` if it is not Tokentape's."""
     version, current = _known_version(connection)
     if version is None:
-        raise StoreCorrupt("the database is empty; a Tokentape database was expected")
+        raise StoreCorrupt("the database is empty; expected a Tokentape database")
     if version < current:
         raise StoreError(
-            f"the database has schema version {version}, this Tokentape reads {current}; "
-            "start `tokentape serve` with it once, which migrates it"
+            f"the database has schema version {version}, but this Tokentape reads {current}; "
+            "start `tokentape serve` with it once to migrate it"
         )
 
 
 def _known_version(connection: Connection) -> tuple[int | None, int]:
-    """Return the database's version, None if it is empty, and the current one. Raises like `prepare`."""
+    """Return the database's version (None if it is empty) and the current version. Raises like `prepare`."""
     current = OLDEST + len(MIGRATIONS)
     tables = connection.dialect.get_table_names(connection)
     if not tables:
         return None, current
     if meta.name not in tables:
-        raise StoreCorrupt("the database has tables, but not Tokentape's")
+        raise StoreCorrupt("the database has tables, but no Tokentape tables; use a different database")
     value = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
     if not (isinstance(value, str) and value.isascii() and value.isdigit() and int(value) > 0):
-        raise StoreCorrupt("the database names no valid schema version")
+        raise StoreCorrupt("the database has no valid schema version")
     version = int(value)
     if not OLDEST <= version <= current:
         knows = f"knows {current}" if version > current else f"knows {OLDEST} to {current}"
         advice = "use the release that wrote it" + (", or a later one" if version > current else "")
-        raise StoreError(f"the database has schema version {version}, this Tokentape {knows}; {advice}")
+        raise StoreError(f"the database has schema version {version}, but this Tokentape {knows}; {advice}")
     return version, current

@@ -1,4 +1,4 @@
-"""`model.json`: the model that a data directory was recorded with, needed to decode its ids later."""
+"""Read and write `model.json`: the model with which a data directory was recorded, needed to decode its ids later."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MODEL_NAME = "model.json"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model folder that the gateway was started with last."""
+    """The model folder with which the gateway was last started."""
 
     folder: str
-    """Absolute path of the model folder. Its contents may have changed since."""
+    """The absolute path of the model folder. Its contents may have changed since."""
     tokenizer_sha256: str
-    """Hex SHA-256 of its `tokenizer.json`. With the same digest every id has the same text."""
+    """The hex SHA-256 of the folder's `tokenizer.json`. With the same digest, every id has the same text."""
     fingerprint: str
     """As in `Setup`: tokenizer, template and library versions."""
 
 
 def write_served_model(directory: str | Path, model: ServedModel) -> None:
-    """Write `model` to the data directory's `model.json`, which is replaced."""
+    """Write `model` to the data directory's `model.json`, replacing the file."""
     path = Path(directory) / MODEL_NAME
     part = path.with_suffix(".part")
     part.touch(mode=0o600)
@@ -46,9 +46,9 @@ def read_served_model(directory: str | Path) -> ServedModel | None:
 
 
 def served_tokenizer(served: ServedModel | None) -> Tokenizer | str:
-    """Return the tokenizer that a record was served with, or the reason why there is none."""
+    """Return the tokenizer with which a record was served, or the reason that it is not available."""
     if served is None:
-        return "this record doesn't say which model was served"
+        return "this record doesn't name the model that was served"
     if not (Path(served.folder) / "tokenizer.json").is_file():
         return f"the tokenizer is no longer in {served.folder}"
     tokenizer = Tokenizer.load(served.folder)

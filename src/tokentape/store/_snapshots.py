@@ -1,9 +1,9 @@
-"""Snapshots: exported sessions are kept until the consumer has confirmed that the export is safe.
+"""Take snapshots: exported sessions are kept until the consumer confirms that the export is safe.
 
 A snapshot is taken, read as often as needed, and confirmed with the digest of its contents. Only then can its sessions
-be dropped. It stores, for each session, the number of turns and the last reward, column and event that belong to it.
-Records are only appended, so the snapshot always has the same contents, even if its sessions grow. Sessions that have
-changed since are not dropped, and the id of a dropped session is never used again.
+be dropped. For each session, it stores the number of turns and the last reward, column and event that belong to it.
+Records are only appended, so a snapshot always has the same contents, even if its sessions grow. Sessions that have
+changed since are not dropped, and a dropped session's id is never reused.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from tokentape.types import Trajectory
 _Result = TypeVar("_Result")
 
 State: TypeAlias = Literal["held", "confirmed", "released"]
-"""`held`: its sessions are kept; `confirmed`: they may be dropped; `released`: nothing is kept for it any more."""
+"""`held`: its sessions are kept; `confirmed`: they may be dropped; `released`: it no longer keeps anything."""
 
 _BATCH = 500
-"""Sessions per statement, since the number of parameters is limited."""
+"""The number of sessions per statement, because the number of parameters is limited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     session_ids: tuple[str, ...] | None = None
     since: int | None = None
-    """Only sessions that have changed since this snapshot or the snapshots that it was based on by its own `since`."""
+    """Only sessions that have changed since this snapshot and the snapshots on which it was based (its own `since`)."""
     idle_seconds: float | None = None
-    """Only sessions without a turn in the last so many seconds."""
+    """Only sessions without a turn in this many last seconds."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Only sessions with these keys and values in their metadata."""
 
@@ -60,31 +60,31 @@ class Snapshot:
     since: int | None
     state: State
     digest: str | None
-    """Hex SHA-256 of the contents as JSON lines; None until they are first read."""
+    """The hex SHA-256 of the contents as JSON lines; None until they are first read."""
     contents: Mapping[str, Any] | None
-    """Counts, and for each session its turns and leaves; None while `digest` is."""
+    """Counts, and each session's turns and leaves; None while `digest` is None."""
 
 
 _DROPPED_AT_ONCE = 50
-"""Sessions per transaction. Commits of turns wait for each transaction."""
+"""The number of sessions dropped per transaction. Commits of turns wait for each transaction."""
 
 
 class Snapshots:
-    """The snapshots of a store. Await async methods on an event loop. The others block and can run in any thread.
+    """The snapshots in a store. Await async methods on an event loop. The others block and can run in any thread.
 
-    The `owner` that methods take is the name of the caller's API key, or None for a key that may see everything.
-    All raise `NotFound` for a missing snapshot, or if it belongs to another key.
+    The `owner` argument is the name of the caller's API key, or None for a key that may see everything. All methods
+    raise `NotFound` if a snapshot does not exist or belongs to a different key.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def take(self, selection: Selection, owner: str, sees: str | None) -> Snapshot:
-        """Take a snapshot of the selected sessions that `sees` may see. Raises `InvalidRequest` if there is none."""
+        """Take a snapshot of the selected sessions that `sees` may see. Raises `InvalidRequest` if none is selected."""
         now = time.time()
         session_ids = await asyncio.to_thread(self._reading, select_sessions, selection, sees, now)
         if not session_ids:
-            raise InvalidRequest("no session is selected, so a snapshot would be empty; select others")
+            raise InvalidRequest("no session is selected, so the snapshot would be empty; change the selection")
         snapshot_ids: list[int] = []
 
         def freeze(connection: Connection) -> None:
@@ -94,7 +94,7 @@ class Snapshots:
         return await self.snapshot(snapshot_ids[0], owner)
 
     async def snapshot(self, snapshot_id: int, owner: str | None) -> Snapshot:
-        """Return a snapshot with its digest. The first call reads the contents for that. Raises `Conflict`."""
+        """Return a snapshot with its digest. The first call reads the contents to compute it. Raises `Conflict`."""
         snapshot = await asyncio.to_thread(self.find, snapshot_id, owner)
         if snapshot.digest is not None or snapshot.state == "released":
             return snapshot
@@ -119,29 +119,29 @@ class Snapshots:
             yield from stored.trajectories()
 
     def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
-        """Yield the sessions as they were then, one at a time. Raises `Conflict` if the snapshot or one is gone."""
+        """Yield the sessions as of the snapshot, one at a time. Raises `Conflict` if it was released or one is gone."""
         if self.find(snapshot_id, None).state == "released":
-            raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
+            raise Conflict(f"snapshot {snapshot_id} was released: its contents are gone; take a new snapshot")
         for session_id, extent in self._reading(extents_of, snapshot_id).items():
             try:
                 yield self._store.load_session(session_id, per_token=True, extent=extent)
             except NotFound:
                 raise Conflict(
-                    f"session {session_id!r} of snapshot {snapshot_id} was deleted; take another snapshot"
+                    f"session {session_id!r} of snapshot {snapshot_id} was deleted; take a new snapshot"
                 ) from None
 
     async def confirm(self, snapshot_id: int, owner: str | None, digest: str) -> None:
-        """Record that the consumer has stored the contents safely. Raises `Conflict` for another digest."""
+        """Record that the consumer has stored the contents safely. Raises `Conflict` if the digest is different."""
         await self.snapshot(snapshot_id, owner)
 
         def confirm(connection: Connection) -> None:
             snapshot = _load(connection, snapshot_id, None)
             if snapshot.state == "released":
-                raise Conflict(f"snapshot {snapshot_id} was released; take another one")
+                raise Conflict(f"snapshot {snapshot_id} was released; take a new snapshot")
             if snapshot.digest != digest:
                 raise Conflict(
-                    f"snapshot {snapshot_id} has digest {snapshot.digest}, and the client confirmed another: what it "
-                    "received is damaged or another snapshot; read it again, then confirm"
+                    f"snapshot {snapshot_id} has digest {snapshot.digest}, but the client confirmed a different digest: "
+                    "its copy is corrupt or of a different snapshot; download it again, then confirm"
                 )
             _update(connection, snapshot_id, state="confirmed")
 
@@ -150,11 +150,11 @@ class Snapshots:
     async def drop(
         self, snapshot_id: int, owner: str | None, in_use: Collection[str] = ()
     ) -> tuple[list[str], dict[str, str]]:
-        """Delete the sessions of a confirmed snapshot, then release it.
+        """Delete the sessions in a confirmed snapshot, then release it.
 
-        Return the deleted sessions, and the reason for each session that was kept: it has changed since, another
-        snapshot holds it, or it is `in_use`. Call it again if it was interrupted. Raises `Conflict` for a snapshot that
-        is not confirmed.
+        Return the deleted sessions, and the reason for each session that was kept: it has changed since, a different
+        snapshot holds it, or it is `in_use`. If interrupted, call it again. Raises `Conflict` if the snapshot is not
+        confirmed.
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
         extents = await asyncio.to_thread(self._reading, extents_of, snapshot_id)
@@ -171,7 +171,7 @@ class Snapshots:
         return [session_id for session_id in extents if session_id not in reasons], reasons
 
     async def release(self, snapshot_id: int, owner: str | None) -> None:
-        """Release a snapshot: its contents are not kept any more. Its sessions stay."""
+        """Release a snapshot: its contents are no longer kept. Its sessions are not deleted."""
         await asyncio.to_thread(self.find, snapshot_id, owner)
         await self._update(snapshot_id, state="released")
 
@@ -182,7 +182,7 @@ class Snapshots:
             return connection.execute(select(tombstone.owner).where(tombstone.session_id == session_id)).scalar()
 
     async def _update(self, snapshot_id: int, **values: Any) -> None:
-        # Done twice it is the same, if the connection is lost before it is known whether it was done once.
+        # Idempotent: after a lost connection it can run again, whether or not it was committed.
         work = partial(_update, snapshot_id=snapshot_id, **values)
         await self._store.transact(work, again=work)
 
@@ -191,7 +191,7 @@ class Snapshots:
             return read(connection, *arguments)
 
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
-        """Read a snapshot's trajectories. Return the digest of their lines, and the fields of its manifest."""
+        """Read a snapshot's trajectories. Return the digest of their lines and the manifest's fields."""
         hasher, sessions = hashlib.sha256(), []
         columns, payloads, verdicts = set[str](), set[str](), Counter[str]()
         tokens = trained_tokens = 0
@@ -224,7 +224,7 @@ class Snapshots:
 
 
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
-    """Return the ids of the selected sessions, in order of creation. Raises `NotFound` for one of another owner."""
+    """Return the selected sessions' ids, in order of creation. Raises `NotFound` if `owner` does not own one."""
     old_extents = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     session_ids = None if selection.session_ids is None else set(selection.session_ids)
     chosen, seen = [], set()
@@ -258,7 +258,7 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
 
 
 def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapshot:
-    """Load a snapshot. Raises `NotFound` if it is missing or belongs to another key, and `StoreCorrupt`."""
+    """Load a snapshot. Raises `NotFound` if it is missing or belongs to a different key, and `StoreCorrupt`."""
     row = connection.execute(
         select(schema.snapshots).where(schema.snapshots.c.snapshot_id == snapshot_id)
     ).one_or_none()
@@ -268,10 +268,10 @@ def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapsh
 
 
 def decode_snapshot(row: Row[Any]) -> Snapshot:
-    """Return the snapshot of a row of `schema.snapshots`. Raises `StoreCorrupt` if the row is invalid."""
+    """Decode a row from `schema.snapshots`. Raises `StoreCorrupt` if the row is invalid."""
     try:
         if row.state not in ("held", "confirmed", "released"):
-            raise ValueError("no such state")
+            raise ValueError("unknown state")
         contents = None if row.contents is None else json.loads(zlib.decompress(row.contents))
         return Snapshot(row.snapshot_id, row.owner, float(row.created_at), row.since, row.state, row.digest, contents)
     except (TypeError, ValueError, RecursionError, zlib.error) as error:
@@ -279,7 +279,7 @@ def decode_snapshot(row: Row[Any]) -> Snapshot:
 
 
 def extents_of(connection: Connection, snapshot_id: int) -> dict[str, Extent]:
-    """Return the part of each session that is in a snapshot, by its id, in order of creation."""
+    """Map the ids of a snapshot's sessions, in order of creation, to the part of the session in the snapshot."""
     table = schema.snapshot_sessions
     rows = connection.execute(select(table).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
     return {row.session_id: extent_of(row) for row in rows}
@@ -288,13 +288,13 @@ def extents_of(connection: Connection, snapshot_id: int) -> dict[str, Extent]:
 def _drop_sessions(
     connection: Connection, snapshot_id: int, extents: Mapping[str, Extent], now: float
 ) -> dict[str, str]:
-    """Delete the sessions that may be deleted, and return why each other one is kept.
+    """Delete the sessions that may be deleted, and return the reason for each session that is kept.
 
-    A session is deleted if it has not changed since the confirmed snapshot, and leaves a tombstone. Raises `Conflict`
-    for a snapshot that is not confirmed.
+    A session that has not changed since the confirmed snapshot is deleted and leaves a tombstone. Raises `Conflict` if
+    the snapshot is not confirmed.
     """
     if _load(connection, snapshot_id, None).state != "confirmed":
-        raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
+        raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data are safe")
     reasons: dict[str, str] = {}
     for session_id, extent in extents.items():
         row = connection.execute(_NOW.where(schema.sessions.c.position == extent.position)).one_or_none()
@@ -323,7 +323,7 @@ _NOW = select(schema.sessions, *EXTENT_COLUMNS, _NEWEST_TURN).order_by(schema.se
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
-    """Map positions of sessions to their extents in a snapshot or, if missing there, in those it was based on."""
+    """Map sessions' positions to their extents in a snapshot or, if missing there, in those on which it was based."""
     extents: dict[int, Extent] = {}
     ancestor: int | None = snapshot_id
     while ancestor is not None:

@@ -1,7 +1,7 @@
-"""The durable record in SQLite: one data directory, one writing process, one writing connection.
+"""Keep the durable record in SQLite: one data directory, one writing process, one writing connection.
 
 The database is in WAL mode with `synchronous=FULL`, so records survive a power cut once `write` has returned. Only the
-writing connection checkpoints, in the commit thread, so two checkpoints never run at once (that can corrupt a database
+writing connection checkpoints, in the commit thread, so two checkpoints never run at once (which can corrupt a database
 before SQLite 3.51.3). If several processes write, an `InterprocessLock` lets one at a time write or checkpoint.
 """
 
@@ -37,16 +37,16 @@ DATABASE_NAME = "tokentape.db"
 _LOG_NAME = f"{DATABASE_NAME}-wal"
 
 PAGE_BYTES = 1024
-"""Page size of new files. Small pages waste less: a turn takes a few kilobytes, and its last page is seldom full."""
+"""The page size of new files. Small pages waste less: a turn takes a few kilobytes; its last page is seldom full."""
 
 _LEAST_ROOM = 2**20
-"""With fewer free bytes on the disk a gateway is not ready, because a long turn may not fit."""
+"""The free bytes on disk below which a gateway is not ready, because a long turn may not fit."""
 
 CHECKPOINT_BYTES = 2**20
-"""Approximate growth of the write-ahead log between two checkpoints."""
+"""The approximate growth of the write-ahead log between two checkpoints."""
 
 _BYTES_PER_COMMIT = 4 * PAGE_BYTES
-"""Bytes that a commit adds to the log besides its records: the tail and index pages that it rewrites."""
+"""The bytes that a commit adds to the log in addition to its records: the tail and index pages that it rewrites."""
 
 
 class SqliteStore(Store):
@@ -72,11 +72,11 @@ class SqliteStore(Store):
 
         `synchronous="NORMAL"` flushes only at checkpoints: acknowledged records survive the death of the process, but a
         power cut can lose the last seconds. `read_only` opens an existing database, even while a writer runs, and
-        changes nothing. With the lock `writers` the caller holds the directory, and this process is one of several that
-        take turns at writing.
+        changes nothing. If `writers` is passed, the caller holds the directory lock, and this process is one of several
+        that take turns writing.
 
         Raises `StoreLocked` if another process writes there, `StoreCorrupt` if the file is not a Tokentape
-        database, and `StoreError` for one of a newer version or one that can't be opened.
+        database, and `StoreError` if the database's version is newer or it can't be opened.
         """
         directory = Path(directory)
         path = directory / DATABASE_NAME
@@ -105,10 +105,10 @@ class SqliteStore(Store):
         return store
 
     def check(self) -> None:
-        """Raise like `Store.check`, and `StoreError` if the disk has less than 1 MiB left."""
+        """Raise like `Store.check`, and `StoreError` if the disk has less than 1 MiB free."""
         super().check()
         if shutil.disk_usage(self._directory).free < _LEAST_ROOM:
-            raise StoreError("the disk is full: less than 1 MiB is left for the record; make room")
+            raise StoreError("the disk is full: less than 1 MiB is left for the record; free up space")
 
 
 class _Writer:
@@ -119,7 +119,7 @@ class _Writer:
         self._exclusive = exclusive
         self._directory = path.parent
         with suppress(FileExistsError):
-            # SQLite would make the file readable by others. The log and its index get the database's mode.
+            # SQLite would make the file readable by other users. The log and its index get the database's mode.
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         with ExitStack() as undo, explained():
             with exclusive():
@@ -142,23 +142,23 @@ class _Writer:
         self.commits.close()
         failure = None if self.commits.broken else self._checkpoint("TRUNCATE")
         with self._exclusive():
-            # The last connection to close checkpoints too.
+            # Closing the last connection also checkpoints.
             self._connection.close()
         if failure is not None:
             raise failure.error()
 
     def _lost_files(self) -> StoreFailure | None:
-        """Return a failure if a file was removed or replaced. Save the record first if that is safe."""
+        """Return a failure if a file was removed or replaced. First save the record, if that is safe."""
         changed = self._files.changed()
         if not changed:
             return None
         if changed == [_LOG_NAME] and self._exclusive is nullcontext and not (self._directory / _LOG_NAME).exists():
-            # The open log still has all records, and no other process writes.
+            # The log, which is still open, has all records, and no other process writes.
             self._checkpoint("PASSIVE")
         return StoreFailure(
             StoreError,
-            f"{', '.join(changed)} was removed or replaced in the data directory while the gateway ran; nothing can be "
-            "acknowledged any more; restart, then run `tokentape verify`",
+            f"{', '.join(changed)} was removed or replaced in the data directory while the gateway ran; nothing more "
+            "can be acknowledged; restart, then run `tokentape verify`",
             fatal=True,
         )
 
@@ -167,7 +167,7 @@ class _Writer:
         return self._checkpoint("PASSIVE") if self._log_bytes >= CHECKPOINT_BYTES else None
 
     def _checkpoint(self, mode: Literal["PASSIVE", "TRUNCATE"]) -> StoreFailure | None:
-        """Checkpoint the log into the database, or leave that for later. Return a failure that is fatal, if any."""
+        """Checkpoint the log into the database, or leave that for later. Return a failure only if it is fatal."""
         driver = self._connection.connection.driver_connection
         assert isinstance(driver, sqlite3.Connection)
         try:
@@ -177,8 +177,8 @@ class _Writer:
             failure = explain(error)
             if failure.fatal:
                 return failure
-            # Nothing is lost: the log keeps it, so that a record on a full disk can still be opened and read.
-            _log.warning("a checkpoint failed (%s); it is tried again later", error)
+            # Nothing is lost: the log keeps the records, so a record on a full disk can still be opened and read.
+            _log.warning("a checkpoint failed (%s); it will be retried", error)
             self._log_bytes = CHECKPOINT_BYTES // 2
             return None
         self._log_bytes = 0
@@ -186,7 +186,7 @@ class _Writer:
 
 
 def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
-    """Return an engine for the one writing connection. It creates the file if it is missing."""
+    """Return an engine for the only writing connection. It creates the file if it is missing."""
     engine = create_engine(
         "sqlite://", creator=partial(_connect_to_write, path, synchronous), poolclass=NullPool, hide_parameters=True
     )
@@ -197,14 +197,14 @@ def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
 def reading_engine(path: Path) -> Engine:
     """Return an engine for connections that can't change the file, not even by a checkpoint.
 
-    For a record of an older version they read a temporary copy, which is migrated.
+    If the record's version is older, they read a temporary, migrated copy.
     """
     folder = _migrated_copy(path)
     path = path if folder is None else Path(folder.name, DATABASE_NAME)
     engine = create_engine(
         "sqlite://", creator=partial(_connect, path, "ro"), poolclass=QueuePool, max_overflow=-1, hide_parameters=True
     )
-    # Without it each statement could see another state.
+    # Without a transaction, each statement could see a different state.
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     if folder is not None:
         event.listen(engine, "engine_disposed", lambda _: folder.cleanup())
@@ -212,17 +212,17 @@ def reading_engine(path: Path) -> Engine:
 
 
 def _migrated_copy(path: Path) -> TemporaryDirectory[str] | None:
-    """Return a folder with a migrated copy of a record of an older version, else None. Raises `StoreCorrupt`."""
+    """Return a folder with a migrated copy if the record's version is older, else None. Raises `StoreCorrupt`."""
     try:
         with closing(_connect(path, "ro")) as source:
             (version,) = source.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() or ("",)
     except (sqlite3.Error, UnicodeDecodeError):
-        return None  # `schema.check` says what is wrong
+        return None  # `schema.check` reports what is wrong
     if version not in map(str, range(schema.OLDEST, schema.OLDEST + len(schema.MIGRATIONS))):
         return None
     folder = TemporaryDirectory(prefix="tokentape-")
     copy = Path(folder.name, DATABASE_NAME)
-    _log.info("%s is of schema version %s; reading a migrated copy", path, version)
+    _log.info("%s has schema version %s; reading a migrated copy", path, version)
     with ExitStack() as undo:
         undo.callback(folder.cleanup)
         try:
@@ -232,7 +232,7 @@ def _migrated_copy(path: Path) -> TemporaryDirectory[str] | None:
                 schema.prepare(connection)
         except (sqlite3.Error, DBAPIError) as error:
             reason = getattr(error, "orig", error)
-            raise StoreCorrupt(f"the database of schema version {version} can't be migrated: {reason}") from None
+            raise StoreCorrupt(f"the database, with schema version {version}, can't be migrated: {reason}") from None
         undo.pop_all()
     return folder
 
@@ -246,37 +246,37 @@ explained = partial(explaining, explain_wrapped)
 
 
 def explain(error: sqlite3.Error) -> StoreFailure:
-    """Convert an error of SQLite (https://www.sqlite.org/rescode.html) to a failure.
+    """Convert a SQLite error (https://www.sqlite.org/rescode.html) to a failure.
 
-    A failed write is undone and may succeed later. Any other I/O error is fatal: after a failed fsync the kernel drops
+    A failed write is undone and may succeed later. Any other I/O error is fatal: after a failed fsync, the kernel drops
     the pages, and the next fsync reports success.
     """
     # Errors raised by the Python module itself have no code.
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     name: str = getattr(error, "sqlite_errorname", type(error).__name__)
-    failure = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "the database refused ({})")
+    failure = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "SQLite failed ({})")
     return replace(failure, message=failure.message.format(name))
 
 
-_DAMAGED = StoreFailure(StoreCorrupt, "the database is damaged ({}); `tokentape verify` says where", fatal=True)
+_DAMAGED = StoreFailure(StoreCorrupt, "the database is damaged ({}); `tokentape verify` shows where", fatal=True)
 _LOCKED = StoreFailure(StoreLocked, "another program holds a lock on the database; stop it")
 _RECORDED = StoreFailure(Conflict, "this is already recorded")
 _FAILURES = {
-    sqlite3.SQLITE_FULL: StoreFailure(StoreFull, "the disk is full; nothing was recorded; make room and try again"),
+    sqlite3.SQLITE_FULL: StoreFailure(StoreFull, "the disk is full; nothing was recorded; free up space and try again"),
     sqlite3.SQLITE_IOERR_WRITE: StoreFailure(
         StoreError,
-        "the system refused a write to the data directory (disk, quota or file size limit); nothing was recorded; see "
-        "to the disk and try again",
+        "the system refused a write to the data directory (disk, quota or file size limit); nothing was recorded; "
+        "check the disk and try again",
     ),
     sqlite3.SQLITE_IOERR: StoreFailure(
         StoreError,
-        "the disk failed ({}); nothing can be acknowledged any more; check the disk, restart, then run "
+        "the disk failed ({}); nothing more can be acknowledged; check the disk, restart, then run "
         "`tokentape verify`",
         fatal=True,
     ),
     sqlite3.SQLITE_READONLY: StoreFailure(
         StoreError,
-        "the data directory can't be written to, and SQLite needs that even for reading; use another account, or copy "
+        "the data directory is not writable, which SQLite needs even for reading; use a different account, or copy "
         "the directory",
     ),
     sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY: _RECORDED,
@@ -289,7 +289,7 @@ _FAILURES = {
     sqlite3.SQLITE_BUSY: _LOCKED,
     sqlite3.SQLITE_LOCKED: _LOCKED,
 }
-"""By extended or primary code; `{}` is the code's name."""
+"""Failures by extended or primary code; `{}` is replaced by the code's name."""
 
 
 def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connection:
@@ -297,9 +297,9 @@ def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connectio
     connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
-    # Checkpoints are explicit: the automatic ones swallow a failed fsync.
+    # Checkpoints are explicit because automatic checkpoints swallow a failed fsync.
     connection.execute("PRAGMA wal_autocheckpoint = 0")
-    # macOS: fsync there doesn't reach the disk. Ignored elsewhere.
+    # On macOS, plain fsync doesn't reach the disk. Ignored elsewhere.
     connection.execute("PRAGMA fullfsync = ON")
     connection.execute("PRAGMA foreign_keys = ON")
     # Overwrite deleted data, so that free pages don't keep it.
@@ -308,7 +308,7 @@ def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connectio
 
 
 def _connect(path: Path, mode: Literal["ro", "rwc"]) -> sqlite3.Connection:
-    # isolation_level None: the module starts no transactions of its own.
+    # isolation_level None keeps the module from starting transactions.
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False
     )

@@ -1,4 +1,4 @@
-"""Verify a record without changing it: the file itself, every hash, every rule of a turn."""
+"""Verify a record without changing it: the file, all hashes, and the invariants of every turn."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Row[Any]]]]
 class VerifyFinding:
     problem: str
     session_id: str | None = None
-    """None if it isn't about one session."""
+    """None if the problem isn't about one session."""
     turn: int | None = None
-    """`seq` of the turn; None if it isn't about one turn."""
+    """The turn's `seq`; None if the problem isn't about one turn."""
 
     def __str__(self) -> str:
         where = "database" if self.session_id is None else f"session {self.session_id}"
@@ -48,18 +48,18 @@ class VerifyFinding:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The counts of checked things, and the findings."""
+    """The numbers of checked sessions, turns and tokens, and the findings."""
 
     sessions: int
     turns: int
-    """Turns that could be read, faulty ones included."""
+    """The number of turns that could be read, including faulty turns."""
     tokens: int
-    """Unique tokens of those turns."""
+    """The number of unique tokens in those turns."""
     findings: tuple[VerifyFinding, ...]
     head: str | None = None
-    """Digest of the head that was written; None if none was."""
+    """The digest of the head that was written; None if no head was written."""
     added: Mapping[str, int] | None = None
-    """What was added since the head that the record was compared with: sessions, and by part what is new in others."""
+    """The numbers of additions since the compared head: new `sessions`, and new items in existing sessions by part."""
 
     @property
     def ok(self) -> bool:
@@ -67,7 +67,7 @@ class VerifyReport:
 
 
 class _HeadWithheld(Exception):
-    """Raised if the record has findings, because then no head is written."""
+    """Raised to discard the new head if the record has findings."""
 
 
 def verify(
@@ -80,23 +80,23 @@ def verify(
 ) -> VerifyReport:
     """Verify the record in a data directory, PostgreSQL database or archive. Writers may be running.
 
-    Checked are SQLite's own integrity; tables, indexes and triggers; the digest of every setup and turn, and the chain
-    from every turn to its parent; that turns are numbered from 0 without gaps, and parents precede children;
-    `checks.turn_faults`; that columns and payloads fit their turns; the hash of every image, and that images which
-    turns refer to exist; that sessions of snapshots exist. These checks alone can't find deleted sessions, deleted
-    newest turns, recomputed digests, or valid changes of rewards, columns, events and metadata.
+    Checks SQLite's own integrity; tables, indexes and triggers; the digest of every setup and turn, and the chain from
+    every turn to its parent; that turns are numbered from 0 without gaps, and parents precede children;
+    `checks.turn_faults`; that columns and payloads fit their turns; the hash of every image, and that the images to
+    which turns refer exist; that the sessions in snapshots exist. These checks alone can't find deleted sessions,
+    deleted newest turns, recomputed digests, or valid changes to rewards, columns, events and metadata.
 
-    A comparison with a head, or the file of one, `against`, finds these: anything deleted, changed or moved since the
-    head, or inserted before something in the head. Later additions are counted, and with `nothing_added` they are
-    findings. It can't be known who added them. Sessions that were dropped on request count as deleted. An archive may
-    have the sessions in another order.
+    A comparison with `against`, a head saved earlier or its file, finds these: anything deleted, changed or moved since
+    the head, or inserted before something in the head. Later additions are counted; with `nothing_added`, they are
+    findings. The comparison can't show who added them. Sessions that were dropped on request count as deleted. An
+    archive may have the sessions in a different order.
 
-    `head_out` is the file for a new head of the record, signed if `sign` is given, a PEM file with an Ed25519 private
-    key. For a record with findings no head is written.
+    `head_out` is the file for a new head of the record. Pass `sign`, a PEM file with an Ed25519 private key, to sign
+    it. If the record has findings, no head is written.
 
-    An archive is loaded into a temporary database, and the hashes of its files are checked. Faults of the record are
-    findings. Raises `StoreError` if there is no database or it has another schema version, and `InvalidRequest` for an
-    unusable head, key or output.
+    An archive is loaded into a temporary database, and the hashes of its files are checked. Faults in the record are
+    findings. Raises `StoreError` if there is no database or its schema version is different, and `InvalidRequest` if
+    the head, key or output is unusable.
     """
     if head_out is not None:
         refuse_output(head_out, sign)
@@ -127,7 +127,7 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
             return VerifyReport(0, 0, 0, (VerifyFinding(str(error)),))
     if postgres.is_url(str(location)):
         check = _Check(postgres.reading_engine(str(location)), postgres.explained)
-        postgres.connect(check.engine).close()  # nothing is wrong with the record if the server can't be reached
+        postgres.connect(check.engine).close()  # an unreachable server is an error, not a finding about the record
     else:
         path = Path(location) / DATABASE_NAME
         if not path.is_file():
@@ -143,7 +143,7 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
 
 
 class _Check:
-    """One run of `verify`, with its counts and findings so far."""
+    """A run of `verify`, with its counts and findings so far."""
 
     def __init__(self, engine: Engine, explained: Callable[[], AbstractContextManager[None]]) -> None:
         self.sessions = self.turns = self.tokens = 0
@@ -153,7 +153,7 @@ class _Check:
         self._good_setups: set[str] = set()
 
     def sessions_in_order(self) -> Iterator[SessionHead]:
-        """Run all checks. Yield the digests of each session, in order of creation."""
+        """Run all checks. Yield each session's head, in order of creation."""
         sizes: list[tuple[str, int]] = []
         other_version: StoreError | None = None
         with self._damage_found(), self._one_state() as connection:
@@ -174,7 +174,7 @@ class _Check:
             self._check_snapshots(connection)
             self._check_media(connection)
         if other_version is not None:
-            raise other_version  # nothing can be said about the record
+            raise other_version  # the record can't be checked
         for chunk in together(sizes, _TOKENS_AT_ONCE):
             # A long read transaction would keep a running writer's log from being recycled.
             heads = self._checked_together(chunk) if len(chunk) > 1 else []
@@ -187,7 +187,7 @@ class _Check:
                     yield head
 
     def _checked_together(self, session_ids: Sequence[str]) -> list[SessionHead]:
-        """Check sessions with few statements. If anything is found return nothing: each is to be checked alone."""
+        """Check sessions with few statements. If anything is found, return no heads: check each session alone then."""
         before = self.sessions, self.turns, self.tokens
         heads = [SessionHead(session_id) for session_id in session_ids]
         count = len(self.findings)
@@ -203,12 +203,12 @@ class _Check:
 
     def _check_file(self, connection: Connection) -> None:
         if self.engine.dialect.name != "sqlite":
-            return  # a server keeps its files itself
+            return  # a server manages its files itself
         for line in connection.exec_driver_sql("PRAGMA integrity_check").scalars():
             if line != "ok":
                 self._add_finding(f"SQLite: {line}")
         for table, *_ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
-            self._add_finding(f"a row of {table} refers to one that isn't there")
+            self._add_finding(f"a row in {table} refers to a row that does not exist")
 
     def _check_snapshots(self, connection: Connection) -> None:
         for row in connection.execute(select(schema.snapshots)):
@@ -216,9 +216,9 @@ class _Check:
                 snapshot = decode_snapshot(row)
                 if snapshot.state == "held":
                     for session_id in connection.execute(_CUT_OFF, {"snapshot_id": row.snapshot_id}).scalars():
-                        self._add_finding(f"snapshot {row.snapshot_id} holds more of it than there is", session_id)
+                        self._add_finding(f"snapshot {row.snapshot_id} has turns that the session lacks", session_id)
         for session_id in connection.execute(_RISEN).scalars():
-            self._add_finding("it was dropped, and is there", session_id)
+            self._add_finding("the session was dropped but still exists", session_id)
 
     def _check_media(self, connection: Connection) -> None:
         for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
@@ -229,7 +229,7 @@ class _Check:
     def _check_session(
         self, connection: Connection, head: SessionHead, session_rows: _RowsOfSessions | None = None
     ) -> None:
-        """Check a session. Its rows are in `session_rows`, or are read from the database."""
+        """Check a session. Its rows are in `session_rows`, or are read from the database if that is None."""
         session_id = head.session_id
 
         def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
@@ -245,7 +245,7 @@ class _Check:
         self.sessions += 1
         with self._damage_found(session_id):
             if row is None:
-                raise StoreCorrupt("its turns are there, the session is not")
+                raise StoreCorrupt("its turns exist, but the session does not")
             head.add(decode(schema.sessions, row))
         for table in (schema.rewards, schema.events, schema.answers):
             with self._damage_found(session_id):
@@ -283,7 +283,7 @@ class _Check:
                 self._check_setup(connection, turn.setup)
                 expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
                 if media.get(seq, set()) != expected:
-                    self._add_finding("what it refers to of media is not what its messages say", session_id, seq)
+                    self._add_finding("its media references differ from those in its messages", session_id, seq)
             except Exception as error:  # entering the context for each turn would cost more than decoding it
                 with self._damage_found(session_id, seq):
                     raise error
@@ -305,7 +305,7 @@ class _Check:
             return
         row = connection.execute(select(schema.setups).where(schema.setups.c.digest == digest)).one_or_none()
         if row is None:
-            raise StoreCorrupt(f"its setup {digest!r} is not there")
+            raise StoreCorrupt(f"its setup {digest!r} is missing")
         decode(schema.setups, row)
         self._good_setups.add(digest)
 
@@ -326,19 +326,19 @@ class _Check:
         except StoreError as error:
             self._add_finding(str(error), session_id, turn)
         except Exception as error:
-            # A damaged row can hold values of any type, and an index can point anywhere.
+            # A damaged row may contain values of any type, and an index may point anywhere.
             self._add_finding(f"it can't be read ({type(error).__name__})", session_id, turn)
 
 
 @cache
 def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) -> Select[Any]:
-    """Return the statement that reads the rows of a session, and of the columns in `key`, which are parameters too."""
+    """Return the statement that reads a session's rows. The columns in `key` are additional parameters."""
     equal = [table.c[name] == bindparam(name) for name in ("session_id", *key)]
     return select(*(columns or [table])).where(*equal).order_by(*columns or table.primary_key)
 
 
 def _rows_of_sessions(connection: Connection, session_ids: Sequence[str]) -> _RowsOfSessions:
-    """Read the rows of some sessions by table and session. Of columns and payloads only the keys are read."""
+    """Read the rows of several sessions, by table and session. For columns and payloads, read only the keys."""
     by_table: _RowsOfSessions = {}
     for table, keys in _KEYS.items():
         rows = by_table[table] = {}
@@ -359,7 +359,7 @@ def _rows_of_turns(connection: Connection, session_id: str, first: int, last: in
 
 
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
-    """Yield the number and row of each turn. The row is None if reading several failed: read it alone then."""
+    """Yield (turn number, row). The row is None if reading several at once failed: read it alone then."""
     for start in range(0, len(seqs), _ROWS_AT_ONCE):
         chunk = seqs[start : start + _ROWS_AT_ONCE]
         rows: dict[int, Row[Any]] = {}
@@ -369,12 +369,12 @@ def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> 
 
 
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
-    """Yield the faults of a turn. `digests` has the digests of the turns before it."""
+    """Yield a turn's faults. `digests` are the digests of the turns before it."""
     yield from turn_faults(turn)
     if turn.parent is not None and turn.parent not in digests:
         yield f"its parent, turn {turn.parent}, can't be read or doesn't precede it"
     elif not chained(turn, digests.get(turn.parent)):
-        yield "its contents don't fit its digest and its parent's"
+        yield "its contents don't match its digest and its parent's"
 
 
 _SOME_TURNS = select(schema.turns).where(

@@ -1,4 +1,4 @@
-"""The part of a write inside its transaction: inserts, and checks that need the database."""
+"""Run the part of a write that is inside its transaction: inserts, and checks that need the database."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tokentape.types import Media, SessionInfo, Setup, Turn, TurnColumn, TurnPay
 
 
 def insert_records(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` in the given order. Return about how many bytes they take.
+    """Insert `records` in the given order. Return approximately how many bytes they take.
 
-    Setups and media that are already recorded are skipped. A turn must be its session's next one, fit its parent's
-    digest and keep the rules of `turn_faults`.
+    Setups and media that are already recorded are skipped. A turn must be its session's next turn, match its parent's
+    digest and have no `turn_faults`.
 
-    Raises `Conflict` if a turn is not the next one, `NotFound` for a turn of an unknown session, and
-    `InvariantViolation` for other faults. A constraint of the database raises SQLAlchemy's IntegrityError.
+    Raises `Conflict` if a turn is not the next turn, `NotFound` if a turn's session is unknown, and
+    `InvariantViolation` for other faults. Database constraints raise SQLAlchemy's IntegrityError.
     """
     size = 0
     for record in records:
@@ -57,7 +57,7 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
 
 
 def claims(records: Iterable[Record]) -> frozenset[str]:
-    """Return the names of the things that inserting `records` changes, to lock against other transactions."""
+    """Return the names of what inserting `records` changes, to lock it against other transactions."""
     names: set[str] = set()
     for record in records:
         match record:
@@ -66,7 +66,7 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
             case Media():
                 names.add(f"media {record.sha256}")
             case SessionInfo():
-                # Locked, so that sessions are numbered in the order in which they become visible.
+                # Lock `sessions` so that they are numbered in the order in which they become visible.
                 names |= {"sessions", f"session {record.session_id}"}
             case _:
                 names.add(f"session {record.session_id}")
@@ -74,8 +74,8 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
 
 
 def insert_again(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` unless an earlier insert did, of which it is not known. All of them are recorded, or none."""
-    # Not a setup or media, which other calls may have inserted.
+    """Insert `records` unless an earlier insert with an unknown outcome did. It recorded either all of them or none."""
+    # Don't look for a setup or media, which other calls may have inserted.
     own = [record for record in records if not isinstance(record, Setup | Media)]
     if own:
         table, values = encode(own[-1])
@@ -97,13 +97,13 @@ def delete_session(connection: Connection, session_id: str, *, force: bool = Fal
 
 
 def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int | None:
-    """Return the id of an unconfirmed snapshot, other than `besides`, that contains a session; None without one."""
+    """Return the id of an unconfirmed snapshot, other than `besides`, that contains a session; None if none does."""
     snapshot_id: int | None = connection.execute(_HOLDER, {"session_id": session_id, "besides": besides}).scalar()
     return snapshot_id
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
-    """Delete a session, its payloads' files first, and media that only it refers to. Return whether it existed."""
+    """Delete a session's payload files, the session, and media used only by it. Return whether it existed."""
     files = connection.execute(_FILES, {"session_id": session_id}).scalars()
     remove_payloads(session_id, [bytes(address).decode() for address in files])
     references = schema.turn_media.c
@@ -122,12 +122,12 @@ def refuse_dropped(connection: Connection, session_id: str) -> None:
     dropped = connection.execute(select(tombstone.snapshot_id).where(tombstone.session_id == session_id)).scalar()
     if dropped is not None:
         raise Conflict(
-            f"session {session_id!r} was dropped after snapshot {dropped} was confirmed; its id is not used again"
+            f"session {session_id!r} was dropped after snapshot {dropped} was confirmed; use a new session id"
         )
 
 
 def _insert_unless_known(connection: Connection, table: Table, values: Values) -> None:
-    """Insert a row unless its first column, a digest of its contents, is in the table."""
+    """Insert a row unless its primary key, a digest of its contents, is already in the table."""
     key = next(iter(table.primary_key))
     # INSERT ... SELECT because ON CONFLICT DO NOTHING is spelled per dialect in SQLAlchemy.
     duplicate = exists().where(key == values[key.name])
@@ -148,20 +148,20 @@ def _refer_to_media(connection: Connection, turn: Turn) -> None:
 
 
 class CompiledStatement:
-    """A statement that runs for every turn, compiled once for each kind of database.
+    """A statement that runs for every turn, compiled once per kind of database.
 
     Its parameters must have the driver's types: numbers, text, bytes, None. SQLAlchemy's own cache of compiled
-    statements and its conversion of parameters and results cost more time than SQLite itself.
+    statements and its conversion of parameters and results take more time than SQLite itself.
     """
 
     def __init__(self, statement: Executable) -> None:
         assert isinstance(statement, ClauseElement)
         self._statement = statement
         self._compiled: dict[str, tuple[str, tuple[str, ...] | None]] = {}
-        """By dialect the text, and the names of its parameters where those are given by position."""
+        """By dialect, the SQL text and, if its parameters are positional, their names."""
 
     def run(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run the statement with named parameters, ignoring others. Return the first row, if there is any."""
+        """Run the statement with named parameters, ignoring unknown names. Return the first row, or None."""
         dialect = connection.dialect
         entry = self._compiled.get(dialect.name)
         if entry is None:
@@ -212,13 +212,13 @@ def _check_turn(connection: Connection, turn: Turn) -> None:
         raise NotFound(f"there is no session {turn.session_id!r}")
     expected = 0 if newest is None else newest + 1
     if turn.seq != expected:
-        raise Conflict(f"{name} can't be recorded: the session's next turn is {expected}")
+        raise Conflict(f"{name} can't be recorded: the session's next turn must be {expected}")
     if turn.parent is not None and parent_digest is None:
         raise InvariantViolation(f"{name} continues turn {turn.parent}, which is not recorded")
     for fault in turn_faults(turn):
         raise InvariantViolation(f"{name}: {fault}")
     if not chained(turn, parent_digest):
-        raise InvariantViolation(f"{name} has a digest that doesn't fit its fields and its parent")
+        raise InvariantViolation(f"{name} has a digest that doesn't match its fields and its parent")
 
 
 _SIZES = select(
@@ -238,7 +238,7 @@ def _check_of_turn(connection: Connection, record: TurnColumn | TurnPayload) -> 
 
 
 def _check_same_kind(connection: Connection, values: Values) -> None:
-    """Check that all payload rows of a name in a session can form one array."""
+    """Check that all payload rows with the same name in a session can form one array."""
     of_name = {"session_id": values["session_id"], "name": values["name"]}
     other = connection.execute(_OTHER_PAYLOAD, of_name).first()
     if other is None:
@@ -248,7 +248,7 @@ def _check_same_kind(connection: Connection, values: Values) -> None:
     if kind != expected:
         raise InvariantViolation(
             f"payload {values['name']!r} has rows of {kind[0]} {kind[1]}, "
-            f"earlier turns of session {values['session_id']!r} have {expected[0]} {expected[1]}; use a new session"
+            f"but earlier turns of session {values['session_id']!r} have {expected[0]} {expected[1]}; use a new session"
         )
 
 
@@ -276,7 +276,7 @@ _OLD_COLUMN = delete_from(schema.token_columns).where(
     .where(schema.snapshot_sessions.c.session_id == bindparam("session_id"), schema.snapshots.c.state != "released")
     .scalar_subquery(),
 )
-"""Delete the values that new values replace, except values that a snapshot contains."""
+"""Deletes the values that new values replace, except values that a snapshot contains."""
 
 _HOLDER = (
     select(schema.snapshots.c.snapshot_id)

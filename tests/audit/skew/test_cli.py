@@ -70,7 +70,7 @@ def test_the_page_holds_the_findings_and_loads_nothing(skewed: Path, tmp_path: P
 def test_a_page_that_can_not_be_written_is_refused_before_anything_is_measured(skewed: Path, tmp_path: Path) -> None:
     done = run.invoke(app, ["audit", str(MODEL), str(skewed), "--json", "--html", str(tmp_path / "none" / "a.html")])
     assert done.exit_code == 1
-    assert "there is no folder" in done.stderr
+    assert "does not exist; create it" in done.stderr
     assert done.stdout == ""
 
 
