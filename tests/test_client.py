@@ -121,7 +121,7 @@ def test_rewards_of_session_path_and_turn(client: tokentape.Client) -> None:
 def test_a_reward_for_a_session_without_turns_warns(client: tokentape.Client) -> None:
     talk(client.session("right").base_url)
     client.session("right").reward(1.0)
-    with pytest.warns(UserWarning, match="'typo' gets a reward and has no turns yet: is its name right") as told:
+    with pytest.warns(UserWarning, match="'typo' got a reward but has no turns yet: is its id right") as told:
         client.session("typo").reward(1.0)
     assert [one.filename for one in told] == [__file__]
     assert client.session("typo").info().rewards[0].value == 1.0

@@ -185,10 +185,10 @@ def test_a_server_that_loads_is_waited_for_and_the_cause_is_said_at_once(
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        (http("404 Not Found"), "it has no such path or model; check its address (http://host:port)"),
-        (http("200 OK", "<html>Welcome</html>"), "is this an inference server? Expected its http://host:port"),
+        (http("404 Not Found"), "it has no such path or model; check its URL (http://host:port)"),
+        (http("200 OK", "<html>Welcome</html>"), "expected the http://host:port of an inference server"),
         (http("301 Moved"), "redirects are not followed"),
-        (http("401 Unauthorized"), "check the api key"),
+        (http("401 Unauthorized"), "check the API key"),
     ],
 )
 def test_an_address_of_something_else_is_refused_at_once(answer: bytes, found: str) -> None:
@@ -207,7 +207,7 @@ def test_https_to_a_server_without_it_is_refused_at_once() -> None:
     async def waits() -> None:
         async with answering(http("400 Bad Request")) as port:
             config = EngineConfig(kind="vllm", urls=(f"https://127.0.0.1:{port}",))
-            with pytest.raises(EngineError, match="the engine does not speak https; give its address with http://"):
+            with pytest.raises(EngineError, match="the engine does not use https; pass its URL with http://"):
                 await asyncio.wait_for(wait_for_engine(config), PATIENCE)
 
     asyncio.run(waits())
@@ -215,7 +215,7 @@ def test_https_to_a_server_without_it_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("code", "found"),
-    [(socket.EAI_NONAME, "the name of the engine's host is not known"), (socket.EAI_AGAIN, "no name server answers")],
+    [(socket.EAI_NONAME, "the engine's host name is unknown"), (socket.EAI_AGAIN, "no DNS server answers")],
 )
 def test_a_host_that_nobody_knows_is_refused_and_a_silent_name_server_waited_for(
     code: int, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -258,14 +258,14 @@ def test_the_port_and_the_engine_are_looked_at_before_the_folder_is_loaded(
         port = other.getsockname()[1]
         assert "is taken" in run("serve", tmp_path, *remote("http://127.0.0.1:9"), "--port", port).stderr
         done = run("serve", tmp_path, *remote("http://127.0.0.1:x"), "--port", 0)
-    assert done.stderr == "error: http://127.0.0.1:x: the engine's address is not a URL; expected http://host:port\n"
+    assert done.stderr == "error: http://127.0.0.1:x: the engine's URL is malformed; expected http://host:port\n"
 
 
 def test_a_gateway_is_no_engine(run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
     with running(StandIn(renderer, owner="tokentape").app) as url:
         done = run("serve", model_dir, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
-    assert "this is the address of a Tokentape gateway" in done.stderr
+    assert "this is the URL of a Tokentape gateway" in done.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -448,7 +448,7 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
     with running(server.app) as url:
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code == 1
-    assert "the server has other token ids than the folder: " in done.stderr
+    assert "the server has different token ids than the folder: " in done.stderr
     assert "seems to serve" not in done.stderr
     assert done.stderr.count("The server serves another model than the folder's") == 1
     assert "tokenizer files differs from the folder's (compare their sha256)" in " ".join(done.stderr.split())

@@ -79,7 +79,7 @@ def test_a_server_that_will_close_is_connected_to_anew() -> None:
 
 @pytest.mark.parametrize("answer", [TOLD[:-1], CHUNKED[:-5]])
 def test_a_body_that_is_cut_off_is_an_error(answer: bytes) -> None:
-    with pytest.raises(EngineError, match="broke within the engine's reply") as caught:
+    with pytest.raises(EngineError, match="broke during the engine's reply") as caught:
         asked(post, answer, close=True)
     assert type(caught.value) is EngineError
 

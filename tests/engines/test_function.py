@@ -65,14 +65,14 @@ def test_a_completion_ends_as_its_ids_or_the_function_say(returned: Any, reason:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (([3, 3], [-0.5, -0.5]), "no stop id at their end"),
+        (([3, 3], [-0.5, -0.5]), "without a stop id at the end"),
         (([3, 2], [-0.5]), "1 log-probabilities for 2 ids"),
         (([11, 2], [-0.5, -0.5]), "the vocabulary is 0 to 9"),
         (([3, 2], [-0.5, float("nan")]), "no usable log-probability"),
         (([3, 2], [-0.5, 0.5]), "logits instead of log-probabilities"),
         (([3] * 5, [-1.0] * 5), "expected at most 4"),
         (SampleDelta((3,), (-0.5,)), "expected stop, length or abort"),
-        (SampleDelta((3, 9), (-0.5, -0.5), "stop", 4), "stopped, but not at a requested stop id"),
+        (SampleDelta((3, 9), (-0.5, -0.5), "stop", 4), "stopped without a requested stop"),
         (SampleDelta((3,), (-0.5,), "abort", weight_spans=(WeightSpan("1", 0, 2),)), "do not cover the 1 tokens"),
         (SampleDelta((3,), (-0.5,), "abort", supports=(KEPT, KEPT)), "2 supports for 1 ids"),
         (SampleDelta((4,), (-0.5,), "abort", supports=(KEPT,)), "id 4, which is not among the 2 ids"),

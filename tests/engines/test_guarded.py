@@ -120,7 +120,7 @@ def test_a_server_is_looked_at_once_as_long_as_nothing_changes(server: Server, l
 
 def test_a_server_of_another_model_is_refused(server: Server, looked: Looked) -> None:
     looked.found = OTHER
-    with running(server.app) as url, pytest.raises(InvalidRequest, match=r"another model: it has other ids$"):
+    with running(server.app) as url, pytest.raises(InvalidRequest, match=r"different model: it has other ids$"):
         asyncio.run(open_one(url, looked))
 
 
@@ -210,7 +210,7 @@ def test_a_server_that_was_restarted_in_another_logprobs_mode_is_recorded_under_
             await engine.close()
 
     asyncio.run(run())
-    assert "were raw_logprobs and are processed_logprobs now" in caplog.text
+    assert "changed from raw_logprobs to processed_logprobs" in caplog.text
 
 
 def test_the_mode_is_asked_again_with_other_weights(server: Server, looked: Looked) -> None:

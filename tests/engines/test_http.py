@@ -250,7 +250,7 @@ def test_a_connection_that_drops_before_the_answer_is_unavailable() -> None:
 @pytest.mark.parametrize("then", ["reset", "close"])
 def test_a_reply_that_breaks_off_is_an_error(then: str) -> None:
     cut_off = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf"
-    with pytest.raises(EngineError, match="broke within") as caught:
+    with pytest.raises(EngineError, match="broke during") as caught:
         call(answering(cut_off, then=then), post)
     assert type(caught.value) is EngineError
 
@@ -263,7 +263,7 @@ def test_a_stream_that_is_reset_is_an_error_after_the_events_before_it() -> None
             async for several in arrivals:
                 seen.extend(several)
 
-    with pytest.raises(EngineError, match="broke within"):
+    with pytest.raises(EngineError, match="broke during"):
         call(answering(STREAM, b"data: 1\n\n", then="reset"), use)
     assert seen == [b"1"]
 
@@ -367,7 +367,7 @@ def test_calls_one_after_another_share_a_connection() -> None:
 
 def test_a_reply_larger_than_allowed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_BODY_BYTES", 10)
-    with pytest.raises(EngineContractError, match="larger than 10 bytes"):
+    with pytest.raises(EngineContractError, match="exceeds the limit of 10 bytes"):
         call(answering(reply(200, b"x" * 11)), post)
 
 
@@ -485,7 +485,7 @@ def test_an_event_larger_than_allowed_is_refused_before_it_is_complete() -> None
     reader = SseReader(max_event_bytes=20)
     assert reader.feed(b"data: 0123456789\n\n" * 3) == [b"0123456789"] * 3
     assert reader.feed(b"data: 01\ndata: 23\n") == []
-    with pytest.raises(EngineContractError, match="more than 20 bytes"):
+    with pytest.raises(EngineContractError, match="exceeds the limit of 20 bytes"):
         reader.feed(b"data: 45")
 
 

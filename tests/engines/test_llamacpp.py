@@ -220,10 +220,10 @@ def changed(**fields: Any) -> Callable[[Body], Response]:
         ({"tokens_predicted": 4}, "counts 3 prompt and 4"),
         ({"tokens_evaluated": 4}, "counts 4 prompt"),
         ({"stop_type": "none"}, "none"),
-        ({"stop_type": "word", "stopping_word": "y"}, "not at a requested stop"),
+        ({"stop_type": "word", "stopping_word": "y"}, "without a requested stop"),
         ({"tokens": [11, 12, 200]}, "sampled id 200"),
         ({"tokens": [11, 12], "tokens_predicted": 2, "completion_probabilities": []}, "after 2 of 3 tokens"),
-        ({"tokens": ["11"]}, "not of the form"),
+        ({"tokens": ["11"]}, "reply is not in"),
     ],
 )
 def test_a_reply_that_disagrees_with_itself_is_refused(server: FakeServer, fields: dict[str, Any], says: str) -> None:

@@ -42,7 +42,7 @@ def test_a_model_that_ignores_padding_is_refused(model: Any) -> None:
         return args, kwargs | {"attention_mask": torch.ones_like(kwargs["attention_mask"])}
 
     model.register_forward_pre_hook(without_mask, with_kwargs=True)
-    with pytest.raises(EngineError, match="other logprobs in a padded batch"):
+    with pytest.raises(EngineError, match="different logprobs in a padded batch"):
         loading.refuse_unbatchable(model, dtype="float32")
 
 

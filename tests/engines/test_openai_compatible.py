@@ -226,7 +226,7 @@ def test_what_a_server_would_ignore_is_refused(server: FakeServer, kind: str, na
 
 def test_another_kind_of_server_is_refused(server: FakeServer) -> None:
     server.reset(answers("sglang") | {"/v1/models": JSONResponse({"data": [{"id": "tiny", "owned_by": "mine"}]})})
-    with pytest.raises(InvalidRequest, match="owned by mine; known are vllm, sglang"):
+    with pytest.raises(InvalidRequest, match="owned_by mine; expected one of vllm, sglang"):
         sample(server, "sglang")
 
 
@@ -249,7 +249,7 @@ def _set(name: str, value: object) -> Callable[[Events], None]:
         (_drop_ids, "no token_ids"),
         (_set("token_ids", [200]), "sampled id 200"),
         (_set("token_ids", [13, 14]), "1 log-probabilities for 2 ids"),
-        (_set("token_ids", ["13"]), "not of the form"),
+        (_set("token_ids", ["13"]), "reply is not in"),
         (_set("finish_reason", "tired"), "tired"),
         (lambda sent: sent[-1]["usage"].update(completion_tokens=4), "counts 3 prompt and 4"),
         (lambda sent: sent[-1].update(usage=None), "no usage"),
@@ -266,7 +266,7 @@ def test_a_reply_that_disagrees_with_itself_is_refused(
 
 def test_a_stop_at_nothing_that_was_asked_for_is_refused(server: FakeServer) -> None:
     server.reset(answers("vllm"))
-    with pytest.raises(EngineContractError, match="not at a requested stop"):
+    with pytest.raises(EngineContractError, match="without a requested stop"):
         sample(server, "vllm", change=_set("finish_reason", "stop"))
 
 

@@ -251,24 +251,24 @@ def renamed_id(events: list[dict[str, Any]], token_id: int) -> None:
 
 
 WRONG: dict[str, tuple[Tamper, str]] = {
-    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities of"),
+    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities for"),
     "an id missing": (lambda e: first(e)["token_ids"].pop(), "expected the same ids"),
     "an id more": (lambda e: first(e)["token_ids"].append(1), "expected the same ids"),
     "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "expected the same ids"),
-    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities of 0 ids"),
+    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities for 0 ids"),
     "a logprob missing": (lambda e: first(e)["logprobs"]["token_logprobs"].pop(), "log-probabilities for"),
     "a logprob more": (lambda e: first(e)["logprobs"]["token_logprobs"].append(-1.0), "log-probabilities for"),
     "a null logprob": (lambda e: first(e)["logprobs"].update(token_logprobs=[None] * 3), "no usable log-prob"),
     "minus infinity": (lambda e: first(e)["logprobs"].update(token_logprobs=[-9999.0] * 3), "no usable log-prob"),
     "logits": (lambda e: first(e)["logprobs"].update(token_logprobs=[3.5] * 3), "logits"),
-    "text for ids": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "hello"), "by its text"),
-    "a number with text": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1_1"), "by its text"),
+    "text for ids": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "hello"), "a token as text"),
+    "a number with text": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1_1"), "a token as text"),
     "two ids in one": (
         lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1\ntoken_id:2"),
-        "by its text",
+        "a token as text",
     ),
-    "a line break": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1\n"), "by its text"),
-    "a negative id": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:-1"), "by its text"),
+    "a line break": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:1\n"), "a token as text"),
+    "a negative id": (lambda e: first(e)["logprobs"]["tokens"].__setitem__(0, "token_id:-1"), "a token as text"),
     "out of vocabulary": (lambda e: renamed_id(e, VOCAB_SIZE), "sampled id 100; the vocabulary is 0 to 99"),
     "another prompt": (lambda e: first(e).update(prompt_token_ids=[3, 4, 6]), "prompt_token_ids differ"),
     "a longer prompt": (lambda e: first(e).update(prompt_token_ids=[1, 3, 4, 5]), "prompt_token_ids differ"),
@@ -277,20 +277,20 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "two choices": (lambda e: e[0]["choices"].append(e[0]["choices"][0]), "more than the one completion"),
     "unknown finish": (lambda e: finishing(e).update(finish_reason="repetition"), "finished with repetition"),
     "unnamed finish": (lambda e: finishing(e).update(finish_reason="a b"), "an unknown reason"),
-    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at a requested stop"),
+    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "without a requested stop"),
     "stopped at an id not asked for": (
         lambda e: finishing(e).update(finish_reason="stop", stop_reason=13),
-        "not at a requested stop",
+        "without a requested stop",
     ),
     "stopped at a string not asked for": (
         lambda e: finishing(e).update(finish_reason="stop", stop_reason="x"),
-        "not at a requested stop",
+        "without a requested stop",
     ),
     "fewer tokens counted": (lambda e: usage(e).update(completion_tokens=2), "2 completion tokens"),
     "more tokens counted": (lambda e: usage(e).update(completion_tokens=4), "4 completion tokens"),
     "another prompt counted": (lambda e: usage(e).update(prompt_tokens=4), "counts 4 prompt"),
     "usage missing": (lambda e: e[-1].update(usage=None), "no usage"),
-    "an id that is no integer": (lambda e: first(e).update(token_ids=["11"]), "not of the form"),
+    "an id that is no integer": (lambda e: first(e).update(token_ids=["11"]), "reply is not in"),
 }
 
 
@@ -313,13 +313,13 @@ def test_a_stop_id_that_is_not_the_last_id_is_refused(server: FakeVllm, stream: 
     def stopped(events: list[dict[str, Any]]) -> None:
         finishing(events).update(finish_reason="stop", stop_reason=12)
 
-    with pytest.raises(EngineContractError, match="not at a requested stop"):
+    with pytest.raises(EngineContractError, match="without a requested stop"):
         open_and_sample(server, replace(PARAMS, stop_token_ids=(12,)), stream=stream, answer=tampered(stopped))
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_without_the_prompts_echo_ids_in_text_form_are_still_refused(server: FakeVllm, stream: bool) -> None:
-    with pytest.raises(EngineContractError, match="by its text"):
+    with pytest.raises(EngineContractError, match="a token as text"):
         open_and_sample(server, stream=stream, verify_prompt=False, answer=tampered(WRONG["text for ids"][0]))
 
 
@@ -381,8 +381,8 @@ def test_data_after_the_end_of_a_stream_is_refused(server: FakeVllm) -> None:
     ("stream", "message"),
     [
         (b"<html>busy</html>\n\n", "not a stream of server-sent events"),
-        (b"data: {not json}\n\n", "not of the form"),
-        (b"data: [1]\n\n", "not of the form"),
+        (b"data: {not json}\n\n", "reply is not in"),
+        (b"data: [1]\n\n", "reply is not in"),
         (b"data: \xff\n\n", "not UTF-8"),
     ],
 )
@@ -395,7 +395,7 @@ def test_an_event_of_any_size_is_not_buffered(server: FakeVllm) -> None:
     def endless(body: dict[str, Any]) -> Response:
         return streaming(b"data: ", *[b"1" * (1 << 20)] * 18)
 
-    with pytest.raises(EngineContractError, match="event of more than"):
+    with pytest.raises(EngineContractError, match="event that exceeds"):
         open_and_sample(server, answer=endless)
 
 

@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "another id": (lambda e: e[1]["choices"][0].update(token_ids=[9]), "expected the same ids"),
     "a token's text": (
         lambda e: e[1]["choices"][0]["logprobs"]["content"][0].update(token="hello"),
-        "by its text",
+        "a token as text",
     ),
     "a token lost": (lambda e: e.pop(1), "4 prompt and 2 completion tokens"),
     "another count": (lambda e: e[-1]["usage"].update(prompt_tokens=5), "5 prompt"),

@@ -312,20 +312,20 @@ def test_masks_that_do_not_fit_the_ids_are_refused(server: FakeVllm, masks: obje
 
 
 WRONG: dict[str, tuple[Tamper, str]] = {
-    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities of"),
+    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities for"),
     "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "expected the same ids"),
-    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities of 0 ids"),
-    "null logprobs": (lambda e: first(e).update(logprobs={"content": None}), "log-probabilities of 0 ids"),
+    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities for 0 ids"),
+    "null logprobs": (lambda e: first(e).update(logprobs={"content": None}), "log-probabilities for 0 ids"),
     "a logprob missing": (lambda e: first(e)["logprobs"]["content"].pop(), "expected the same ids"),
     "minus infinity": (lambda e: entry(e).update(logprob=-9999.0), "no usable log-prob"),
     "a null logprob": (lambda e: entry(e).update(logprob=None), "no usable log-prob"),
     "logits": (lambda e: entry(e).update(logprob=3.5), "logits"),
-    "a name for an id": (lambda e: entry(e).update(token_id="token_id:11"), "not of the form"),
+    "a name for an id": (lambda e: entry(e).update(token_id="token_id:11"), "reply is not in"),
     "another prompt": (lambda e: e[0].update(prompt_token_ids=[3, 4, 6]), "prompt_token_ids differ"),
     "prompt missing": (lambda e: e[0].pop("prompt_token_ids"), "no prompt_token_ids"),
     "two choices": (lambda e: e[0]["choices"].append(e[0]["choices"][0]), "more than the one completion"),
     "unknown finish": (lambda e: finishing(e).update(finish_reason="repetition"), "finished with repetition"),
-    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at a requested stop"),
+    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "without a requested stop"),
     "fewer tokens counted": (lambda e: e[-1]["usage"].update(completion_tokens=2), "2 completion tokens"),
     "usage missing": (lambda e: e[-1].update(usage=None), "no usage"),
     "spans with a gap": (

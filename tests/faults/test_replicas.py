@@ -199,7 +199,7 @@ def test_worker_whose_disk_fails_once(model_dir: Path, upstream: Upstream, tmp_p
         agents = [Agent(f"agent-{number}") for number in range(4)]
         deadline = time.monotonic() + 120
         failures = 0
-        while sum("it is restarted" in line for line in served.lines) < 1:
+        while sum("restarting it" in line for line in served.lines) < 1:
             assert time.monotonic() < deadline
             for agent in agents:
                 with served.client(agent.session) as client:

@@ -184,7 +184,7 @@ def test_event_larger_than_memory_should_hold(gateway: Gateway, upstream: Upstre
     piece = b"1" * (1 << 20)
     upstream.plans = [Plan(pieces=[b"data: ", *[piece] * (3 * MAX_EVENT_BYTES // len(piece))])]
     error = gateway.refused(stream=True)
-    assert re.search(r"event of more than \d+ bytes", str(error))
+    assert re.search(r"event that exceeds the limit of \d+ bytes", str(error))
     assert upstream.left.acquire(timeout=PATIENCE), "the engine sent all of it"
     assert gateway.check() == {}
 

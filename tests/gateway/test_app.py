@@ -135,7 +135,7 @@ def test_shutdown_closes_engine_and_store(renderer: Renderer, store: SqliteStore
 def test_a_role_that_is_none_comes_with_those_that_are(gateway_url: str) -> None:
     body = {"messages": [{"role": "robot", "content": "hi"}]}
     message = httpx2.post(f"{gateway_url}/v1/chat/completions", json=body).json()["error"]["message"]
-    assert message.endswith("not one of those allowed: assistant, developer, system, tool, user")
+    assert message.endswith("not allowed; expected one of assistant, developer, system, tool, user")
     assert "robot" not in message
 
 
@@ -144,7 +144,7 @@ def test_a_conversation_without_a_session_is_warned_of_once(gateway_url: str, ca
     httpx2.post(f"{gateway_url}/sessions/s/v1/chat/completions", json={"messages": [USER, reply, USER]})
     for messages, expected in (([USER], 0), ([USER, reply, USER], 1), ([USER, reply, USER], 1)):
         httpx2.post(f"{gateway_url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
-        assert sum("names no session" in line for line in caplog.messages) == expected
+        assert sum("without a session id" in line for line in caplog.messages) == expected
 
 
 def test_a_reward_for_a_session_without_turns_is_warned_of(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,4 +153,4 @@ def test_a_reward_for_a_session_without_turns_is_warned_of(gateway_url: str, cap
     for name in ("s", "typo"):
         assert httpx2.post(f"{gateway_url}/sessions/{name}/reward", json={"value": 1}).status_code == 201
     warned = [line for line in caplog.messages if "has no turns yet" in line]
-    assert warned == ["session 'typo' gets a reward and has no turns yet: is its name right?"]
+    assert warned == ["session 'typo' got a reward but has no turns yet: is its id right?"]

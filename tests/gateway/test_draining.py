@@ -67,7 +67,7 @@ def test_what_is_still_under_way_is_aborted(seconds: float, force: bool, caplog:
         assert working.done()
 
     asyncio.run(run())
-    said = "stopping: waiting up to 0.1 s for 1 requests in flight; interrupt again to end them now"
+    said = "stopping: waiting up to 0.1 s for 1 requests in flight; interrupt again to abort them now"
     assert caplog.messages == ([] if force else [said])
 
 

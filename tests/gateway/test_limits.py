@@ -157,7 +157,7 @@ def test_too_many_messages_are_refused_before_they_are_read(
     gateway = serve()
     refused = gateway.post(path, json={"model": "m", **body(31)})
     assert (refused.status_code, refused.headers["x-should-retry"]) == (413, "false")
-    assert "over 30 entries and parts" in refused.text
+    assert "more than 30 entries and parts" in refused.text
     assert gateway.post(path, json={"model": "m", **body(30)}).status_code == 200
 
 

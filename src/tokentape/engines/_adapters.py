@@ -1,7 +1,7 @@
-"""LoRA adapters of the embedded engine, loaded with peft. One batch may have rows with different adapters.
+"""LoRA adapters of the embedded engine, loaded with peft. Rows of one batch may use different adapters.
 
-The model with adapters is a second tree of modules that shares the first one's weights. So scores, which another
-thread computes, never pass through an adapter.
+The model with adapters is a second module tree that shares the base model's weights. So scores, which another thread
+computes with the base model, never pass through an adapter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Adapter:
     """One version of an adapter."""
 
     key: str
-    """Its name in peft, which no other version has."""
+    """The name in peft, unique to this version."""
     version: str
 
 
 class Adapters:
-    """The adapters of a model. A version stays as long as a call uses it. Only for the worker's thread."""
+    """The adapters of a model. A version stays loaded while a call uses it. Use it only on the worker's thread."""
 
     def __init__(self, model: Any, *, dtype: str) -> None:
         self._model, self._dtype = model, dtype
@@ -36,14 +36,14 @@ class Adapters:
         self.current: dict[str, Adapter] = {}
         """The newest version of each adapter, by name."""
         self.with_all: Any = None
-        """The model with all adapters; None while there are none."""
+        """The model with all adapters; None until an adapter is loaded."""
 
     @torch.inference_mode(mode=False)
     def load(self, name: str, folder: Path, version: str, used: Collection[str] = ()) -> None:
         """Load a version of the adapter `name`, and drop older ones, except those with a key in `used`.
 
-        Raises `EngineError` if peft is missing, if the folder has no LoRA adapter of this model, or if its rows have
-        other logprobs in a batch than alone.
+        Raises `EngineError` if peft is missing, if the folder has no LoRA adapter for this model, or if logprobs with
+        the adapter differ between a batch and a single row.
         """
         try:
             from peft import LoraConfig, PeftModel
@@ -51,14 +51,14 @@ class Adapters:
             raise EngineError("adapters of the embedded engine need peft: pip install peft") from None
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             if not (folder / file).is_file():
-                raise EngineError(f"no {file} in {folder}; expected a folder as peft's save_pretrained writes it")
+                raise EngineError(f"no {file} in {folder}; expected a folder that peft's save_pretrained wrote")
         self._serial += 1
         key = f"version{self._serial:09}"
         try:
             config = LoraConfig.from_pretrained(str(folder))
             if config.bias != "none" or config.init_lora_weights not in (True, False, "gaussian"):
                 about = f"bias {config.bias!r} or init_lora_weights {config.init_lora_weights!r}"
-                raise EngineError(f"{about} changes the model's weights")
+                raise EngineError(f"{about} changes the model's weights; only plain LoRA adapters are supported")
             if self.with_all is None:
                 shared = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
                 self.with_all = PeftModel(copy.deepcopy(self._model, shared), config, adapter_name=key)
@@ -69,9 +69,9 @@ class Adapters:
                 *(missing for missing in report.missing_keys if f".{key}." in missing),
             ]
             if strange:
-                raise EngineError(f"{len(strange)} tensors don't fit the model, {strange[0]} among them")
+                raise EngineError(f"{len(strange)} tensors don't fit the model, for example {strange[0]}")
             refuse_unbatchable(self._model, dtype=self._dtype, adapters=(self.with_all, [key, BASE]))
-        except Exception as error:  # peft raises many kinds
+        except Exception as error:  # peft raises many types
             self._drop({key})
             raise EngineError(f"the adapter in {folder} can't be used: {error}") from error
         # peft's active adapter, which no call uses, must not be one that is dropped. Activating it unfreezes it.
@@ -99,7 +99,7 @@ class Adapters:
 
 
 def merged(model: Any, folder: Path, *, dtype: str) -> Any:
-    """Return a model that has a LoRA adapter in its weights, and no longer use `model`. Raises like `Adapters.load`."""
+    """Return a model with a LoRA adapter merged into its weights. It replaces `model`. Raises like `Adapters.load`."""
     adapters = Adapters(model, dtype=dtype)
     adapters.load("merged", folder, "")
     return adapters.with_all.merge_and_unload()

@@ -18,24 +18,24 @@ _Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters of a call. Every field is always sent, so that a server's own defaults never apply."""
+    """Sampling parameters of one call. Every field is always sent, so that a server's own defaults never apply."""
 
     max_tokens: int
-    """Upper bound of sampled tokens, the stop token included."""
+    """Maximum number of sampled tokens, including the stop token."""
     temperature: float = 1.0
     """0 samples greedily."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 turns it off."""
+    """0 means no limit."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling ends after one of these; it stays in the ids."""
+    """Sampling ends after any of these ids, which stays in the completion."""
     stop_strings: tuple[str, ...] = ()
-    """Sampling ends with the token that completes one of these; that whole token stays in the ids."""
+    """Sampling ends with the token that completes any of these strings; that whole token stays in the completion."""
     top_logprobs: int = 0
     """Number of most likely ids to report for each token."""
     min_tokens: int = 0
@@ -43,17 +43,17 @@ class SamplingParams:
     json_schema: str | None = None
     """A JSON Schema, as JSON text, that the completion must follow; None for no constraint."""
     structural_tag: str | None = None
-    """A structural tag of XGrammar, as JSON text, that the completion must follow; None for no constraint."""
+    """An XGrammar structural tag, as JSON text, that the completion must follow; None for no constraint."""
     adapter: str | None = None
     """Name of the engine's LoRA adapter to sample with; None for the base model."""
     priority: int = 0
     """Priority for the server's scheduler; 0 is its default. Servers differ in whether higher values come first."""
     cache_salt: str | None = None
-    """Prompts share cached prefixes in the server only under the same salt."""
+    """Prompts share cached prefixes in the server only if they have the same salt."""
     session_id: str | None = None
     """Routes calls of one session to the engine that has their prefix cached. It does not change the result."""
     supports: int = 0
-    """Report which ids truncation kept for each token, or only their number if they are more than this; 0 for none."""
+    """For each token, report the ids that truncation kept, or only how many if there are more than this; 0 is off."""
     payloads_from: int | None = None
     """Offset in prompt + completion of the first token to return per-token payloads for; None for no payloads."""
 
@@ -62,7 +62,7 @@ LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_
 """The modes that the embedded engine supports; see `EngineInfo.logprobs_mode`."""
 
 UNKNOWN_MODE = "unverified_logprobs"
-"""The logprobs mode of an engine with an unknown mode."""
+"""The logprobs mode of an engine that does not report it."""
 
 DISTRIBUTION = frozenset(
     {
@@ -80,12 +80,12 @@ DISTRIBUTION = frozenset(
         "top_logprobs",
     }
 )
-"""The `SamplingParams` fields that define the distribution and the reported values in the same way on all engines."""
+"""The `SamplingParams` fields that mean the same on all engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """The half-open range of a completion's tokens that one version of the weights sampled."""
+    """A half-open range of completion tokens sampled with one version of the weights."""
 
     version: str
     start: int
@@ -105,7 +105,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class PromptMedia:
-    """An image of a prompt."""
+    """An image in a prompt."""
 
     start: int
     """Offset in the prompt of the image's first placeholder id."""
@@ -121,20 +121,20 @@ class SampleDelta:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """One per id, in the engine's logprobs mode."""
+    """One logprob per id, in the engine's logprobs mode."""
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     """With finish_reason "stop": the stop id or stop string that matched."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each id the most likely (id, logprob) pairs, best first; empty unless requested."""
+    """For each position the most likely (id, logprob) pairs, best first; empty unless requested."""
     weight_version: str | None = None
     """Version of the weights that sampled these ids, if the engine reports it. `weight_spans` may correct it."""
     weight_spans: tuple[WeightSpan, ...] = ()
     """In the last delta, if the engine reports versions: spans that cover the whole completion."""
     engine: str | None = None
-    """The engine that sampled these ids, if there are several; as `str(EngineInfo)`."""
+    """`str(EngineInfo)` of the engine that sampled these ids, if there are several engines."""
     supports: tuple[bytes, ...] = ()
-    """For each id the ids that truncation kept, as packed by `_supports.pack`; empty if not requested or reported."""
+    """For each position the ids that truncation kept, as of `_supports.pack`; empty if not requested or reported."""
     payloads: tuple[Payload, ...] = ()
     """In the last delta: per-token arrays, if `SamplingParams.payloads_from` requests them."""
     cached_tokens: int | None = None
@@ -153,24 +153,24 @@ class EngineInfo:
     version: str
     model: str
     vocab_size: int
-    """Ids at or above this are never sent and never accepted."""
+    """Ids greater than or equal to this are never sent and never accepted."""
     max_context: int
     """Maximum of prompt and completion together, in tokens."""
     logprobs_mode: str
     """The distribution that the log-probabilities belong to. `raw_logprobs`: the model's own, before temperature,
     penalties and truncation. `penalised_logprobs`: after penalties. `scaled_logprobs`: after penalties and
-    temperature. `processed_logprobs`: after all of them, the one sampled from. Greedy sampling counts as temperature
-    1. `unverified_logprobs`: not known."""
+    temperature. `processed_logprobs`: after all of them, the distribution sampled from. Greedy sampling counts as
+    temperature 1. `unverified_logprobs`: not known."""
     sampling: frozenset[str]
     """Names of the `SamplingParams` fields that the engine honors; others must keep their default."""
     capabilities: tuple[str, ...] = ()
-    """Further facts for the record, such as the server's route in use, weight versions or routed experts."""
+    """Further facts for the record, such as the server route used, weight versions or routed experts."""
     media: frozenset[str] = frozenset()
-    """The media that prompts may contain: `image`. If it is not empty, the engine is a `MediaEngine`."""
+    """The media types that prompts may contain: `image` or none. If it is not empty, the engine is a `MediaEngine`."""
     prompt_penalties: frozenset[str] = frozenset()
-    """The penalties that count tokens of the prompt in the same way as tokens of the completion."""
+    """The penalties that count prompt tokens like completion tokens."""
     scoring_paths: tuple[str, ...] = ()
-    """The server's paths that may return log-probabilities of a prompt, in the order to try them."""
+    """The server's paths that may return prompt logprobs, in the order to try them."""
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])
@@ -178,7 +178,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds allowed for each stage of a call to an engine; each positive and finite.
+    """Timeouts for each stage of a call to an engine, in seconds; each positive and finite.
 
     Raises:
         InvalidRequest: a value is not a positive, finite number.
@@ -190,14 +190,14 @@ class Timeouts:
     first_token: float = 600.0
     """Limit from sending a streamed request to its first event: queueing and prefill. Also used at start-up."""
     between_tokens: float = 300.0
-    """Limit from one event of a stream to the next. It must exceed the pause of a server for a weight update."""
+    """Limit from one stream event to the next. It must exceed the time that the server pauses for a weight update."""
     total: float = 7200.0
-    """Limit for the whole call. A call that is not streamed has only this limit and `connect`."""
+    """Limit for the whole call. Only this limit and `connect` apply to calls that are not streamed."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0 < getattr(self, field.name) < math.inf:
-                raise InvalidRequest(f"timeout {field.name} must be a positive number of seconds", field.name)
+                raise InvalidRequest(f"timeout {field.name} must be a positive, finite number of seconds", field.name)
 
 
 class Engine(Protocol):
@@ -239,15 +239,15 @@ class Interruptible(Protocol):
 
 @runtime_checkable
 class KeepsSessions(Protocol):
-    """An engine that keeps the prefix of a session on its server until it learns that the session is over."""
+    """An engine with a server that keeps a session's prefix cached until it is told that the session is over."""
 
     def close_session(self, session_id: str) -> None:
-        """Tell the server in the background. A later call of the session opens it again."""
+        """Tell the server, in the background, that the session is over. A later call in the session reopens it."""
         ...
 
 
 class MediaEngine(Engine, Protocol):
-    """An engine that also takes prompts with images."""
+    """An engine that also accepts prompts with images."""
 
     def sample(
         self,
@@ -258,7 +258,7 @@ class MediaEngine(Engine, Protocol):
         request_id: str,
         media: Sequence[PromptMedia] = (),
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of `prompt_ids`. Its placeholder ids stand for `media`, in order."""
+        """Sample a continuation of `prompt_ids`, in which placeholder ids stand for `media`, in order."""
         ...
 
 
@@ -270,13 +270,13 @@ def common_prefix(first: Sequence[int] | _Ids, second: Sequence[int] | _Ids) -> 
 
 
 UNVERIFIED = "model-unverified"
-"""A capability of an engine that could not be verified to serve the expected model; see `GuardedEngine`."""
+"""The capability of an engine that is not verified to serve the expected model; see `GuardedEngine`."""
 
 OVER_SUPPORTS = "logprobs-over-supports"
-"""A capability of an engine with log-probabilities normalized over the supports, for calls that report supports."""
+"""The capability of an engine that normalizes logprobs over the supports in calls that report supports."""
 
 BEFORE_GRAMMAR = "logprobs-before-grammar"
-"""A capability of an engine that computes log-probabilities before it rules out tokens that a grammar forbids."""
+"""The capability of an engine that computes logprobs before it masks tokens that a grammar forbids."""
 
 CAPTURED = "captured"
 """The last word of `SampleDelta.engine` if the server rendered the context."""
@@ -284,16 +284,16 @@ CAPTURED = "captured"
 
 @dataclass(frozen=True, slots=True)
 class StartedCompletion:
-    """A completion that a server began from messages."""
+    """A running completion of messages that the server rendered."""
 
     prompt_ids: TokenIds
     """The context that the server rendered, int32 [tokens]."""
     deltas: AsyncGenerator[SampleDelta, None]
-    """Deltas as of `Engine.sample`, each with an `engine` that ends with `CAPTURED`. `aclose` aborts the call."""
+    """Deltas as from `Engine.sample`, each with an `engine` that ends with `CAPTURED`. `aclose` aborts the call."""
 
 
 class ChatServer(Engine, Protocol):
-    """An engine that also takes messages, renders them itself, and returns the ids."""
+    """An engine that also accepts messages, renders them itself, and returns the prompt ids."""
 
     async def begin(
         self,
@@ -304,5 +304,5 @@ class ChatServer(Engine, Protocol):
         *,
         request_id: str,
     ) -> StartedCompletion:
-        """Begin a completion, and return when the server has sent the prompt's ids. Raises as `sample` does."""
+        """Begin a completion, and return once the server has sent the prompt ids. Raises like `sample`."""
         ...

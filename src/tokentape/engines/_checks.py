@@ -15,7 +15,7 @@ from tokentape.types import TokenIds
 def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
     """Raise `InvalidRequest` if the prompt is empty, fills the context, or has an id outside the vocabulary.
 
-    An id outside the vocabulary crashes some servers, so it is never sent.
+    Some servers crash on ids outside the vocabulary, so they are never sent.
     """
     ids = np.asarray(prompt_ids)
     if not ids.size:
@@ -24,7 +24,7 @@ def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
         position = int(np.flatnonzero((ids < 0) | (ids >= info.vocab_size))[0])
         raise InvalidRequest(
             f"prompt id {int(ids[position])} at position {position} is not in this model's vocabulary, 0 to "
-            f"{info.vocab_size - 1}; was the prompt encoded with another tokenizer?",
+            f"{info.vocab_size - 1}; was the prompt encoded with a different tokenizer?",
             "prompt_ids",
         )
     if ids.size >= info.max_context:
@@ -38,17 +38,17 @@ def refuse_params(params: SamplingParams) -> None:
     """Raise `InvalidRequest` for the first parameter that is out of its range."""
     ranges: list[tuple[str, bool, str]] = [
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= params.temperature < math.inf, "0 or more"),
+        ("temperature", 0 <= params.temperature < math.inf, "at least 0"),
         ("top_p", 0 < params.top_p <= 1, "above 0, at most 1"),
-        ("top_k", params.top_k >= 0, "0 (off) or more"),
+        ("top_k", params.top_k >= 0, "at least 0 (0 is off)"),
         ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
         ("presence_penalty", math.isfinite(params.presence_penalty), "a finite number"),
         ("frequency_penalty", math.isfinite(params.frequency_penalty), "a finite number"),
         ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0"),
-        ("top_logprobs", params.top_logprobs >= 0, "0 (off) or more"),
+        ("top_logprobs", params.top_logprobs >= 0, "at least 0 (0 is off)"),
         ("stop_strings", all(params.stop_strings), "strings of at least one character"),
         ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, "0 to max_tokens"),
-        ("supports", params.supports >= 0, "0 (off) or more"),
+        ("supports", params.supports >= 0, "at least 0 (0 is off)"),
         ("payloads_from", (params.payloads_from or 0) >= 0, "0 or more"),
     ]
     for name, holds, expected in ranges:
@@ -57,11 +57,11 @@ def refuse_params(params: SamplingParams) -> None:
 
 
 _DEFAULTS = [(field.name, field.default) for field in fields(SamplingParams) if field.default is not MISSING]
-"""Sampling parameters that need not be set."""
+"""The optional sampling parameters with their defaults."""
 
 
 def unsupported(params: SamplingParams, info: EngineInfo) -> str | None:
-    """Return the name of the first parameter that is set and that this engine would ignore, or None."""
+    """Return the name of the first parameter that is set but that this engine would ignore, or None."""
     for name, default in _DEFAULTS:
         if name not in info.sampling and getattr(params, name) != default:
             return name
@@ -69,14 +69,14 @@ def unsupported(params: SamplingParams, info: EngineInfo) -> str | None:
 
 
 def refuse_unsupported(params: SamplingParams, info: EngineInfo) -> None:
-    """Raise `UnsupportedParameter` for the first parameter that is set and that this engine would ignore."""
+    """Raise `UnsupportedParameter` for the first parameter that is set but that this engine would ignore."""
     if (name := unsupported(params, info)) is not None:
         supported = ", ".join(sorted(info.sampling))
         raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
 
 
 def refuse_call(prompt_ids: TokenIds, params: SamplingParams, info: EngineInfo) -> None:
-    """Raise `InvalidRequest` or `UnsupportedParameter` for a prompt or parameter that this engine does not take."""
+    """Raise `InvalidRequest` or `UnsupportedParameter` for a prompt or parameter that this engine does not accept."""
     refuse_prompt(prompt_ids, info)
     refuse_params(params)
     refuse_unsupported(params, info)

@@ -6,7 +6,7 @@ from tokentape.engines._base import BEFORE_GRAMMAR, OVER_SUPPORTS, UNKNOWN_MODE,
 from tokentape.types import TokenDistribution
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures sample greedily: dividing logits by them would overflow."""
+"""Temperatures below this sample greedily, because dividing logits by them would overflow."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -15,7 +15,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Return whether top_p, top_k or min_p rule out tokens. Greedy sampling is never truncated."""
+    """Return whether top_p, top_k or min_p can rule out tokens. Greedy sampling is never truncated."""
     return not is_greedy(params) and (params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0)
 
 
@@ -39,15 +39,15 @@ def sampled_from(params: SamplingParams) -> TokenDistribution:
 
 
 def mode_of(engine: str) -> str:
-    """Return the mode that `str(EngineInfo)` names: the word that ends with `_logprobs`."""
+    """Return the logprobs mode in `str(EngineInfo)`: the word that ends with `_logprobs`."""
     return next((word for word in engine.split() if word.endswith("_logprobs")), UNKNOWN_MODE)
 
 
 def logprobs_of(engine: str, params: SamplingParams, *, supports: bool = False) -> TokenDistribution | None:
     """Return the distribution that an engine's log-probabilities belong to; None if its mode is not known.
 
-    `engine` is `str(EngineInfo)`, which has the mode and the capabilities. `supports` says whether the engine reported
-    which ids truncation kept. For greedy sampling, engines report log-probabilities at temperature 1.
+    `engine` is `str(EngineInfo)`, which contains the mode and the capabilities. `supports` is whether the engine
+    reported which ids truncation kept. For greedy sampling, engines report log-probabilities at temperature 1.
 
     >>> logprobs_of("vllm 0.32.0 raw_logprobs", SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)

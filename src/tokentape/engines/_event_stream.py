@@ -1,19 +1,19 @@
-"""Read server-sent events, in which engines stream replies."""
+"""Read server-sent events, the format in which engines stream replies."""
 
 from __future__ import annotations
 
 from tokentape.errors import EngineContractError
 
 MAX_EVENT_BYTES = 16 << 20
-"""Size limit of an event. The prompt's ids are returned in one event: two million of them at 7 bytes each."""
+"""Size limit of an event. An event may contain all prompt ids: two million of them at 7 bytes each."""
 
 
 class SseReader:
     """Reads server-sent events from chunks of bytes that may be cut anywhere.
 
     It follows the event-stream format of the WHATWG HTML standard: lines end with LF, CR or CRLF; `data` lines of one
-    event are joined by LF; comments and the `event`, `id` and `retry` fields are skipped. In one point it is stricter:
-    other lines are an error and not ignored, because they show that the bytes are not an event stream.
+    event are joined by LF; comments and the `event`, `id` and `retry` fields are skipped. It is stricter in one point:
+    a line with any other field is an error, because it shows that the bytes are not an event stream.
 
         >>> reader = SseReader()
         >>> reader.feed(b'data: {"a"')
@@ -31,19 +31,19 @@ class SseReader:
 
     @property
     def pending(self) -> bool:
-        """Whether an event has begun and not ended. True at the end of a stream means that the stream was cut off."""
+        """Whether an event is incomplete. True at the end of a stream means that the stream was cut off."""
         return bool(self._line or self._data)
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Read the next bytes, and return the data of the events that they complete.
 
-        Raises `EngineContractError` for an event that is too large or not UTF-8, or for another kind of line.
+        Raises `EngineContractError` for an event that is too large or not UTF-8, and for a line with an unknown field.
         """
         if not chunk:
             return []
         usual = chunk.startswith(b"data: {") and chunk.endswith(b"}\n\n") and b"\r" not in chunk
         if usual and chunk.find(b"\n") == len(chunk) - 2 and len(chunk) <= self._max and not self.pending:
-            # One event of one line. If it is not UTF-8, it is refused when its JSON is decoded.
+            # The chunk is one event of one line. If it is not UTF-8, decoding its JSON fails later.
             self._after_cr = False
             return [chunk[6:-2]]
         if self._after_cr:
@@ -55,7 +55,7 @@ class SseReader:
             self._size += len(text)
             if self._size > self._max:
                 raise EngineContractError(
-                    f"the engine sent a server-sent event of more than {self._max} bytes; expected at most that"
+                    f"the engine sent a server-sent event that exceeds the limit of {self._max} bytes"
                 )
             self._line += text
             if len(text) < len(line):
@@ -80,6 +80,6 @@ class SseReader:
             self._data.append(value.removeprefix(b" "))
         elif name not in (b"", b"event", b"id", b"retry"):
             raise EngineContractError(
-                "the engine's reply is not a stream of server-sent events: a line has an unknown field; is the "
-                "address that of the engine itself?"
+                "the engine's reply is not a stream of server-sent events: a line has an unknown field; check that "
+                "the URL is the engine's own"
             )

@@ -1,7 +1,7 @@
-"""Read from a model which experts it routed each token to, so that a trainer can route them alike.
+"""Read which experts a model routed each token to, so that a trainer can replay the routing.
 
-Contexts with the same ids share cached keys and values. The experts recorded for one of them computed these keys and
-values too, if the model routes equal contexts alike.
+Contexts with a common prefix share its cached keys and values. The experts recorded for one context apply to the
+others if the model routes equal prefixes to the same experts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from tokentape.engines._base import Payload
 
 _CHOSEN = ("top_k_index", "router_indices", "selected_experts")
-"""What transformers 5.23 calls the experts of each token in its mixtures: an argument, int64 [tokens, top k]."""
+"""Names in transformers 5.23 of the argument with each token's chosen experts, int64 [tokens, top k]."""
 
 
 def expert_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the modules that compute a layer's experts, in order, each with the argument that has the chosen ones."""
+    """Return the modules that compute each layer's experts, in order, with the name of their argument in `_CHOSEN`."""
     names: dict[type[nn.Module], str | None] = {}
     for module in model.modules():
         if type(module) not in names:
@@ -36,12 +36,12 @@ def expert_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 @contextmanager
 def chosen_experts(layers: list[tuple[nn.Module, str]]) -> Iterator[list[Tensor]]:
-    """Collect the experts that this thread's forward passes in the block choose, [rows * columns, top k] per layer."""
+    """Collect the experts chosen in this thread's forward passes in the block, [rows * columns, top k] per layer."""
     chosen: list[Tensor] = []
     reading, own = True, get_ident()
 
     def collect(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A copy of the model that is made meanwhile for new weights keeps its hooks, and other threads compute scores.
+        # A copy of the model made meanwhile for new weights keeps the hooks, and other threads compute scores.
         if reading and get_ident() == own:
             chosen.append(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments[name])
 
@@ -62,11 +62,11 @@ class ExpertRows:
         self._rows: list[npt.NDArray[np.int16]] = []
 
     def append(self, first: int, rows: Tensor) -> None:
-        """Append rows, [tokens, layers, top k], the first of them for the token at offset `first` of the context."""
+        """Append rows, [tokens, layers, top k]. The first row is for the token at offset `first` of the context."""
         rows = rows[max(self.start - first, 0) :]
         self._rows.append(rows.to("cpu", torch.int16).numpy())
 
     def payloads(self) -> tuple[Payload, ...]:
-        """Return what `SampleDelta.payloads` has in the last delta."""
+        """Return `SampleDelta.payloads` for the last delta."""
         rows = np.concatenate(self._rows) if self._rows else np.empty(0, np.int16)
         return (Payload("routed_experts", self.start, rows),) if len(rows) else ()

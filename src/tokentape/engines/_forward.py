@@ -16,10 +16,10 @@ from tokentape.types import TokenIds
 
 
 class ForwardPass:
-    """Scores ids with a causal language model of `transformers`, in evaluation mode. It is thread-safe.
+    """Scores ids with a `transformers` causal language model in evaluation mode. It is thread-safe.
 
-    At most `chunk` rows of logits are in memory at a time. The keys and values of the last ids are kept, so that for
-    ids with a common prefix, such as branches of a session, only the rest is computed.
+    At most `chunk` rows of logits are in memory at a time. The keys and values of the previous ids are kept, so that
+    ids with a common prefix, such as branches of a session, are computed only after that prefix.
     """
 
     def __init__(self, model: Any, *, chunk: int = 1024) -> None:
@@ -29,7 +29,7 @@ class ForwardPass:
         self._ids = np.empty(0, np.int64)
         """The ids that the cached keys and values belong to."""
         self._cache = DynamicCache(config=model.config)
-        # Other layers, such as those with sliding windows, can't be cropped.
+        # Caches of other layer types, such as sliding windows, can't be cropped.
         self._cuts = {type(layer).__name__ for layer in self._cache.layers} == {"DynamicLayer"}
 
     def score(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
@@ -67,7 +67,7 @@ class ForwardPass:
             if not self._cuts or not common:
                 self._forget()
                 return 0
-            # A negative argument is the number of tokens to drop; transformers 5.23 takes no other form.
+            # A negative argument is the number of tokens to drop; transformers 5.23 accepts nothing else.
             self._cache.crop(common - len(self._ids))
         return common
 

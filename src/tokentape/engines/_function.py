@@ -1,4 +1,4 @@
-"""An engine that calls a function, for a trainer's own rollout engine in the same process."""
+"""An engine that calls an async function, for a trainer with its own rollout engine in the same process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokentape.types import FinishReason, TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 Sampled: TypeAlias = SampleDelta | tuple[Sequence[int], Sequence[float]]
-"""A whole completion: its ids with a log-probability each, or a `SampleDelta`, which also has a finish reason.
+"""A whole completion: ids and log-probabilities, or a `SampleDelta`, which also has a finish reason.
 
-Without a finish reason, the ids must end with a stop id or fill `max_tokens`."""
+Ids without a finish reason must end with a stop id or fill `max_tokens`."""
 
 SampleFunction: TypeAlias = Callable[[list[int], SamplingParams], Awaitable[Sampled]]
 """Samples a continuation of prompt ids. It is cancelled if the client disconnects, and should then abort its call."""
@@ -36,15 +36,15 @@ class FunctionEngine:
     >>> engine = FunctionEngine(sample, vocab_size=151669, max_context=32768, logprobs_mode="processed_logprobs")
     ... # doctest: +SKIP
 
-    The function runs in the event loop in which the engine is made, if there is one, since handles belong to a loop.
+    If the engine is created in an event loop, the function always runs in that loop, because handles belong to a loop.
 
     Args:
         function: samples a completion. Its exceptions become `EngineError`, `EngineTimeout` and `EngineUnavailable`.
-        vocab_size: ids at or above it are refused, in prompts and in completions.
+        vocab_size: greater or equal ids are refused, in prompts and in completions.
         max_context: maximum of prompt and completion together, in tokens. It limits `SamplingParams.max_tokens`.
         logprobs_mode: the distribution that the log-probabilities belong to, see `EngineInfo`. The default means that
             it is not known; trainers refuse such log-probabilities.
-        sampling: the `SamplingParams` fields that the function honors; calls that set another one are refused.
+        sampling: the `SamplingParams` fields that the function honors; calls that set other fields are refused.
         name: the engine's name, for the record.
         version: the engine's version, for the record.
 
@@ -95,7 +95,7 @@ class FunctionEngine:
             if self._loop is None or self._loop is asyncio.get_running_loop():
                 return await call()
             if self._loop.is_closed():
-                raise EngineUnavailable("the event loop that the engine's function belongs to is closed")
+                raise EngineUnavailable("the event loop of the engine's function is closed; create the engine again")
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
         except (TokentapeError, asyncio.CancelledError):
             raise
@@ -114,7 +114,7 @@ class FunctionEngine:
 
         Raises `EngineContractError` if the completion can't be recorded.
         """
-        # The engine that the function calls may have stop ids of its own, which the function need not report.
+        # The engine that the function calls may have its own stop ids, which the function need not report.
         completion = ReceivedTokens(replace(params, supports=0), self.info.vocab_size, own_stops=True)
         if isinstance(sampled, SampleDelta):
             delta, reason = sampled, finish_reason_of(sampled.finish_reason)
@@ -139,10 +139,10 @@ class FunctionEngine:
     async def check(self) -> None:
         """Raise `EngineUnavailable` if the engine is closed."""
         if self._closed:
-            raise EngineUnavailable("the engine is closed; make a new one")
+            raise EngineUnavailable("the engine is closed; create a new one")
 
     async def close(self) -> None:
-        """Take no more calls. The engine that the function calls stays open, since it belongs to the trainer."""
+        """Refuse further calls. The engine that the function calls stays open, because it belongs to the trainer."""
         self._closed = True
 
 
@@ -152,6 +152,6 @@ def _end_of(ids: Sequence[int], params: SamplingParams) -> FinishReason:
     if len(ids) >= params.max_tokens:
         return "length"
     raise EngineContractError(
-        f"the engine's function returned {len(ids)} ids, fewer than max_tokens, and no stop id at their end; expected "
-        "one, or a SampleDelta with a finish_reason"
+        f"the engine's function returned {len(ids)} ids, fewer than max_tokens, without a stop id at the end; return "
+        "the stop id too, or a SampleDelta with a finish_reason"
     )

@@ -1,6 +1,6 @@
-"""Hold completions of the embedded engine to a JSON Schema or a structural tag, with llguidance.
+"""Constrain completions of the embedded engine to a JSON Schema or a structural tag, with llguidance.
 
-llguidance refuses keywords of schemas that it can't follow. Its grammars are in its dialect of Lark:
+llguidance refuses schema keywords that it can't enforce. Grammars are in its dialect of Lark:
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
 
@@ -23,13 +23,13 @@ CONSTRAINTS = frozenset({"json_schema", "structural_tag"}) if find_spec("llguida
 """The constraints that the embedded engine can follow: none without llguidance."""
 
 _JSON = {"whitespace_pattern": r" ?|\n[ \t]{0,40}"}
-"""The white space between two tokens of JSON. If there may be any number, weak models write nothing else."""
+"""The white space allowed between two JSON tokens. Without a limit, weak models may write white space forever."""
 
 _END = "<|end of constraint|>"
 
 
 class Constraint:
-    """What one completion has to follow, and how far it has come."""
+    """The grammar that one completion must follow, and the matcher's state after the tokens so far."""
 
     def __init__(self, matcher: Any, stop_ids: Sequence[int], size: int) -> None:
         self._matcher = matcher
@@ -37,7 +37,7 @@ class Constraint:
         self._size = size
 
     def allowed(self, rows: int) -> npt.NDArray[np.bool_]:
-        """Return which ids may come next, bool [rows]. A stop id may if the completion is complete before it."""
+        """Return which ids may come next, bool [rows]. Stop ids are allowed if the tokens so far match the grammar."""
         allowed = np.zeros(rows, np.bool_)
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, count=self._size, bitorder="little")
@@ -49,7 +49,7 @@ class Constraint:
 
     @property
     def problem(self) -> str:
-        """Why no id is allowed; empty if that is not llguidance's fault."""
+        """Why llguidance allows no id; empty if it has not failed."""
         return (
             f"llguidance can't follow the constraint: {self._matcher.get_error()}" if self._matcher.is_error() else ""
         )
@@ -60,7 +60,7 @@ class Constraint:
 
 
 class Grammars:
-    """Makes the constraints of calls for one tokenizer, which is prepared at the first of them. It is thread-safe."""
+    """Creates constraints for one tokenizer, which is prepared for the first constraint. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -68,9 +68,9 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, params: SamplingParams) -> Constraint:
-        """Return the constraint of a call with a `json_schema` or a `structural_tag`.
+        """Return the constraint for a call with a `json_schema` or a `structural_tag`.
 
-        Raises `InvalidRequest` if it can't be followed, for example because of a keyword of its schema.
+        Raises `InvalidRequest` if it can't be enforced, for example because of a schema keyword.
         """
         from llguidance import LLMatcher
 
@@ -84,23 +84,23 @@ class Grammars:
                 self._prepared = _prepare(self._tokenizer)
         matcher = LLMatcher(self._prepared, LLMatcher.grammar_from_lark(lark(form)), log_level=0)
         if matcher.is_error():
-            # The message goes on with the grammar itself.
+            # The rest of the message quotes the grammar.
             reason = matcher.get_error().partition("\n   2 |")[0][:500]
             raise InvalidRequest(f"the engine can't follow {name}: {reason}", name)
         return Constraint(matcher, params.stop_token_ids, self._prepared.eos_token)
 
 
 def _prepare(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer for llguidance. Added tokens, except for white space, don't stand for their text.
+    """Return the tokenizer for llguidance, in which added tokens, except for white space, don't match their text.
 
-    A `<tool_call>` in a string of JSON would else be sampled as the control token.
+    Otherwise `<tool_call>` inside a JSON string could be sampled as the control token.
     """
     from llguidance import LLTokenizer
 
     described = json.loads(tokenizer.to_str())
     for token in described["added_tokens"]:
         token["special"] = bool(token["content"].replace("\u2581", " ").strip())
-    # The end is a token of its own: `Constraint` allows the call's stop ids in its place.
+    # `_END` is an additional token, in place of which `Constraint` allows the call's stop ids.
     described["added_tokens"].append(
         {"id": max(tokenizer.get_vocab().values()) + 1, "content": _END, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -110,9 +110,9 @@ def _prepare(tokenizer: Tokenizer) -> Any:
 
 
 def lark(form: Mapping[str, Any]) -> str:
-    """Return the grammar for the `format` of one of our structural tags.
+    """Return the Lark grammar for the `format` of a structural tag that `chat._call_constraint` wrote.
 
-    It knows the formats that `chat._call_constraint` writes, and raises `InvalidRequest` for others.
+    Raises `InvalidRequest` for other formats.
     """
     terminals: list[str] = []
 
@@ -123,7 +123,7 @@ def lark(form: Mapping[str, Any]) -> str:
         rules: list[str] = []
         for index, element in enumerate(elements):
             if element["type"] == "const_string" and index and elements[index - 1]["type"] == "any_text":
-                # Text and what ends it are one terminal: the lexer does not look ahead.
+                # Text and the string that ends it form one terminal, because the lexer does not look ahead.
                 terminals[-1] += f" {_quoted(element['value'])}"
             else:
                 rules.append(rule(element))
@@ -160,10 +160,10 @@ def lark(form: Mapping[str, Any]) -> str:
         raise InvalidRequest(f"the embedded engine does not know the format {element['type']!r}", "structural_tag")
 
     start = rule(form)
-    # Else only one spelling of text that the grammar leaves no choice about would be allowed.
+    # With forcing, text that the grammar fixes could be sampled in only one tokenization.
     return "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *terminals])
 
 
 def _quoted(value: str) -> str:
-    """Return text as a string of Lark's."""
+    """Return text as a Lark string."""
     return json.dumps(value, ensure_ascii=False)

@@ -29,13 +29,13 @@ from tokentape.types import TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 FIRST_LOOK_SECONDS = 60.0
-"""Time limit of the first check. The first requests to a fresh server take up to 17 s each (vLLM, SGLang)."""
+"""Time limit of the first check. The first requests after a server's start take up to 17 s each (vLLM, SGLang)."""
 
 LOOK_SECONDS = 30.0
-"""Time limit of a later check, for which a call waits. If it is exceeded, the model is not verified."""
+"""Time limit of a later check, for which a call waits. If it is exceeded, the model counts as unverified."""
 
 NAMES_SECONDS = 30.0
-"""At the end of a call, an answer of `/v1/models` that is older is requested again."""
+"""At the end of a call, `/v1/models` is requested again if its last reply is older than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ModelCheck:
     status: Literal["ok", "unverified", "refused"]
     reason: str = ""
     other_ids: bool = False
-    """Whether it is refused because its tokenizer gives other ids."""
+    """Whether the model is refused because its tokenizer returns different ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class _Seen:
     generation: int
     """`HttpClient.generation`."""
     version: str | None
-    """Version of the weights that the server reported."""
+    """The weight version that the server reported."""
     named: str | None
-    """Version of the weights that a trainer reported to the gateway."""
+    """The weight version that a trainer reported to the gateway."""
 
 
 Look = Callable[[HttpClient, EngineInfo], Awaitable[ModelCheck]]
@@ -65,12 +65,12 @@ Look = Callable[[HttpClient, EngineInfo], Awaitable[ModelCheck]]
 
 
 class GuardedEngine:
-    """A `RemoteEngine` that verifies the model of its server. It is an `Engine`; make it with `open`.
+    """A `RemoteEngine` that verifies the model on its server. It is an `Engine`; create it with `open`.
 
-    The server is checked again if it may have restarted, samples with other weights or lists other models, always
-    before the last delta of a completion. This also updates the logprobs mode of `info`. While the server serves
-    another model, calls fail. If the model can't be verified, or with `refuse` False, calls continue and `info` has the
-    capability `UNVERIFIED`.
+    The server is checked again if it may have restarted, reports a new weight version or lists different models,
+    always before the last delta of a completion. This also updates the logprobs mode of `info`. While the server
+    serves a different model, calls fail. If the model can't be verified, or with `refuse` False, calls continue and
+    `info` has the capability `UNVERIFIED`.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class GuardedEngine:
         self._weights_now = weights_now
         self._last_check = ModelCheck("unverified", "nothing is known yet")
         self._infos: dict[bool, EngineInfo] = {}
-        """The engine's info by whether its model is verified."""
+        """The engine's info, with and without `UNVERIFIED`; the key is whether the model is verified."""
         self._set_mode(engine.info.logprobs_mode)
         self._seen = _Seen(0, None, None)
         self._opened = False
-        """Whether the first check is done. It does not read the logprobs mode, which the engine has just read."""
+        """Whether the first check is done. That check skips the logprobs mode, which the engine has just read."""
         self._served: ServedAs | None = None
         self._named_at = 0.0
         self._looking: asyncio.Task[None] | None = None
@@ -104,7 +104,7 @@ class GuardedEngine:
     async def open(cls, engine: RemoteEngine, kind: str, look: Look, **options: Any) -> Self:
         """Check the server and return the guarded engine.
 
-        If the server serves another model, close the engine and raise `InvalidRequest`.
+        If the server serves a different model, close the engine and raise `InvalidRequest`.
         """
         guarded = cls(engine, kind, look, **options)
         try:
@@ -124,11 +124,11 @@ class GuardedEngine:
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, **media: Any
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample as the engine does, with `media` if it takes them. Raises `EngineUnavailable` for another model."""
+        """Sample like the engine, with `media` if it accepts them. Raises `EngineUnavailable` for a different model."""
         return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id, **media))
 
     async def begin(self, *call: Any, **options: Any) -> StartedCompletion:
-        """Begin a chat with the engine, which must be a `ChatServer`. Raises as `sample` does."""
+        """Begin a chat with the engine, which must be a `ChatServer`. Raises like `sample`."""
         await self._raise_unless_served()
         begun = await cast(ChatServer, self._engine).begin(*call, **options)
         deltas = self._settled(begun.deltas, begun=True)
@@ -138,7 +138,7 @@ class GuardedEngine:
     async def _settled(
         self, sampled: AsyncGenerator[SampleDelta, None], *, begun: bool = False
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Yield the deltas, and check the server before the last one. For a begun call, yield an empty delta first."""
+        """Yield the deltas, and check the server before the last delta. With `begun`, yield an empty delta first."""
         async with aclosing(sampled) as deltas:
             if begun:
                 yield SampleDelta((), ())
@@ -164,10 +164,10 @@ class GuardedEngine:
     async def _settle(self, last: SampleDelta) -> None:
         """Check the server again if it may have changed since its last check. `last` is a completion's last delta.
 
-        Raises `EngineUnavailable` if it serves another model.
+        Raises `EngineUnavailable` if it serves a different model.
         """
         version = last.weight_spans[-1].version if last.weight_spans else last.weight_version
-        # The first reported version is that of the weights that the first check saw.
+        # The first reported version belongs to the weights that the first check saw.
         now = _Seen(self.http.generation, version or self._seen.version, self._weights_now())
         before = self._seen if self._seen.version is not None else replace(self._seen, version=now.version)
         if now != before or await self._serves_others(NAMES_SECONDS):
@@ -177,7 +177,7 @@ class GuardedEngine:
         self._raise_if_refused()
 
     async def check(self) -> None:
-        """Check as the engine does. Also raises `EngineUnavailable` if the server serves another model."""
+        """Check like the engine. Also raises `EngineUnavailable` if the server serves a different model."""
         await self._engine.check()
         restarted = self.http.generation != self._seen.generation
         if self._refused or restarted or await self._serves_others(0.0):
@@ -204,7 +204,7 @@ class GuardedEngine:
             raise EngineUnavailable(_refusal(self._last_check))
 
     async def _serves_others(self, seconds: float) -> bool:
-        """Return whether the server lists other models than at its last check. Ask at most once in `seconds`."""
+        """Return whether the server lists different models than at its last check. Ask at most once per `seconds`."""
         now = asyncio.get_running_loop().time()
         if now - self._named_at < seconds:
             return False
@@ -232,10 +232,10 @@ class GuardedEngine:
             self._seen = replace(now, generation=self.http.generation)
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
-            check = ModelCheck("unverified", f"the server could not be asked ({type(error).__name__})")
+            check = ModelCheck("unverified", f"the request to the server failed ({type(error).__name__})")
         first, self._opened = not self._opened, True
         self._set_mode(mode)
-        # `open` raises the refusal of the first check.
+        # `open` raises if the first check fails, so don't log that too.
         if check != self._last_check and not (first and self._refuse and check.status == "refused"):
             why = f": {check.reason}" if check.reason else ""
             level = logging.INFO if check.status == "ok" else logging.WARNING
@@ -246,7 +246,7 @@ class GuardedEngine:
         """Set the logprobs mode of `info`."""
         before = self._infos[True].logprobs_mode if self._infos else mode
         if mode != before:
-            _log.warning("the log-probabilities of the %s server were %s and are %s now", self._kind, before, mode)
+            _log.warning("the logprobs mode of the %s server changed from %s to %s", self._kind, before, mode)
         info = replace(self._engine.info, logprobs_mode=mode)
         self._infos = {verified: marked(info, unverified=not verified) for verified in (True, False)}
 
@@ -255,7 +255,7 @@ _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not
 
 
 def _refusal(check: ModelCheck) -> str:
-    what = "has other token ids than the folder" if check.other_ids else "seems to serve another model"
+    what = "has different token ids than the folder" if check.other_ids else "seems to serve a different model"
     return f"the server {what}: {check.reason}"
 
 

@@ -1,7 +1,7 @@
 """The HTTP client of remote engines: connections, timeouts and errors.
 
-Every failure becomes an error of `tokentape.errors`. Its text names the path, the status or the exceeded limit, but
-never quotes a body, a header or the engine's address.
+Every failure becomes an error from `tokentape.errors`. Its text names the path, the status or the exceeded limit, but
+never quotes a body, a header or the engine's URL.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MAX_BODY_BYTES = 256 << 20
 _MAX_ERROR_BYTES = 64 << 10
 
 _ERROR_BODY_SECONDS = 2.0
-"""Time limit for the body of an error. The status is enough if it does not arrive."""
+"""Time limit for the body of an error. If it does not arrive, the status is enough."""
 
 _SESSION_TOKEN = "x-session-token"
 
 _KEPT_TOKENS = 65_536
-"""Number of sessions with a stored token. For other sessions the router chooses a server again."""
+"""Maximum number of sessions with a stored router token. For older sessions the router chooses a server again."""
 
 _TOKEN_CHARACTERS = 512
 """Longer tokens are not stored."""
@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 
 class WrongAddress(EngineUnavailable):
-    """The engine can't be reached at its address, and waiting for it can't help."""
+    """The engine can't be reached at its URL, and retrying can't help."""
 
 
 class HttpClient:
@@ -62,13 +62,13 @@ class HttpClient:
     It does not follow redirects or decompress replies, and ignores proxies and credentials in the environment.
 
     Args:
-        base_url: `http://host:port`, with a path if the engine is below one. A final `/v1`, as in the base URLs of
-            OpenAI clients, is removed.
+        base_url: `http://host:port`, followed by a path if the engine is served under one. A final `/v1`, as in the
+            base URLs of OpenAI clients, is removed.
         api_key: sent as a bearer token.
         timeouts: see `Timeouts`.
 
     Raises:
-        InvalidRequest: the address or key is invalid.
+        InvalidRequest: the URL or API key is invalid.
 
     """
 
@@ -79,14 +79,14 @@ class HttpClient:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
         self._tokens: OrderedDict[str, str] = OrderedDict()
-        """By session the last token that llm-d's router sent, which names the server with the session's cache."""
+        """For each session, the last token from llm-d's router, which names the server with the session's cache."""
         self._connector: _Connector | None = None
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
     @property
     def generation(self) -> int:
-        """Counts how often a connection was opened while no other was open, as after a restart of the server."""
+        """How often a connection was opened while no other was open, as after a server restart."""
         return self._connector.generation if self._connector is not None else 0
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
@@ -99,7 +99,7 @@ class HttpClient:
         Raises:
             InvalidRequest: the engine refuses the request's content (400, 422).
             TooLarge: the engine refuses a body of this size (413).
-            EngineUnavailable: the engine can't be reached, or takes no requests now (429, 502, 503).
+            EngineUnavailable: the engine can't be reached, or accepts no requests now (429, 502, 503).
             EngineTimeout: the engine did not reply in time.
             EngineContractError: the reply is larger than `MAX_BODY_BYTES`, or compressed.
             EngineError: any other failure.
@@ -108,10 +108,10 @@ class HttpClient:
         return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
 
     async def arrivals(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
-        """Yield the server-sent events of the reply to a JSON `body`, as lists of those that arrived together.
+        """Yield the server-sent events of the reply to a JSON `body`, in lists of events that arrived together.
 
         Closing the generator closes the connection. Raises like `post` and `SseReader.feed`, and `EngineError` if the
-        stream breaks off or ends within an event.
+        connection breaks or the stream ends within an event.
         """
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
@@ -129,7 +129,7 @@ class HttpClient:
             raise EngineError(f"the engine's stream at {path} ended within an event; send the request again")
 
     async def close(self) -> None:
-        """Close all connections, also those of running calls. It can be called again."""
+        """Close all connections, including those of running calls. It can be called again."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -140,20 +140,20 @@ class HttpClient:
         reply = await self._send(method, path, body, headers, limit)
         received = await reply.read_all(limit, MAX_BODY_BYTES)
         if received is None:
-            raise EngineContractError(f"the engine's reply at {path} is larger than {MAX_BODY_BYTES} bytes")
+            raise EngineContractError(f"the engine's reply at {path} exceeds the limit of {MAX_BODY_BYTES} bytes")
         return received
 
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit
     ) -> _HttpReply:
-        """Return the reply before its body is read. Raise an error for any status other than 200."""
+        """Send a request and return the reply without its body. Raise an error for any status other than 200."""
         if self._closed:
             raise EngineUnavailable("this engine was closed; open it again")
         content = headers if body is None else {**headers, "content-type": "application/json"}
         session = headers.get("x-session-id")
         if session is not None and session in self._tokens:
             content = {**content, _SESSION_TOKEN: self._tokens[session]}
-        # aiohttp warns about more than 1 MiB of bytes, but not about files.
+        # aiohttp warns about bodies of more than 1 MiB passed as bytes, but not about files.
         data = body if body is None or len(body) <= 1 << 20 else io.BytesIO(body)
         try:
             async with asyncio.timeout_at(limit.deadline):
@@ -187,11 +187,11 @@ class HttpClient:
             reply.close()
             raise EngineContractError(
                 f"the engine's reply at {path} has a content-encoding ({safe_name(encoding) or 'unknown'}); expected "
-                "none: switch compression off in the engine or the proxy between"
+                "none: switch compression off in the engine or in the proxy before it"
             )
         if reply.status < 200:
             reply.close()
-            raise EngineUnavailable(f"the engine answered {reply.status} at {path}, which is no reply")
+            raise EngineUnavailable(f"the engine answered {reply.status} at {path}; expected status 200")
         refusal = status_error(reply.status, path, await reply.error_body())
         if reply.status in (429, 503):
             refusal.retry_after = retry_after(response.headers.get("Retry-After", ""))
@@ -238,7 +238,7 @@ class _Connector(aiohttp.TCPConnector):
 
 @dataclass(slots=True, order=True)
 class _Limit:
-    """A deadline in the event loop's time, and the timeout that it comes from. Each token postpones it."""
+    """A deadline in event loop time, and the timeout that set it. Each token extends it."""
 
     deadline: float
     stage: Stage
@@ -258,7 +258,7 @@ class _Limit:
 
 
 class _HttpReply:
-    """A reply after its status and headers were read."""
+    """A reply with the body not read yet."""
 
     def __init__(self, response: aiohttp.ClientResponse, path: str) -> None:
         self.status = response.status
@@ -267,11 +267,11 @@ class _HttpReply:
         framed = response.headers.keys() & {"Content-Length", "Transfer-Encoding"}
         connection = None if framed else response.connection
         self._ended_by = connection.protocol if connection is not None else None
-        """The connection if the end of the body is the end of the connection, else None."""
+        """The connection if closing it marks the end of the body, else None."""
 
     async def read(self, limit: _Limit) -> bytes:
         """Wait for the next bytes of the body and return them. Return no bytes at the end."""
-        # `timeout_at` only ends waits, and there are none while an engine sends all the time.
+        # `timeout_at` only interrupts waits, and nothing waits while an engine sends without pause.
         if asyncio.get_running_loop().time() >= limit.deadline:
             raise limit.error(self._path)
         content = self._response.content
@@ -286,8 +286,8 @@ class _HttpReply:
             raise limit.error(self._path) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
-                f"the connection broke within the engine's reply at {self._path} ({type(error).__name__}); nothing of "
-                "it was kept, send the request again"
+                f"the connection broke during the engine's reply at {self._path} ({type(error).__name__}); nothing "
+                "was recorded, send the request again"
             ) from None
         return chunk
 
@@ -332,15 +332,15 @@ async def attempt(reply: Awaitable[_T]) -> _T | None:
 def _unconnected(error: aiohttp.ClientConnectorError) -> EngineUnavailable:
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         if error.errno == socket.EAI_AGAIN:
-            return EngineUnavailable("no name server answers for the engine's host; is the network up?")
-        return WrongAddress("the name of the engine's host is not known; correct the address")
+            return EngineUnavailable("no DNS server answers for the engine's host name; is the network up?")
+        return WrongAddress("the engine's host name is unknown; correct the URL")
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return WrongAddress("the certificate of the engine is not trusted here (https); SSL_CERT_FILE can name it")
+        return WrongAddress("the engine's TLS certificate is not trusted here; name a CA file with SSL_CERT_FILE")
     if isinstance(error, aiohttp.ClientSSLError):
-        return WrongAddress("the engine does not speak https; give its address with http://")
+        return WrongAddress("the engine does not use https; pass its URL with http://")
     if error.errno in (errno.ECONNREFUSED, None):
         return EngineUnavailable("the engine refuses connections; is it running?")
-    return EngineUnavailable(f"the engine can't be reached ({error.strerror}); is its address right?")
+    return EngineUnavailable(f"the engine can't be reached ({error.strerror}); is its URL right?")
 
 
 def header_value(value: str, param: str) -> str:
@@ -354,15 +354,15 @@ def _checked_base(base_url: str) -> str:
     try:
         url = urlsplit(base_url)
         port = url.port
-        # The resolver encodes the host too, and fails for some, such as `a..b`.
+        # The resolver encodes the host name too, and fails for some names, such as `a..b`.
         (url.hostname or "").encode("idna")
     except ValueError:
-        raise InvalidRequest("the engine's address is not a URL; expected http://host:port", "base_url") from None
+        raise InvalidRequest("the engine's URL is malformed; expected http://host:port", "base_url") from None
     plain = base_url.isascii() and base_url.isprintable() and " " not in base_url and port != 0
     more = "@" in url.netloc or url.query or url.fragment
     if not plain or more or url.scheme not in ("http", "https") or not url.hostname:
         raise InvalidRequest(
-            "the engine's address must be http://host:port or https://host:port, without user, query or fragment",
+            "the engine's URL must be http://host:port or https://host:port, without user, query or fragment",
             "base_url",
         )
     return base_url.rstrip("/").removesuffix("/v1")

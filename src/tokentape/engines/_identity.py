@@ -17,12 +17,12 @@ _ROUTES = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions/re
 
 @dataclass(frozen=True, slots=True)
 class ServedAs:
-    """The facts that a server reports about its model. A fact that it does not report is empty or None."""
+    """The facts that a server reports about its model. Facts that it does not report are empty or None."""
 
     ids: frozenset[str]
-    """Names of the model and its adapters, for requests."""
+    """Names of the model and its adapters, as used in requests."""
     names: frozenset[str]
-    """Names without those of adapters, and the paths or Hub names that the weights were loaded from."""
+    """Names of the model, and the paths or Hub repo ids that its weights were loaded from, without adapters."""
     max_model_len: int | None = None
     model_type: str | None = None
     """The `model_type` of config.json."""
@@ -49,9 +49,9 @@ class Card(msgspec.Struct):
 
     @property
     def context(self) -> int:
-        """The length of the context in tokens. Raises `EngineContractError` if the server does not report it."""
+        """The context length in tokens. Raises `EngineContractError` if the server does not report it."""
         if self.max_model_len is None:
-            raise EngineContractError("the engine does not report the length of its context (max_model_len)")
+            raise EngineContractError("the engine does not report its context length (max_model_len) in /v1/models")
         return self.max_model_len
 
 
@@ -65,22 +65,22 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def served_cards(http: HttpClient, *, stage: Stage = "first_token") -> list[Card]:
-    """Return the models that `/v1/models` lists. Raises `EngineError` or a subclass, also if it lists none.
+    """Return the models that `/v1/models` lists, within the timeout of `stage`.
 
-    The server has the time of `stage`.
+    Raises `EngineError` or a subclass, also if no model is listed.
     """
     body = await http.get("/v1/models", stage=stage)
     try:
         cards = decode(body, _Cards, "an engine").data
     except EngineContractError as error:
-        raise EngineContractError(f"{error}; is this an inference server? Expected its http://host:port") from None
+        raise EngineContractError(f"{error}; expected the http://host:port of an inference server") from None
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
     return cards
 
 
 async def process_start(http: HttpClient) -> str | None:
-    """Return when the server's process started, as its metrics say; None if they don't."""
+    """Return when the server's process started, from its metrics; None if they don't show it."""
     try:
         match = re.search(rb"^process_start_time_seconds (\S+)", await http.get("/metrics"), re.MULTILINE)
     except (EngineError, InvalidRequest):
@@ -89,18 +89,18 @@ async def process_start(http: HttpClient) -> str | None:
 
 
 async def refuse_gateway(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> None:
-    """Raise `InvalidRequest` if the server is a Tokentape gateway: its record would get the calls of this one too.
+    """Raise `InvalidRequest` if the server is a Tokentape gateway, which would record the same calls again.
 
-    Else raises as `served_as`.
+    Otherwise raises like `served_as`.
     """
     if (await served_as(kind, http, stage=stage)).by_gateway:
         raise InvalidRequest(
-            "this is the address of a Tokentape gateway, not of an engine; give the engine's own address", "engine_url"
+            "this is the URL of a Tokentape gateway, not of an engine; pass the engine's own URL", "engine_url"
         )
 
 
 def chosen(cards: Sequence[Card], name: str | None) -> Card:
-    """Return the model with this name. None returns the first, which is the base model even if adapters are listed.
+    """Return the model with this name. Without a name, return the first: adapters are listed after it.
 
     Raises `InvalidRequest` if no model has the name.
     """
@@ -108,13 +108,13 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
         if name in (None, card.id):
             return card
     served = ", ".join(card.id for card in cards)
-    raise InvalidRequest(f"the engine does not serve {name}; it serves {served}: name one of these", "model")
+    raise InvalidRequest(f"the engine does not serve {name}; it serves {served}: choose one of these", "model")
 
 
 async def served_as(kind: str, http: HttpClient, *, stage: Stage = "first_token") -> ServedAs:
-    """Return the facts of `/v1/models`, and of SGLang's `/model_info`. Raises `EngineError` or a subclass.
+    """Return the facts from `/v1/models`, and from SGLang's `/model_info`, within the timeout of `stage`.
 
-    The server has the time of `stage`.
+    Raises `EngineError` or a subclass.
     """
     listed = await served_cards(http, stage=stage)
     cards = [card for card in listed if card.parent is None]
@@ -134,7 +134,7 @@ async def served_as(kind: str, http: HttpClient, *, stage: Stage = "first_token"
 
 
 async def offered_routes(http: HttpClient) -> list[str]:
-    """Return those of vLLM's routes with ids that the server has: those that refuse an empty body."""
+    """Return vLLM's token id routes that the server has: the paths where it refuses an empty body."""
     routes = []
     for path in _ROUTES:
         try:

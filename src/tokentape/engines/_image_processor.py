@@ -1,8 +1,8 @@
 """Convert images to a model's inputs, and count their tokens.
 
-This supports the image processor of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too. transformers' implementation on
-Pillow is slower than that on torchvision, but needs neither torchvision nor torch, and sampling and training can both
-use it.
+This supports the image processor of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too. transformers' Pillow
+implementation is slower than its torchvision one, but needs neither torchvision nor torch, and sampling and training
+can both use it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _log = logging.getLogger(__name__)
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 
 MAX_PIXELS = 50_000_000
-"""Limit of an image as received: a small file can contain an image that fills the memory."""
+"""Pixel limit of a received image, because a small file can decode to an image that fills the memory."""
 
 _KEPT_COUNTS = 4096
 
 
 class QwenImageProcessor:
-    """The image processor of a model folder (`open`) or of a record (`from_settings`).
+    """A Qwen-VL image processor, from a model folder (`open`) or from recorded settings (`from_settings`).
 
         >>> processor = QwenImageProcessor.open("path/to/model")         # doctest: +SKIP
         >>> processor.arrays([png])["image_grid_thw"]                    # doctest: +SKIP
         array([[1, 4, 8]])
 
     Args:
-        config: the content of `preprocessor_config.json`. Raises `EngineError` if it is for another processor.
+        config: the content of `preprocessor_config.json`. Raises `EngineError` for any other image processor.
         placeholder_id: the id that represents a part of an image.
 
     """
@@ -59,20 +59,20 @@ class QwenImageProcessor:
     def open(cls, folder: str | Path) -> Self:
         """Read `preprocessor_config.json` of a model folder, and `image_token_id` from `config.json`.
 
-        Raises `EngineError` if there is no supported processor.
+        Raises `EngineError` if the folder has no supported processor.
         """
         folder = Path(folder)
         config, model = _read(folder / "preprocessor_config.json"), _read(folder / "config.json")
         placeholder_id = model.get("image_token_id")
         if not isinstance(placeholder_id, int):
-            raise EngineError(f"{folder / 'config.json'} has no image_token_id: the model takes no images")
+            raise EngineError(f"{folder / 'config.json'} has no image_token_id: the model does not accept images")
         return cls(config, placeholder_id)
 
     @classmethod
     def from_settings(cls, data: bytes) -> Self:
-        """Return the processor with recorded `settings`. It gives the same results if the libraries are the same.
+        """Return the processor with recorded `settings`. Its results are the same with the same library versions.
 
-        Raises `EngineError` if these are not the settings of a processor.
+        Raises `EngineError` if `data` are not the settings of a processor.
         """
         try:
             settings = json.loads(data)
@@ -93,7 +93,7 @@ class QwenImageProcessor:
         return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
 
     def tokens(self, image: Media) -> int:
-        """Return the number of placeholder ids of an image. Raises `InvalidRequest` like `arrays`."""
+        """Return how many placeholder ids an image takes. Raises `InvalidRequest` like `arrays`."""
         count = self._counts.get(image.sha256)
         if count is None:
             (count,) = self.lengths(self.arrays([image.data])["image_grid_thw"])
@@ -105,13 +105,14 @@ class QwenImageProcessor:
     def arrays(self, images: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
         """Return the model's inputs for images, in order.
 
-        They are `pixel_values`, float32 [patches of all images, values of a patch], and `image_grid_thw`, int64
-        [images, 3], the patches in time, height and width. Raises `InvalidRequest` for an unreadable or large image.
+        They are `pixel_values`, float32 [patches of all images, values per patch], and `image_grid_thw`, int64
+        [images, 3], the patch counts in time, height and width. Raises `InvalidRequest` for an unreadable or too
+        large image.
         """
         opened = [_opened(image) for image in images]
         try:
             processed = self._processor(images=opened, return_tensors="np")
-        except ValueError as error:  # an image so narrow that no size fits
+        except ValueError as error:  # for example, an image that is too narrow
             raise InvalidRequest(f"an image can't be processed: {error}", "messages") from None
         return {
             "pixel_values": np.asarray(processed["pixel_values"], np.float32),
@@ -119,7 +120,7 @@ class QwenImageProcessor:
         }
 
     def lengths(self, image_grid_thw: npt.NDArray[np.int64]) -> list[int]:
-        """Return the number of placeholder ids of each image of a grid, int64 [images, 3]."""
+        """Return how many placeholder ids each image takes. `image_grid_thw` is int64 [images, 3]."""
         merged = self._processor.merge_size**2
         return [int(patches) // merged for patches in image_grid_thw.prod(-1)]
 
@@ -128,7 +129,7 @@ class QwenImageProcessor:
         try:
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
         except ImportError as error:
-            raise EngineError("images need a transformers that processes them with Pillow; upgrade it") from error
+            raise EngineError("this version of transformers can't process images with Pillow; upgrade it") from error
         return Qwen2VLImageProcessorPil.from_dict(self._config)
 
 
@@ -137,17 +138,17 @@ def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
     if not (Path(folder) / "preprocessor_config.json").is_file():
         return None
     if find_spec("PIL") is None:
-        _log.warning("images are not taken: Pillow is not installed (the extra `images`)")
+        _log.warning("images are not accepted: Pillow is not installed; install the extra `images`")
         return None
     try:
         return QwenImageProcessor.open(folder)
     except EngineError as error:
-        _log.warning("images are not taken: %s", error)
+        _log.warning("images are not accepted: %s", error)
         return None
 
 
 def _opened(data: bytes) -> Any:
-    """Open an image like transformers: rotated as its EXIF data say, without transparency."""
+    """Open an image like transformers: rotated according to its EXIF data, without transparency."""
     from PIL import Image, ImageOps
 
     try:
@@ -155,16 +156,16 @@ def _opened(data: bytes) -> Any:
             width, height = image.size
             if width * height <= MAX_PIXELS:
                 return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # decoders raise any kind of error for damaged files
+    except Exception as error:  # decoders raise many types of errors for corrupt files
         raise InvalidRequest(f"an image can't be read ({type(error).__name__})", "messages") from None
-    raise InvalidRequest(f"an image has {width} x {height} pixels, {MAX_PIXELS} are allowed", "messages")
+    raise InvalidRequest(f"an image has {width} x {height} pixels; expected at most {MAX_PIXELS}", "messages")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
-        raise EngineError(f"{path} can't be read ({error.strerror}): the model takes no images") from None
+        raise EngineError(f"{path} can't be read ({error.strerror}): images need this file") from None
     except ValueError:
         raise EngineError(f"{path} is not JSON") from None
     return content

@@ -1,4 +1,4 @@
-"""Open an engine by the name of its kind, such as a command line has."""
+"""Open an engine by its kind, for example "vllm" from a command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 EngineKind: TypeAlias = Literal["transformers", "vllm", "sglang", "llamacpp", "openai"]
 
 KINDS: tuple[str, ...] = tuple(kind for kind in get_args(EngineKind) if kind != "transformers")
-"""The supported kinds of servers."""
+"""The kinds of servers that `open_engine` supports."""
 
 
 async def open_engine(
@@ -31,8 +31,8 @@ async def open_engine(
         engine = await open_engine("sglang", "http://127.0.0.1:30000", vocab_size=len(tokenizer))
 
     Raises:
-        InvalidRequest: the kind is unknown, or the address can't be used.
-        EngineError: the server failed, did not answer or can't be used; or a subclass.
+        InvalidRequest: the kind is unknown, or the URL can't be used.
+        EngineError: the server failed, did not answer or can't be used. May be a subclass.
 
     """
     return await engine_class(kind).open(
@@ -41,7 +41,7 @@ async def open_engine(
 
 
 def engine_class(kind: str) -> type[RemoteEngine]:
-    """Return the class of a kind's engines. Raises `InvalidRequest` for an unknown kind."""
+    """Return the engine class for a kind of server. Raises `InvalidRequest` for an unknown kind."""
     match kind:
         case "vllm":
             from tokentape.engines._vllm import VllmEngine
@@ -59,4 +59,4 @@ def engine_class(kind: str) -> type[RemoteEngine]:
             from tokentape.engines._openai_compatible import OpenAiEngine
 
             return OpenAiEngine
-    raise InvalidRequest(f"there is no engine {kind!r}; there are {', '.join(KINDS)}", "engine")
+    raise InvalidRequest(f"unknown engine {kind!r}; expected one of {', '.join(KINDS)}", "engine")

@@ -1,8 +1,8 @@
 """Key-value tensors of the embedded engine: the running batch, and a cache of finished requests.
 
 A batch is padded on the left, so that the next token of every row is in the same new column. The attention mask hides
-the padding and position ids count only real tokens, so a row has the same results as alone. Models that support images
-give the parts of an image three-dimensional positions, and shift the positions of later tokens.
+the padding and position ids count only real tokens, so a row has the same results as without the batch. Models that
+support images give image patches three-dimensional positions, and shift the positions of later tokens.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ class Prefix:
 
     length: int
     layers: LayerTensors
-    """Can have more than `length` tokens."""
+    """The tensors, which may contain more than `length` tokens."""
 
 
 NO_PREFIX = Prefix(0, [])
 
 
 class DecodeBatch:
-    """The key-value tensors of the rows that decode together, and a mask of their padding."""
+    """The key-value tensors of the rows that decode together, and their padding mask."""
 
     def __init__(self, model: Any) -> None:
         self.use(model)
         self.reads_experts = False
-        """Whether the next forward passes read `experts`."""
+        """Whether the next forward passes set `experts`."""
         self.experts: Tensor | None = None
-        """The experts of the last forward pass, int64 [rows, columns, layers, top k], if it read them."""
+        """The experts chosen in the last forward pass, int64 [rows, columns, layers, top k], if it collected them."""
         self.adapters: tuple[Any, list[str]] | None = None
-        """The model with adapters for the next forward pass, and each row's `Adapter.key`; None for the model alone."""
+        """The model with adapters for the next forward pass, and each row's `Adapter.key`; None for the base model."""
         self._device = model.device
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._forward_options: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits else {}
         self._cache_name = cache_name(model)
         self._expert_layers: tuple[Any, list[Any]] = None, []
-        """A model, and its `expert_layers`: looking for them takes too long for each token."""
+        """A model and its `expert_layers`, cached because finding them for each token takes too long."""
         self._cache = _empty_cache()
         self._mask = torch.zeros((0, 0), dtype=torch.int64, device=self._device)
         self._shifts = torch.zeros((0, 1), dtype=torch.int64, device=self._device)
-        """Per row the difference between the position of the next token and the number of tokens so far."""
+        """For each row, the position of the next token minus the number of tokens so far."""
 
     def __len__(self) -> int:
         return int(self._mask.shape[0])
 
     def use(self, model: Any) -> None:
-        """Compute with this model from now on. It has the same tensors, with other values."""
+        """Compute with this model from now on. Its tensors have the same shapes and new values."""
         self.model = model
 
     def prefill(
@@ -75,13 +75,13 @@ class DecodeBatch:
     ) -> Tensor:
         """Compute new rows together, append them to the batch, and return their logits, float32 [new rows, vocab].
 
-        All rows compute as many columns as the row that needs most, so that no row has padding between its tokens. The
-        other rows may recompute a part of their prefix.
+        All rows compute as many columns as the row that needs the most, so that no row has padding between its tokens.
+        The other rows may recompute part of their prefix.
 
         Args:
             contexts: one array of ids per new row.
             prefixes: the cached prefix of each row, which is shorter than its context.
-            images: `Request.images` of a row with images. It must be the only new row, and its prefix must contain
+            images: `Request.images`, if the row has images. It must be the only new row, and its prefix must contain
                 all images or none.
 
         """
@@ -113,7 +113,7 @@ class DecodeBatch:
     def _place(
         self, context: Ids, images: Mapping[str, Tensor], reused: int
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the positions of a row with images, int64 [3, 1, fresh], its shift, and the images to compute."""
+        """Return the positions for a row with images, int64 [3, 1, fresh], its shift, and the images to compute."""
         inputs = {name: values.to(self._device) for name, values in images.items()}
         kinds = inputs.pop("mm_token_type_ids")[None]
         ids = torch.from_numpy(context).to(self._device)[None]
@@ -124,14 +124,14 @@ class DecodeBatch:
         return positions[:, :, reused:], shift.reshape(1, 1), {} if all_cached else inputs
 
     def decode(self, last_ids: Sequence[int]) -> Tensor:
-        """Append each row's last sampled id. Return the logits after it, float32 [rows, vocab]."""
+        """Append each row's last sampled id. Return the logits for the next token, float32 [rows, vocab]."""
         ids = torch.tensor(last_ids, dtype=torch.int64, device=self._device).unsqueeze(-1)
         positions = self._mask.sum(-1, keepdim=True) + self._shifts
         self._mask = pad(self._mask, (0, 1), value=1)
         return self._forward(ids, self._mask, positions, self._cache)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows, and the columns that are padding in all remaining rows."""
+        """Keep only `rows`, without the columns that are padding in all of them."""
         if not rows:
             self.clear()
             return
@@ -182,7 +182,7 @@ class DecodeBatch:
 
 
 def cache_name(model: Any) -> str:
-    """Return what the model's arguments and outputs call its cache: transformers 5.24 renamed it."""
+    """Return the name of the model's cache argument and output, which transformers 5.24 renamed."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -197,7 +197,7 @@ def _widened(tensor: Tensor, width: int, dim: int = -1) -> Tensor:
 
 
 def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> LayerTensors:
-    """Stack the cached parts of the rows, [rows, heads, reused columns, head size] per tensor."""
+    """Stack the rows' cached prefixes into tensors, [rows, heads, reused columns, head size]."""
     reused = max(lengths) - fresh
     template = next(prefix.layers for prefix in prefixes if prefix.length)
 
@@ -225,9 +225,9 @@ class PrefixCache:
         self._entries: OrderedDict[tuple[Hashable, bytes], tuple[Ids, LayerTensors]] = OrderedDict()
 
     def put(self, ids: Ids, layers: LayerTensors, weights: Hashable = None) -> None:
-        """Store the keys and values of a finished request. `layers` has exactly the tokens of `ids`.
+        """Store the keys and values of a finished request. `layers` has exactly the tokens in `ids`.
 
-        Only requests with equal `weights`, such as the same adapter, get them.
+        Only lookups with equal `weights`, for example the same adapter, return them.
         """
         size = _size(layers)
         if size > self._max_bytes:
@@ -247,7 +247,7 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
 
     def longest(self, context: Ids, weights: Hashable = None) -> Prefix:
-        """Return the longest cached prefix of `context`. It does not include the context's last token."""
+        """Return the longest cached prefix of `context`, excluding its last token."""
         entries = [(key, stored) for key, (stored, _) in self._entries.items() if key[0] == weights]
         lengths = {key: common_prefix(stored, context[:-1]) for key, stored in entries}
         best = max(lengths, key=lambda key: lengths[key], default=None)
@@ -257,7 +257,7 @@ class PrefixCache:
         return Prefix(lengths[best], self._entries[best][1])
 
     def clear(self) -> None:
-        """Drop everything, for example because the weights have changed."""
+        """Drop all entries, for example after a weight update."""
         self._entries.clear()
         self._bytes = 0
 

@@ -2,11 +2,11 @@
 
 docs/engines.md describes the route. Three facts explain most of this module:
 
-- Streams omit the ids of tokens that end within a character. So this engine never streams, and samples pieces of
-  `PIECE` tokens instead. Each piece is a whole reply with all ids, and the server keeps its context for the next one.
+- Streams omit the ids of tokens that end within a character. So this engine never streams, and requests `PIECE` tokens
+  at a time instead. Each piece is a whole reply with all ids, and the server keeps the context cached for the next one.
 - Whole replies omit the log-probabilities of those tokens. They are requested one by one afterwards.
-- The server has no stop ids. It ends at the ids that the model file marks as end-of-generation. For other stop ids this
-  engine cuts the pieces.
+- The server does not accept stop ids. It stops at the ids that the model file marks as end-of-generation. For other
+  stop ids this engine cuts the pieces.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
 PIECE = 32
-"""Tokens per reply. Each piece sends the context again: small pieces cost bytes, large ones arrive late."""
+"""Tokens per reply. Each request sends the context again, so small pieces cost bytes; large pieces arrive late."""
 
 _SEEDS = 1 << 31
 
-# A logit bias larger than any logit.
+# A logit bias that exceeds any logit.
 _CERTAIN = 1e6
 
-# Number of alternatives to request first to find a missing log-probability. If it is not among them, all are requested.
+# Number of alternatives to request to find a missing log-probability. If it is not among them, request all.
 _LIKELY = 256
 
-# These penalties also count the prompt's tokens here. In other engines they count only the completion's.
+# In llama.cpp these penalties also count prompt tokens. In other engines they count only completion tokens.
 _DIFFERENT_PENALTIES = frozenset({"presence_penalty", "frequency_penalty"})
 
 
 class LlamaCppEngine(RemoteEngine):
-    """A llama-server. Open it with `open`.
+    """An engine for llama.cpp's llama-server. Open it with `open`.
 
     A completion also ends at every id that the model file marks as end-of-generation, because switching that off would
-    change the distribution. A stream has a delta for every `PIECE` tokens. With `stop_strings` or a `json_schema`,
-    which the server applies only within one reply, it has a single delta.
+    change the distribution. A stream yields a delta for every `PIECE` tokens. With `stop_strings` or a `json_schema`,
+    which the server applies only within one reply, it yields a single delta.
     """
 
     tokenize_api = TokenizeApi(
@@ -100,8 +100,8 @@ class LlamaCppEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample`.
 
-        Equal seeds give equal completions, streamed or not. At most as many calls run as the server has slots, because
-        more calls would replace each other's contexts between two pieces. `request_id` is not sent.
+        Equal seeds return equal completions, streamed or not. Calls wait for one of the server's slots, because more
+        calls than slots would evict each other's contexts between two pieces. `request_id` is not sent.
         """
         self._refuse(prompt_ids, params)
         completion = ReceivedTokens(params, self.info.vocab_size, own_stops=True)
@@ -129,7 +129,7 @@ class LlamaCppEngine(RemoteEngine):
     async def _piece(
         self, context: list[int], params: SamplingParams, completion: ReceivedTokens, tokens: int, slot: int
     ) -> SampleDelta:
-        """Sample up to `tokens` more tokens of a completion. The finish_reason is `length` if all were sampled."""
+        """Sample up to `tokens` more tokens of a completion. The finish_reason is `length` if it reaches `tokens`."""
         reply = await self._complete(context, params, tokens, slot, after=completion.tokens)
         if (reply.tokens_evaluated, reply.tokens_predicted) != (len(context), len(reply.tokens)):
             raise EngineContractError(
@@ -145,13 +145,15 @@ class LlamaCppEngine(RemoteEngine):
         scored = [row for row in rows if row is not None]
         delta = completion.delta(ids, [row.logprob for row in scored], [row.alternatives for row in scored])
         if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self.info.max_context:
-            raise EngineContractError(f"the engine stopped after {len(ids)} of {tokens} tokens, with room for more")
+            raise EngineContractError(
+                f"the engine stopped for length after {len(ids)} of {tokens} tokens, before its context was full"
+            )
         return replace(delta, finish_reason=reason, stop=completion.stop(reason, matched))
 
     async def _score(self, context: list[int], token_id: int, top: int) -> _Probability:
-        """Return the log-probability of an id that the server sampled after `context` without a log-probability.
+        """Return the log-probability of an id that the server sampled after `context` but did not report it for.
 
-        Sample the position again with enough alternatives, and with a bias to a token that the server reports.
+        Sample the position again with enough alternatives, and with a bias towards a token that the server reports.
         """
         params = SamplingParams(max_tokens=1, temperature=0)
         for count in (_LIKELY, self.info.vocab_size + _LIKELY):
@@ -167,7 +169,7 @@ class LlamaCppEngine(RemoteEngine):
         self, context: list[int], params: SamplingParams, tokens: int, slot: int, *, after: int, **more: object
     ) -> _LlamaCppReply:
         """Request one piece. The request sets every field that has a default in the server."""
-        # Each piece gets its own seed, because the server's random state may be that of another call.
+        # Each piece gets its own seed, because another call may have advanced the server's random state.
         seed = -1 if params.seed is None else (params.seed + after) % _SEEDS
         body: dict[str, object] = {
             "prompt": context,
@@ -179,9 +181,9 @@ class LlamaCppEngine(RemoteEngine):
             "post_sampling_probs": False,
             "id_slot": slot,
             "cache_prompt": True,
-            # Don't reuse cached tokens at other positions: their keys and values are not exactly those of this context.
+            # Don't reuse cached tokens at shifted positions: their keys and values are not exact for this context.
             "n_cache_reuse": 0,
-            # The order of the other engines. The server's default applies temperature last.
+            # Use the same order as the other engines. The server's default applies temperature last.
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
             "temperature": params.temperature,
             "top_k": params.top_k,
@@ -210,7 +212,7 @@ class LlamaCppEngine(RemoteEngine):
         return decode(reply, _LlamaCppReply, "llama-server")
 
     async def _probe(self, rows: int) -> None:
-        """Sample one token to check the reply. Alternatives may have ids of the embedding's padding, below `rows`."""
+        """Sample one token to check the reply. Alternatives may be ids of embedding padding, below `rows`."""
         params = SamplingParams(max_tokens=1, temperature=0, top_logprobs=2)
         context = [self._plain_id]
         reply = await self._complete(context, params, 1, -1, after=0, logit_bias=[[self._plain_id, _CERTAIN]])
@@ -253,7 +255,7 @@ class _Probability(msgspec.Struct):
 
 
 class _LlamaCppReply(msgspec.Struct):
-    """The fields of a reply. `response_fields` omits all others, such as the prompt's text."""
+    """The reply fields that `response_fields` requests. All other fields, such as the prompt's text, are omitted."""
 
     tokens: list[int]
     tokens_evaluated: int
@@ -265,14 +267,14 @@ class _LlamaCppReply(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One of the server's slots, and the context that it has cached."""
+    """A server slot and the context cached in it."""
 
     number: int
     context: Sequence[int] = ()
 
 
 class _Slots:
-    """The server's slots. A call keeps one slot for all its pieces: the free one with most of its context."""
+    """The server's slots. A call keeps one slot for all pieces: the free slot with most of its context cached."""
 
     def __init__(self, count: int) -> None:
         self._free = [_Slot(number) for number in range(max(count, 1))]
@@ -280,7 +282,7 @@ class _Slots:
 
     @asynccontextmanager
     async def taken(self, context: list[int]) -> AsyncGenerator[_Slot, None]:
-        """Wait for a free slot, and reserve it during the context."""
+        """Wait for a free slot, and reserve it until the `with` block ends."""
         async with self._one_is_free:
             best = max(self._free, key=lambda slot: common_prefix(slot.context, context))
             self._free.remove(best)
@@ -293,7 +295,7 @@ class _Slots:
 def _cut(reply: _LlamaCppReply, stop_ids: Sequence[int]) -> tuple[list[int], FinishReason, int | str | None]:
     """Return the reply's ids up to the first stop id, the finish reason, and the matched stop.
 
-    The server does not know the stop ids and may sample more tokens. They don't affect the ids before them.
+    The server does not know the stop ids and may sample tokens after them. These don't affect the ids before them.
     """
     for position, token_id in enumerate(reply.tokens):
         if token_id in stop_ids:
@@ -315,8 +317,8 @@ def _cut(reply: _LlamaCppReply, stop_ids: Sequence[int]) -> tuple[list[int], Fin
 def _aligned(ids: Sequence[int], reported: Sequence[_Probability]) -> list[_Probability | None]:
     """Return for each id its entry of `reported`, or None if the server may have omitted it.
 
-    `reported` has entries for some of the ids, in their order. If an entry could belong to either of two equal ids, it
-    counts for neither: matching from the front and from the back must give the same result.
+    `reported` has entries for some of the ids, in the same order. An entry that could belong to either of two equal
+    ids is not used: matching from the front and from the back must return the same entry.
     """
     front = _matched(ids, reported)
     back = _matched(ids[::-1], reported[::-1])[::-1]

@@ -1,4 +1,4 @@
-"""Load a model folder for the embedded engine, and refuse a model that it can't batch."""
+"""Load a model folder for the embedded engine, and refuse models that it can't batch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tokentape.errors import EngineError, TokenizerUnusable
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Largest difference of logprobs that padding may cause by rounding. Models that ignore the mask differ by more."""
+"""Maximum logprob difference that rounding with padding may cause. Models that ignore the mask differ by more."""
 
 
 def load_model(folder: Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model, with or without image input, in evaluation mode. Never run code in the folder.
+    """Load a causal language model, with or without image input, in evaluation mode. Never run code from the folder.
 
-    Raises `EngineError` if the folder has no such model or transformers can't load it.
+    Raises `EngineError` if the folder has no causal language model or transformers can't load it.
     """
     if dtype not in _DTYPES:
         raise EngineError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
     if not (folder / "config.json").is_file():
-        raise EngineError(f"no config.json in {folder}; expected a folder as save_pretrained writes it")
+        raise EngineError(f"no config.json in {folder}; expected a folder that save_pretrained wrote")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     shows_progress = hf_logging.is_progress_bar_enabled()
@@ -53,7 +53,7 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
 
 @torch.no_grad()
 def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> Any:
-    """Return a copy of a model with other weights, named as in its state dict. Its dtype and device don't change.
+    """Return a copy of a model with new weights, named as in its state dict. Its dtype and device don't change.
 
     Raises `EngineError` for an unknown name, for a different shape and, unless `partial`, for a missing parameter.
     """
@@ -69,12 +69,12 @@ def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, par
         missing.discard(name)
     if missing and not partial:
         names = ", ".join(sorted(missing)[:3])
-        raise EngineError(f"{len(missing)} parameters have no new weights, {names} among them; give all of them")
+        raise EngineError(f"{len(missing)} parameters have no new weights, for example {names}; pass all of them")
     return changed
 
 
 def media_ids(model: Any) -> set[int]:
-    """Return the placeholder ids of media. They must not be sampled, because a model fails on them without media."""
+    """Return the placeholder ids for media. They must not be sampled: without media the model fails on them."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     config = model.config.to_dict()
     return {config[name] for name in names if isinstance(config.get(name), int)}
@@ -87,15 +87,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerUnusable(f"no tokenizer.json in {folder}; save the tokenizer in the fast format")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise TokenizerUnusable(f"{path} can't be read: {error}") from error
 
 
 def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
-    """Return which rows of the embedding are tokens of the tokenizer, bool [embedding rows].
+    """Return which embedding rows are tokens of the tokenizer, bool [embedding rows].
 
-    Embeddings are often padded to a round number of rows, and untrained rows can be sampled. Servers fail or crash on
-    such ids (vllm-project/vllm#13175, sgl-project/sglang#31908).
+    Embeddings are often padded to a round number of rows, and untrained rows can be sampled. Some servers fail or crash
+    on such ids (vllm-project/vllm#13175, sgl-project/sglang#31908).
     """
     mask = np.zeros(model.get_input_embeddings().weight.shape[0], dtype=np.bool_)
     mask[[i for i in tokenizer.get_vocab(with_added_tokens=True).values() if i < len(mask)]] = True
@@ -103,7 +103,7 @@ def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
 
 
 def context_limit(model: Any) -> int:
-    """Return the number of positions that the model supports. Raises `EngineError` if the config does not have it."""
+    """Return the number of positions that the model supports. Raises `EngineError` if its config lacks it."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise EngineError("the model's config has no max_position_embeddings; pass max_context")
@@ -112,18 +112,18 @@ def context_limit(model: Any) -> int:
 
 @torch.inference_mode()
 def refuse_unbatchable(model: Any, *, dtype: str, adapters: tuple[Any, list[str]] | None = None) -> None:
-    """Raise `EngineError` unless rows of different lengths have the same results in a batch as alone.
+    """Raise `EngineError` unless rows of different lengths have the same results in a batch as on their own.
 
-    Check the type of cache that the architecture declares. Then decode two sequences in one padded batch, and compare
-    the logprobs with those of a forward pass over each sequence alone. With `adapters`, see `DecodeBatch.adapters`, the
-    first row has one, and the second row, which has none, is compared with `model`.
+    Check the cache type that the architecture declares. Then decode two sequences in one padded batch, and compare
+    their logprobs with a separate forward pass over each sequence. With `adapters`, see `DecodeBatch.adapters`, the
+    first row uses an adapter, and the second row, which uses none, is compared with `model`.
     """
     name = type(model).__name__
     layers = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
     if layers != {"DynamicLayer"}:
         raise EngineError(
-            f"{name} has a cache of {', '.join(sorted(layers))}; the embedded engine takes decoders with full "
-            "attention in every layer (DynamicLayer) only: serve this model with vLLM or SGLang"
+            f"{name} has cache layers {', '.join(sorted(layers))}; the embedded engine supports only decoders with "
+            "full attention in every layer (DynamicLayer): serve this model with vLLM or SGLang"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     contexts = [np.arange(length, dtype=np.int64) % rows for length in (8, 4)]
@@ -141,6 +141,6 @@ def refuse_unbatchable(model: Any, *, dtype: str, adapters: tuple[Any, list[str]
     apart = float((alone.log_softmax(-1) - together.log_softmax(-1)).abs().max())
     if not apart <= _TOLERANCE[dtype]:
         raise EngineError(
-            f"{name} gives other logprobs in a padded batch than alone (by {apart:.2g}, allowed "
+            f"{name} has different logprobs in a padded batch than without padding (by {apart:.2g}, allowed "
             f"{_TOLERANCE[dtype]:g} in {dtype}): serve this model with vLLM or SGLang"
         )

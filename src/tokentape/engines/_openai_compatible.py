@@ -1,6 +1,6 @@
 """vLLM or SGLang through their OpenAI-style `/v1/completions`, for routers that forward only `/v1`.
 
-The table `APIS` has the differences between the two servers. `VllmEngine` and `SglangEngine` support and check more.
+The table `APIS` lists the differences between the two. `VllmEngine` and `SglangEngine` support and check more.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tokentape.types import TokenIds
 _COMPLETIONS = "/v1/completions"
 
 _LEFT_OUT = frozenset({"spaces_between_special_tokens"})
-"""Fields that only affect the text. They are left out if the server refuses them, as vLLM's Rust frontend does."""
+"""Fields that only affect text. They are omitted if the server refuses them, as vLLM's Rust frontend does."""
 
 _SAME_NAMES = DISTRIBUTION - {"stop_strings", "top_logprobs"} | {"min_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionsApi:
-    """The request and reply format of one kind of server."""
+    """The request and reply format of a kind of server."""
 
     owned_by: str
-    """The owner that `/v1/models` reports, by which a server is recognized."""
+    """The `owned_by` in `/v1/models`, which identifies the kind of server."""
     fields: Mapping[str, str]
     """Maps the supported `SamplingParams` fields to request fields."""
     constants: Mapping[str, object]
@@ -47,7 +47,7 @@ class CompletionsApi:
     own_stops: bool
     """Whether the server also ends at the model's own end-of-sequence ids."""
     logprobs_mode: str
-    """See `EngineInfo`. This API does not report it."""
+    """See `EngineInfo`. The API does not report it."""
 
 
 APIS = (
@@ -82,7 +82,10 @@ APIS = (
 
 
 class OpenAiEngine(RemoteEngine):
-    """A server with an OpenAI-style completions API that takes and returns token ids. Open it with `open`."""
+    """An engine for servers with an OpenAI-style completions API that accepts and returns token ids.
+
+    Open it with `open`.
+    """
 
     _health = "/v1/models"
 
@@ -116,7 +119,7 @@ class OpenAiEngine(RemoteEngine):
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. Calls are aborted only by closing the connection."""
+        """See `RemoteEngine.sample`. Only closing the connection aborts a call."""
         self._refuse(prompt_ids, params)
         headers = {"x-request-id": header_value(request_id, "request_id")}
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
@@ -137,7 +140,7 @@ class OpenAiEngine(RemoteEngine):
     async def _probe(self) -> None:
         """Sample one token."""
         params = SamplingParams(max_tokens=1)
-        # SGLang treats a prompt with only id 0 as empty.
+        # SGLang treats a prompt that consists of id 0 as empty.
         prompt = np.ones(1, dtype=np.int32)
         await whole(self.sample(prompt, params, stream=True, request_id="tokentape-probe"))
 
@@ -165,5 +168,5 @@ def _api_of(owned_by: str) -> CompletionsApi:
             return api
     owners = ", ".join(api.owned_by for api in APIS)
     raise InvalidRequest(
-        f"the engine's models are owned by {safe_name(owned_by) or 'an unknown server'}; known are {owners}", "engine"
+        f"the engine's models have owned_by {safe_name(owned_by) or '(unknown)'}; expected one of {owners}", "engine"
     )

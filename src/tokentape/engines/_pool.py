@@ -1,4 +1,4 @@
-"""Use several replicas as one engine. A session stays on the replica that has its prefix cached, unless that fails."""
+"""Use several replicas as one engine. A session stays on the replica that has its prefix cached until that fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Opener = Callable[[], Awaitable[Engine]]
 
 @dataclass(slots=True)
 class _Serving:
-    """An open engine of a replica."""
+    """A replica's open engine."""
 
     engine: Engine
     calls: int = 0
@@ -46,18 +46,18 @@ class _Replica:
     name: str
     open: Opener
     serving: _Serving | None = None
-    """None while it is down."""
+    """None while the replica is down."""
     down_since: float = 0.0
-    """Seconds of the monotonic clock."""
+    """When it went down, in seconds of the monotonic clock."""
 
 
 class EnginePool:
     """An `Engine` that distributes calls among replicas with the same weights. Open it with `open`.
 
-    A session's calls go to one replica, chosen by rendezvous hashing of its id, so that its prefix is cached there. If
-    a replica fails or comes back, only its own sessions move. A call that fails before its first token is sent to the
-    next replica; a call that fails later raises. A replica that failed gets no calls until it has been opened again,
-    which is tried every `recheck_seconds`.
+    A session's calls go to one replica, chosen by rendezvous hashing of the session id, so that its prefix is cached
+    there. If a replica fails or comes back, only its own sessions move. A call that fails before its first token is
+    sent to the next replica; a call that fails later raises. A failed replica gets no calls until it can be opened
+    again, which is tried every `recheck_seconds`.
     """
 
     def __init__(self, replicas: list[_Replica], info: EngineInfo, recheck_seconds: float) -> None:
@@ -69,12 +69,12 @@ class EnginePool:
 
     @classmethod
     async def open(cls, openers: Mapping[str, Opener], *, recheck_seconds: float = 5.0) -> Self:
-        """Open all replicas, by name. One is enough to start, and the others are tried again later.
+        """Open all replicas, by name. One open replica is enough to start; the others are tried again later.
 
         Raises:
-            InvalidRequest: there are no replicas, one serves another model, or two have different models,
-                vocabularies or logprobs modes.
-            EngineError: no replica can be opened. The error is that of the first one.
+            InvalidRequest: there are no replicas, a replica serves the wrong model, or two replicas have different
+                models, vocabularies or logprobs modes.
+            EngineError: no replica can be opened. The first replica's error is raised.
 
         """
         replicas = [_Replica(name, opener) for name, opener in openers.items()]
@@ -108,19 +108,19 @@ class EnginePool:
 
     @property
     def info(self) -> EngineInfo:
-        """The facts that hold for all replicas."""
+        """The facts that apply to all replicas."""
         unverified = any(UNVERIFIED in engine.info.capabilities for engine in self._engines())
         return self._unverified if unverified else self._info
 
     @property
     def available(self) -> Mapping[str, bool]:
-        """Whether each replica takes calls, by name."""
+        """Whether each replica accepts calls, by name."""
         return {replica.name: replica.serving is not None for replica in self._replicas}
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, **media: Any
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample on the replica of `params.session_id`, or on the one with the fewest calls; see `MediaEngine`."""
+        """Sample on the replica for `params.session_id`, or without one on the least busy; see `MediaEngine`."""
         self._start_rechecking()
         failure: EngineError | None = None
         for replica in self._ranked(params.session_id):
@@ -146,14 +146,14 @@ class EnginePool:
             finally:
                 serving.calls -= 1
                 await _close_if_unused(serving)
-        raise failure or EngineUnavailable("no replica of the engine is available; send it again later")
+        raise failure or EngineUnavailable("no replica of the engine is available; send the request again later")
 
     def interrupt(self, request_id: str) -> bool:
-        """Make the call's replica end it with `abort`. Return False if the replica can't do that."""
+        """Make the call's replica end the call with `abort`. Return False if the replica can't."""
         return any(engine.interrupt(request_id) for engine in self._engines() if isinstance(engine, Interruptible))
 
     def close_session(self, session_id: str) -> None:
-        """Tell all replicas that a session is over, because it may have moved; see `KeepsSessions`."""
+        """Tell all replicas that a session is over, because the session may have moved; see `KeepsSessions`."""
         for engine in self._engines():
             if isinstance(engine, KeepsSessions):
                 engine.close_session(session_id)
@@ -173,7 +173,7 @@ class EnginePool:
             except EngineError as error:
                 _mark_down(replica, serving, error)
                 await _close_if_unused(serving)
-        raise EngineUnavailable("no replica of the engine is available")
+        raise EngineUnavailable("no replica of the engine is available; try again later")
 
     async def close(self) -> None:
         """Close every replica."""
@@ -186,7 +186,7 @@ class EnginePool:
                 await serving.engine.close()
 
     def _ranked(self, session_id: str | None) -> list[_Replica]:
-        """Return the replicas in the order in which a session tries them."""
+        """Return the replicas in the order in which to try them for a session."""
         if session_id is None:
             return sorted(self._replicas, key=lambda replica: replica.serving.calls if replica.serving else 0)
         return sorted(self._replicas, key=lambda replica: _weight(replica.name, session_id), reverse=True)
@@ -238,7 +238,7 @@ def _refuse_different(name: str, info: EngineInfo, expected: EngineInfo) -> None
         if value != expected_value:
             raise InvalidRequest(
                 f"engine replica {name} has {field} {value!r}, the others have {expected_value!r}; "
-                "replicas must serve the same model the same way",
+                "start all replicas with the same model and settings",
                 "engine_url",
             )
 

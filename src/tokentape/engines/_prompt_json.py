@@ -1,7 +1,7 @@
-"""Write a prompt's ids as JSON as fast as they can be copied.
+"""Write a prompt's ids as JSON almost as fast as memory can be copied.
 
-Formatting 100,000 integers would take milliseconds on every turn of a long session. So the text of each id is stored in
-a table, padded with spaces to one width, and the texts of a prompt are copied from it. JSON allows the white space.
+Formatting 100,000 integers would take milliseconds on every turn of a long session. So a table stores the text of each
+id, padded with spaces to a fixed width, and a prompt is copied from it. JSON allows the white space.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy.typing as npt
 from tokentape.types import TokenIds
 
 _CELL = 8
-"""Bytes of an id in the table, with its comma: one machine word is copied faster than seven bytes."""
+"""Bytes per id in the table, including the comma: copying a machine word is faster than copying seven bytes."""
 
 _MOST_IDS = 1 << 21
-"""Largest vocabulary with a table: its ids fit a cell, and the table takes 16 MiB."""
+"""Largest vocabulary for which a table is made: its ids fit in a cell, and the table takes 16 MiB."""
 
 _SHORT = 256
 """Prompts of at most this many ids are formatted directly."""
@@ -27,7 +27,7 @@ _SHORT = 256
 def prompt_json(ids: TokenIds, vocab_size: int, *, compact: bool = False) -> bytes:
     """Return a JSON array of the ids, int32 [tokens], all below `vocab_size`.
 
-    With `compact` it has no white space, as servers write ids.
+    With `compact` it has no white space, like the JSON that servers write.
 
     >>> prompt_json(np.array([3, 40, 999], dtype=np.int32), 1000)
     b'[3,40,999]'

@@ -26,21 +26,21 @@ from tokentape.types import TokenIds
 
 
 class RemoteEngine(ABC):
-    """An `Engine` that sends and receives exact token ids over HTTP. Open it with `open`.
+    """Base class of engines that send and receive exact token ids over HTTP. Open one with `open`.
 
         engine = await VllmEngine.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
 
     Some servers always stop at the model's own end-of-sequence ids, even if `SamplingParams` does not list them. The
-    reply then has finish_reason `stop` with that id.
+    reply then has finish_reason `stop` and that id as its `stop`.
     """
 
     tokenize_api: ClassVar[TokenizeApi | None] = None
     """How the server tokenizes texts and messages; None if it does not."""
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
-    """Path that ends a call with its last tokens and the finish_reason `abort`. Without one, override neither
-    `_abort_body` nor `interrupt`, and pass no `abort_id` to `_receive`. If a server drops aborted calls without a last
-    event, let `interrupt` return False."""
+    """Path that ends a call with its last tokens and the finish_reason `abort`. If the server has no such path,
+    override neither `_abort_body` nor `interrupt`, and pass no `abort_id` to `_receive`. If the server drops aborted
+    calls without a last event, let `interrupt` return False."""
 
     def __init__(self, http: HttpClient, info: EngineInfo) -> None:
         self.http = http
@@ -66,21 +66,21 @@ class RemoteEngine(ABC):
 
         Args:
             base_url: `http://host:port`.
-            vocab_size: ids at or above it are never sent and never accepted. Use the tokenizer's size. The embedding
+            vocab_size: greater or equal ids are never sent and never accepted. Use the tokenizer's size. The embedding
                 may have more rows, and ids of such padding rows make some servers fail or crash.
-            model: the name of a model that the server lists; None for the first one.
+            model: the name of a model that the server lists; None for the first model.
             api_key: sent as a bearer token.
             timeouts: see `Timeouts`.
-            verify_prompt: make vLLM and SGLang (from 0.5.13) return the prompt's ids, and compare them with those
-                sent. This makes replies larger; on SGLang it makes every event of a stream larger. The number of
-                prompt ids is always compared.
+            verify_prompt: make vLLM and SGLang (from 0.5.13) return the prompt ids, and compare them with the ids
+                sent. This makes replies larger; on SGLang it makes every stream event larger. The number of prompt
+                ids is always compared.
 
         Raises:
-            InvalidRequest: the address is invalid, or the server does not serve the model.
+            InvalidRequest: the URL is invalid, or the server does not serve the model.
             EngineUnavailable: the server can't be reached.
-            EngineContractError: it is another kind of server, does not return ids and log-probabilities, or has
+            EngineContractError: it is a different kind of server, does not return ids and log-probabilities, or has
                 start options that make its samples unusable.
-            EngineError: the server failed; or another subclass, as for `sample`.
+            EngineError: the server failed. May be any subclass that `sample` raises.
 
         """
         http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
@@ -101,15 +101,15 @@ class RemoteEngine(ABC):
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
 
-        A completion that fills the context ends with `length`. The last delta, with the finish_reason, is yielded only
-        after the whole reply has been checked.
+        A completion that fills the context ends with finish_reason `length`. The last delta, with the finish_reason, is
+        yielded only after the whole reply has been checked.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long or has an unknown id, or a parameter is out of range, also
-                if only the server's own range is smaller.
+            InvalidRequest: the prompt is empty, too long or has an unknown id, or a parameter is out of range. The
+                server's range may be smaller than ours.
             UnsupportedParameter: a parameter is set that the server ignores or defines differently.
             EngineContractError: the reply lacks ids, log-probabilities or counts, or they do not agree.
-            EngineUnavailable: the server can't be reached, or takes no requests now.
+            EngineUnavailable: the server can't be reached, or accepts no requests now.
             EngineTimeout: the server sent nothing for too long, for example because it is paused.
             EngineError: the server failed, or the connection broke.
 
@@ -118,17 +118,17 @@ class RemoteEngine(ABC):
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
         """Score `ids[start:]`, each id given all ids before it, with one request; see `Scorer.score`.
 
-        Only vLLM and SGLang can score. Also raises `EngineUnavailable` and `EngineTimeout`.
+        Of the servers, only vLLM and SGLang can score. Also raises `EngineUnavailable` and `EngineTimeout`.
         """
         # vLLM samples at least one token.
         refuse_unscorable(ids, start, self.info, room=1)
         scores = await server_scores(self.http, self.info, ids, start, top)
         if scores is None:
-            raise hopeless(f"{self.info.name} does not score ids: use vLLM, SGLang or transformers")
+            raise hopeless(f"{self.info.name} can't score ids: use vLLM, SGLang or transformers")
         return scores
 
     async def find_logprobs_mode(self) -> str:
-        """Return the current `EngineInfo.logprobs_mode`: a restart may change it. Raises like `sample`."""
+        """Return the current `EngineInfo.logprobs_mode`, which a restart may change. Raises like `sample`."""
         return self.info.logprobs_mode
 
     def interrupt(self, request_id: str) -> bool:
@@ -148,15 +148,17 @@ class RemoteEngine(ABC):
             raise EngineUnavailable(f"the engine is not healthy: {error}") from None
 
     async def close(self) -> None:
-        """Close all connections, which aborts the calls that use them. It can be called again."""
+        """Close all connections, which aborts running calls. It can be called again."""
         await asyncio.gather(*self._background)
         await self.http.close()
 
     def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise `InvalidRequest` or `UnsupportedParameter` for a call that is not sent to any server."""
+        """Raise `InvalidRequest` or `UnsupportedParameter` for a call that must not be sent."""
         refuse_call(prompt_ids, params, self.info)
         if (params.payloads_from or 0) > len(prompt_ids):
-            raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
+            raise InvalidRequest(
+                f"payloads_from must be at most {len(prompt_ids)}, the prompt's length", "payloads_from"
+            )
 
     async def _receive(
         self,
@@ -170,7 +172,7 @@ class RemoteEngine(ABC):
     ) -> AsyncGenerator[SampleDelta, None]:
         """Send a call and yield its tokens. If the caller closes the generator early, abort `abort_id`.
 
-        A stream is server-sent events that end with `[DONE]`. For another format, override this method.
+        A stream consists of server-sent events and ends with `[DONE]`. For a different format, override this method.
         """
         running = True
         if abort_id is not None:
@@ -196,11 +198,11 @@ class RemoteEngine(ABC):
                     self._abort(abort_id)
 
     def _abort(self, call: str) -> None:
-        # If this fails, closing the connection has aborted the call too.
+        # Closing the connection aborts the call even if this request fails.
         self._tell(self._abort_path, self._abort_body(call))
 
     def _tell(self, path: str, body: bytes) -> None:
-        """Send something to the server in the background, and ignore errors."""
+        """Send a request in the background, and ignore errors."""
 
         async def send() -> None:
             with suppress(EngineError, InvalidRequest, TimeoutError):
@@ -211,33 +213,33 @@ class RemoteEngine(ABC):
 
     @staticmethod
     def _abort_body(call: str) -> bytes:
-        """Return the body of a request to `_abort_path`. Engines without that path don't define it."""
+        """Return the request body for `_abort_path`. Engines without that path don't define it."""
         raise NotImplementedError
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` in a task that only `close` waits for."""
+        """Run `work` in a background task. Only `close` waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
 
 def unique_id(request_id: str) -> str:
-    """Return `request_id` with a random suffix: an abort ends all calls with an id, or with ids that begin with it."""
+    """Return `request_id` with a random suffix: an abort ends all calls with the same id, or with it as a prefix."""
     return f"{header_value(request_id, 'request_id')}-{secrets.token_hex(16)}"
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version. A development version without numbers counts as newer than all old versions."""
+    """Return up to three numbers of a version; (1,), newer than all old versions, if it has none."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (1,)
 
 
 def any_id(info: EngineInfo) -> EngineInfo:
-    """Return `info` without a vocabulary limit, for probes: a model may answer one token with an id of the padding."""
+    """Return `info` without a vocabulary limit, for probes: a model may sample an id of embedding padding."""
     return replace(info, vocab_size=1 << 31)
 
 
 def one_placeholder_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> TokenIds:
-    """Return the prompt with one placeholder for each image: servers repeat it themselves."""
+    """Return the prompt with one placeholder id per image, which servers repeat themselves."""
     keep = np.ones(len(prompt_ids), np.bool_)
     for image in media:
         keep[image.start + 1 : image.start + image.length] = False
@@ -245,12 +247,12 @@ def one_placeholder_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> 
 
 
 def data_url(image: PromptMedia) -> str:
-    """Return a URL with the bytes of an image. Servers read the format from the bytes, not from the URL."""
+    """Return a data URL for an image. Servers read the format from the bytes, not from the URL."""
     return f"data:image/png;base64,{b64encode(image.data).decode()}"
 
 
 def common_fields(params: SamplingParams) -> dict[str, object]:
-    """Return the request fields that have the same name in the APIs of vLLM and SGLang."""
+    """Return the request fields with the same name in vLLM and SGLang."""
     return {
         "n": 1,
         "temperature": params.temperature,

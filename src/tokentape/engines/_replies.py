@@ -1,6 +1,6 @@
-"""Read the replies of remote engines, and check their tokens and their end against the request.
+"""Read replies from remote engines, and check their tokens and finish reason against the request.
 
-A value in a reply that does not agree with the request raises `EngineContractError`. No value is guessed.
+A value that does not agree with the request raises `EngineContractError`. No value is guessed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DONE = b"[DONE]"
 """The last event of a stream."""
 
 ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much, through rounding. Logits exceed it by far."""
+"""A log-probability may exceed 0 by this much because of rounding. Logits exceed it by far."""
 
 LOWEST = -1e30
-"""Numbers up to this mean minus infinity, which JSON lacks: servers send their lowest number for it."""
+"""Lower or equal numbers mean minus infinity, which JSON lacks: servers send their lowest number instead."""
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
-"""(id, log-probability) pairs of one position, best first."""
+"""(id, log-probability) pairs for one position, best first."""
 
 _Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
@@ -43,18 +43,18 @@ def _decoder(shape: type[_Shape]) -> msgspec.json.Decoder[_Shape]:
 
 
 def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
-    """Decode the JSON `body` as `shape`. Raises `EngineContractError`, which names the wrong field, not its value."""
+    """Decode the JSON `body` as `shape`. Raises `EngineContractError` that names the wrong field but not its value."""
     try:
         reply: _Shape = _decoder(shape).decode(body)
         return reply
     except UNREADABLE as error:
         # The text of a UnicodeDecodeError quotes the reply.
-        reason = str(error) if isinstance(error, msgspec.MsgspecError) else "no JSON in UTF-8, or nested too deeply"
-        raise EngineContractError(f"the engine's reply is not of the form that {server}'s has: {reason}") from None
+        reason = str(error) if isinstance(error, msgspec.MsgspecError) else "not JSON in UTF-8, or nested too deeply"
+        raise EngineContractError(f"the engine's reply is not in {server}'s format: {reason}") from None
 
 
 def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
-    """Join one or more consecutive deltas. All fields except those with an entry per token are the last delta's."""
+    """Join one or more consecutive deltas. Fields other than `PER_TOKEN` come from the last delta."""
     if len(deltas) == 1:
         return deltas[0]
     entries: dict[str, Any] = {
@@ -81,15 +81,15 @@ def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest:
 
 
 def logits_error() -> EngineContractError:
-    """Return the error for a number above 0 where a log-probability was expected."""
+    """Return the error to raise for a log-probability above 0."""
     return EngineContractError(
-        "the engine reports logits instead of log-probabilities; expected numbers up to 0 (start vLLM with "
+        "the engine reports logits instead of log-probabilities; expected numbers of at most 0 (start vLLM with "
         "--logprobs-mode raw_logprobs)"
     )
 
 
 def finish_reason_of(name: object) -> FinishReason:
-    """Check a server's `finish_reason` and return it. Raises `EngineError` for `error` and for unknown names."""
+    """Check and return a server's `finish_reason`. Raises `EngineError` for `error` and for unknown names."""
     match name:
         case "stop" | "length" | "abort":
             return name
@@ -101,7 +101,7 @@ def finish_reason_of(name: object) -> FinishReason:
 
 
 class Failure(msgspec.Struct):
-    """The error in an event of a stream that began with status 200. Some servers send a string instead."""
+    """The error in a stream event after status 200. Some servers send a string instead."""
 
     code: int | str | None = None
 
@@ -125,9 +125,9 @@ class ReceivedTokens:
 
     Args:
         params: the parameters of the request.
-        vocab_size: ids at or above it are refused.
+        vocab_size: greater or equal ids are refused.
         own_stops: whether the server always ends at the model's own end-of-sequence ids too.
-        lowest: log-probabilities up to this mean minus infinity.
+        lowest: lower or equal log-probabilities mean minus infinity.
 
     """
 
@@ -150,8 +150,8 @@ class ReceivedTokens:
     ) -> SampleDelta:
         """Check the next tokens and return them as a delta.
 
-        Each id has a log-probability and, if requested, its (id, log-probability) alternatives in `top` and the ids
-        that truncation kept in `masks`.
+        `logprobs` has an entry for each id. If requested, so have `top`, with (id, log-probability) alternatives, and
+        `masks`, with the ids that truncation kept.
         """
         usable = self._usable(logprobs)
         if len(logprobs) != len(ids):
@@ -181,7 +181,7 @@ class ReceivedTokens:
         return tuple([pack(mask, self._params.supports) for mask in masks])
 
     def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return `supports`, packed and either empty or one per id, after checking that each contains its id."""
+        """Check that `supports`, packed, is empty or has one entry per id that contains it, and return it."""
         if supports and len(supports) != len(ids):
             raise EngineContractError(f"the engine returned {len(supports)} supports for {len(ids)} ids")
         for token_id, support in zip(ids, supports, strict=False):
@@ -205,15 +205,15 @@ class ReceivedTokens:
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
-                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Is "
-                "the model folder that of another model? If not, a model that was not trained to avoid rows of the "
-                "embedding beyond the tokenizer can sample them"
+                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Check that the model "
+                "folder belongs to this model. If it does, the model sampled a padding row of its embedding, which "
+                "it was not trained to avoid"
             )
 
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         """Return the stop id or stop string that ended the completion; None for reasons other than `stop`.
 
-        Raises `EngineContractError` if it was not requested or does not agree with the last id.
+        Raises `EngineContractError` if the stop was not requested or differs from the last id.
         """
         if reason == "abort":
             return None
@@ -227,11 +227,11 @@ class ReceivedTokens:
         elif isinstance(matched, str) and matched in self._params.stop_strings:
             return matched
         raise EngineContractError(
-            "the engine stopped, but not at a requested stop id or stop string, or not with that id last"
+            "the engine stopped without a requested stop: expected a stop id as the last token, or a stop string"
         )
 
     def spans(self, reported: Sequence[ReportedSpan | WeightSpan]) -> tuple[WeightSpan, ...]:
-        """Return the spans without empty ones. Raises `EngineContractError` unless they cover the completion."""
+        """Return the non-empty spans. Raises `EngineContractError` unless they cover the completion."""
         spans = tuple(WeightSpan(span.version, span.start, span.end) for span in reported if span.end > span.start)
         edges = [0, *(span.end for span in spans)]
         if [span.start for span in spans] != edges[:-1] or edges[-1] != self.tokens:
@@ -250,7 +250,7 @@ class ReceivedTokens:
 
     def _usable(self, logprobs: Sequence[float | None]) -> tuple[float, ...]:
         values = tuple([logprob for logprob in logprobs if logprob is not None])
-        # The sum is finite only if every one of them is.
+        # The sum is finite only if every value is.
         finite = math.isfinite(sum(values)) or all(map(math.isfinite, values))
         if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self._lowest:
             raise EngineContractError(
@@ -267,8 +267,8 @@ class EngineReply(ABC):
     Args:
         completion: checks the tokens.
         params: the parameters of the request.
-        prompt: the JSON of the prompt's ids as sent; None if the server renders messages.
-        prompt_tokens: number of the prompt's ids; 0 until the server has reported it.
+        prompt: the prompt ids as sent, in JSON; None if the server renders messages.
+        prompt_tokens: number of prompt ids; 0 until the server has reported it.
 
     """
 
@@ -279,7 +279,7 @@ class EngineReply(ABC):
         self._params = params
         self._prompt = prompt
         self.prompt_tokens = prompt_tokens
-        """Number of the prompt's ids."""
+        """Number of prompt ids."""
         self._prompt_seen = False
         self._ended: SampleDelta | None = None
         self._done = False
@@ -287,7 +287,7 @@ class EngineReply(ABC):
     def feed(self, data: bytes) -> SampleDelta | None:
         """Read the next event, or the whole body of a reply that is not streamed.
 
-        Return its tokens; None if it has none, and for the event that ends the completion (see `last`).
+        Return its tokens; None if it has no tokens or ends the completion (see `last`).
         """
         if self._done:
             raise EngineContractError("the engine's reply continues after its end")
@@ -301,7 +301,7 @@ class EngineReply(ABC):
         return delta if delta is not None and delta.token_ids else None
 
     def feed_all(self, arrival: Sequence[bytes]) -> Iterator[SampleDelta]:
-        """Yield the tokens of events that arrived together: one delta, or one for each version of the weights.
+        """Yield the tokens of events that arrived together, as one delta per weight version.
 
         If an event is an error, the tokens before it are yielded before the error is raised.
         """
@@ -323,7 +323,7 @@ class EngineReply(ABC):
             yield joined(deltas)
 
     def last(self) -> SampleDelta:
-        """Return the delta that ended the completion, once the reply is complete and has been checked."""
+        """Return the delta that ended the completion. Raises `EngineError` if the reply is incomplete."""
         if self._ended is None or not self._done:
             missing = "a finish_reason" if self._ended is None else "the event [DONE]"
             raise EngineError(
@@ -334,13 +334,13 @@ class EngineReply(ABC):
 
     @abstractmethod
     def _read(self, data: bytes) -> SampleDelta | None:
-        """Return the tokens of an event, with a `finish_reason` if it is the last.
+        """Return the tokens of an event, with a `finish_reason` if it is the last event.
 
-        For a server that sends no `[DONE]`, set `self._done` with its last event.
+        If the server sends no `[DONE]`, set `self._done` at its last event.
         """
 
     def _check_prompt(self, echoed: msgspec.Raw) -> None:
-        """Compare the prompt's ids in the reply, if it has any, with those sent."""
+        """Compare the prompt ids in the reply, if present, with the ids sent."""
         ids = bytes(echoed)
         if ids in (b"", b"null"):
             return
@@ -349,7 +349,7 @@ class EngineReply(ABC):
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
         if ids != self._prompt and not _same_json(ids, self._prompt):
             raise EngineContractError(
-                "the engine sampled from another prompt than the one sent: prompt_token_ids differ"
+                "the engine sampled from a different prompt: its prompt_token_ids differ from the ids sent"
             )
         self._prompt_seen = True
 

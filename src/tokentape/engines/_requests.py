@@ -1,6 +1,6 @@
-"""Calls of the embedded engine, and the sampling step that turns their logits into tokens.
+"""Calls to the embedded engine, and the sampling step that turns their logits into tokens.
 
-A step chooses the next token, records it with its logprob, checks for the end of the completion and sends the token.
+A step chooses the next token, records it with its logprob, checks whether the completion has ended and sends the token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokentape.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The reason why a completion ended."""
+    """Why a completion ended."""
 
     reason: FinishReason
     stop: int | str | None = None
@@ -37,16 +37,16 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of `sample`."""
+    """A call to `sample`."""
 
     request_id: str
     prompt_ids: Ids
     prefix_key: Ids
-    """The prompt's ids, with those of an image replaced by a negative number that is unique to the image. Contexts
-    share the cached keys and values of their common prefix of these."""
+    """The prompt ids, with image placeholders replaced by a negative number that is unique to the image. Contexts
+    share cached keys and values for the common prefix of their keys."""
     params: SamplingParams
     limit: int
-    """The most tokens to sample: `max_tokens`, or fewer if the context has less room."""
+    """Maximum number of tokens to sample: `max_tokens`, or fewer if the context has less room."""
     stops: StopStrings | None
     stream: bool
     send: Callable[[SampleDelta | EngineError], None]
@@ -59,21 +59,21 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
     end: End | None = None
-    """Set with the completion's last token. `TokenSampler.update` sends it."""
+    """Set when the completion's last token is sampled. `TokenSampler.update` sends it."""
     sent: int = 0
     finished: bool = False
-    """Whether the end was sent, so that no more tokens are sampled."""
+    """Whether the end was sent. No more tokens are sampled then."""
     images: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's inputs for the prompt's images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids`, int64
-    [prompt tokens], 1 where an id stands for a part of an image."""
+    [prompt tokens], 1 for placeholder ids of an image."""
     constraint: Constraint | None = None
-    """The grammar that the completion has to follow."""
+    """The grammar that the completion must follow."""
     experts: ExpertRows | None = None
-    """The experts of each token, if the call asks for them."""
+    """The experts that each token was routed to, if the call requests them."""
     adapter: Adapter | None = None
-    """Set by the worker: the version of the adapter that computes the whole call."""
+    """Set by the worker: the adapter version used for the whole call."""
     one_version: bool = True
-    """Whether all keys and values come from one version of the weights. Also False after an error."""
+    """Whether all keys and values come from a single weight version. Also False after an error."""
 
 
 class TokenSampler:
@@ -81,8 +81,8 @@ class TokenSampler:
 
     Args:
         samplable: bool [embedding rows]; False for ids that the tokenizer does not have.
-        weight_version: the version of the weights at the start.
-        on_finish: called with each request that ended without an error, and the reason.
+        weight_version: the initial weight version.
+        on_finish: called with each request that ended without an error, and its finish reason.
         logprobs_mode: see `EngineInfo.logprobs_mode`.
 
     """
@@ -101,10 +101,10 @@ class TokenSampler:
         self._on_finish = on_finish
 
     def step(self, requests: Sequence[Request], logits: Tensor) -> Tensor:
-        """Sample and record one id for each of the unfinished requests. Return the ids, int64 [requests].
+        """Sample and record one id for each unfinished request. Return the ids, int64 [requests].
 
-        `logits` are the model's own, float32 [requests, embedding rows]. If a request's logprob is not finite, only
-        that request fails.
+        `logits` are the model's own, float32 [requests, embedding rows]. A logprob that is not finite fails only its
+        own request.
         """
         constraints = [(row, request.constraint) for row, request in enumerate(requests) if request.constraint]
         if constraints:
@@ -123,7 +123,7 @@ class TokenSampler:
         probabilities = distribution(allowed, params)
         ids = choose(allowed, probabilities, params, [request.random.random() for request in requests])
         if self._mode == "raw_logprobs":
-            # Not from probabilities: at high temperatures, ids are drawn that have probability 0 in float64.
+            # Not computed from probabilities: at high temperatures, ids with probability 0 in float64 can be drawn.
             reported = logits.log_softmax(-1)
             logprobs = reported.gather(-1, ids.unsqueeze(-1))
         else:
@@ -131,7 +131,7 @@ class TokenSampler:
             weights = distribution(allowed, params, truncate=False) if whole else probabilities
             total = weights.sum(-1, keepdim=True)
             logprobs = (weights.gather(-1, ids.unsqueeze(-1)) / total).log()
-            # The logarithm over the whole vocabulary is slow, so it is only taken if it is needed.
+            # The logarithm over the whole vocabulary is slow, so take it only if needed.
             reported = (weights / total).log() if any(p.top_logprobs for p in params) else weights
         alternatives = self._alternatives(reported, params)
         chosen = zip(requests, ids.tolist(), logprobs.squeeze(-1).tolist(), alternatives, probabilities, strict=True)
@@ -146,7 +146,7 @@ class TokenSampler:
         return ids
 
     def update(self, request: Request) -> None:
-        """Send the caller the request's end if it has ended, or its new tokens if it is streamed."""
+        """Send the caller the last delta if the request has ended, or the new tokens if it is streamed."""
         if request.finished:
             return
         if request.end is not None:
@@ -155,7 +155,7 @@ class TokenSampler:
             self.flush(request)
 
     def flush(self, request: Request, end: End | None = None) -> None:
-        """Send the tokens sampled since the last delta. Call it before the weights change: a delta has one version."""
+        """Send the tokens sampled since the last delta. Call it before a weight update: a delta has one version."""
         start, request.sent = request.sent, len(request.ids)
         if start == request.sent and end is None:
             return
@@ -173,7 +173,7 @@ class TokenSampler:
         )
 
     def finish(self, request: Request, end: End) -> None:
-        """End a request with its last delta."""
+        """Send a request's last delta and end it."""
         request.finished = True
         self._on_finish(request, end.reason)
         self.flush(request, end)
@@ -185,7 +185,7 @@ class TokenSampler:
         request.send(error)
 
     def _alternatives(self, logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
-        """Return for each row the `top_logprobs` most likely (id, logprob) pairs, best first, without forbidden ids."""
+        """Return each row's `top_logprobs` most likely (id, logprob) pairs, best first, without forbidden ids."""
         most = max(p.top_logprobs for p in params)
         if not most:
             return [()] * len(params)

@@ -1,7 +1,7 @@
 """Sample token ids from logits: pure functions over a batch, with one row per request.
 
-The steps have the order of vLLM: penalties, temperature, min-p, top-k, top-p. Each step gets the distribution of the
-step before. Rows never influence each other.
+The steps have vLLM's order: penalties, temperature, min-p, top-k, top-p. Each step starts from the previous step's
+distribution. Rows never influence each other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tokentape.engines._distributions import is_greedy, truncates
 def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params: SamplingParams) -> Tensor:
     """Apply the repetition, frequency and presence penalties to one row of logits, float32 [vocab].
 
-    The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) counts prompt and completion, both int64 [tokens]. The
-    other two (OpenAI's definition) count the completion only.
+    The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) counts tokens of the prompt and the completion, both
+    int64 [tokens]. The other two (OpenAI's definition) count only those of the completion.
     """
     if params.repetition_penalty != 1.0:
         seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -38,11 +38,12 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: 
 
     Args:
         logits: float32 [rows, vocab], after penalties; -inf for an id that must not be sampled.
-        params: one per row. Greedy rows get temperature 1.
+        params: one per row. Greedy rows use temperature 1.
         truncate: whether to apply min-p, top-k and top-p.
 
     Returns:
-        float64 [rows, vocab], not normalized; 0 for an id that is ruled out. Of equally likely ids the lower is kept.
+        float64 [rows, vocab], not normalized; 0 for an id that is ruled out. Among equally likely ids, lower ids are
+        kept first.
 
     """
 
@@ -65,7 +66,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: 
 
 
 def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the `top_k` most likely ids, then all but the smallest set with `top_p` of their probability."""
+    """Keep only the `top_k` most likely ids, then only the smallest set with `top_p` of their probability."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     keep = torch.arange(ordered.shape[-1], device=ordered.device) < top_k
     ordered = ordered.where(keep, 0.0)
@@ -77,21 +78,21 @@ def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Draw an id for each row by inverting its cumulative distribution, in id order, at a uniform number in [0, 1).
 
-    `probabilities` are float64 [rows, vocab], not necessarily normalized. Return int64 [rows], never an id of
-    probability 0. Numbers from a request's own stream make its seed reproducible in any batch and on any device.
+    `probabilities` are float64 [rows, vocab], not necessarily normalized. Return int64 [rows], never an id with
+    probability 0. If a request has its own random stream, its seed is reproducible in any batch and on any device.
     """
     cumulative = probabilities.cumsum(-1)
     # A factor below 1 keeps the float64 product below the total, so the search never passes the last likely id.
     targets = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
-    # Only a row of NaN gets past the end. Its caller sees the NaN logprob; other rows must not be affected.
+    # Only a row of NaN runs past the end. Its caller sees the NaN logprob; other rows must not be affected.
     return drawn.clamp(max=probabilities.shape[-1] - 1)
 
 
 def choose(
     logits: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> Tensor:
-    """Return one id per row, int64 [rows]: the most likely id of a greedy row, a drawn id of any other row.
+    """Return one id per row, int64 [rows]: the most likely id for greedy rows, a drawn id for the others.
 
     `logits` and `probabilities` are the argument and the result of `distribution`; `uniforms` as in `draw`.
     """

@@ -1,7 +1,8 @@
 """Score given ids: compute the log-probability of each id given all ids before it.
 
-Scores are those of the model's own distribution: at temperature 1, before penalties, truncation and grammar. vLLM
-reports these for prompts in every `--logprobs-mode` (modes that report logits are refused), and so does SGLang.
+Scores are log-probabilities in the model's own distribution: at temperature 1, before penalties, truncation and
+grammar. vLLM reports these for prompts in every `--logprobs-mode` (modes that report logits are refused), and so does
+SGLang.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds
 
 SERVER_TOP = 20
-"""Most alternatives to request from servers: vLLM's default of `--max-logprobs`."""
+"""Maximum number of alternatives to request from servers: vLLM's default `--max-logprobs`."""
 
 _Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of ids (natural log)."""
+    """Log-probabilities of the scored ids (natural log)."""
 
     logprobs: Logprobs
     """Shape [tokens]."""
     top: npt.NDArray[np.float32]
-    """The largest log-probabilities of each position, best first. Shape [tokens, at most the requested number]."""
+    """The largest log-probabilities at each position, best first. Shape [tokens, at most the requested number]."""
 
 
 class Scorer(Protocol):
@@ -47,7 +48,7 @@ class Scorer(Protocol):
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
         """Score `ids[start:]`, each id given all ids before it. `ids` are int32 [tokens], `1 <= start < tokens`.
 
-        Also return the `top` largest log-probabilities of each position, or as many as the engine reports. Raises
+        Also return the `top` largest log-probabilities at each position, or as many as the engine reports. Raises
         `InvalidRequest` for unknown or too many ids, and `EngineError` without `retry` if the engine can't score.
         """
         ...
@@ -58,13 +59,15 @@ class Scorer(Protocol):
 
 
 def refuse_unscorable(ids: TokenIds, start: int, info: EngineInfo, *, room: int = 0) -> None:
-    """Raise `InvalidRequest` for ids that can't be scored from `start` on. The context needs `room` more tokens."""
+    """Raise `InvalidRequest` for ids that can't be scored from `start` on, with `room` for more tokens after them."""
     if not 1 <= start < len(ids):
         raise InvalidRequest(f"start is {start}; expected 1 to {len(ids) - 1}: the first id has no context", "start")
     if int(ids.min()) < 0 or int(ids.max()) >= info.vocab_size:
-        raise InvalidRequest(f"ids from {ids.min()} to {ids.max()}: this model has 0 to {info.vocab_size - 1}", "ids")
+        raise InvalidRequest(
+            f"ids are {ids.min()} to {ids.max()}; expected 0 to {info.vocab_size - 1}, this model's vocabulary", "ids"
+        )
     if len(ids) + room > info.max_context:
-        raise InvalidRequest(f"{len(ids)} tokens: this engine scores at most {info.max_context - room}", "ids")
+        raise InvalidRequest(f"{len(ids)} ids; this engine scores at most {info.max_context - room}", "ids")
 
 
 class _Prompt(msgspec.Struct):
@@ -85,11 +88,11 @@ class _Generated(msgspec.Struct):
 
 
 _Row: TypeAlias = tuple[Any, list[Any]]
-"""The log-probability of an id, and the largest log-probabilities of its position."""
+"""The log-probability of an id, and the largest log-probabilities at its position."""
 
 
 async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start: int, top: int = 0) -> Scores | None:
-    """Let a server score ids as `Scorer.score` does. Return None if the server does not score prompts.
+    """Score ids on a server; see `Scorer.score`. Return None if the server does not score prompts.
 
     Also raises `InvalidRequest` if the server refuses the ids (SGLang does so a few ids before its context is full),
     and `EngineContractError` if it reports logits.
@@ -108,10 +111,10 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
 
 
 async def _rows_at(path: str, http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
-    """Request the rows at one of the paths of `EngineInfo.scoring_paths`."""
+    """Request the rows from a path in `EngineInfo.scoring_paths`."""
     body: dict[str, Any]
     if path == "/generate":
-        # SGLang. The entry of the first requested position has no log-probability.
+        # SGLang. The entry for the first requested position has no log-probability.
         body = {"input_ids": ids.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         body |= {"return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": top}
         generated = await _ask(http, path, body, _Generated)
@@ -139,7 +142,7 @@ def _scores(rows: Sequence[_Row]) -> Scores | None:
 
 
 def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Return values as float32, with minus infinity for the numbers that represent it."""
+    """Return values as float32, with minus infinity for values up to `LOWEST`."""
     return np.where(values <= LOWEST, -np.inf, values).astype(np.float32)
 
 
@@ -149,7 +152,7 @@ def _vllm_rows(ids: TokenIds, start: int, top: int, prompt: _Prompt | None) -> l
         return None
     rows = []
     for token_id, entry in zip(ids[start:].tolist(), reported[start:], strict=True):
-        # An entry has the best ids and, in addition, this id.
+        # An entry contains the most likely ids and the scored id.
         values = {name: value.get("logprob", LOWEST) for name, value in (entry or {}).items()}
         own = (entry or {}).get(str(token_id), {}).get("logprob")
         rows.append((own, sorted(values.values(), reverse=True)[:top]))
@@ -166,7 +169,7 @@ def _sglang_rows(ids: TokenIds, start: int, top: int, reported: _Input) -> list[
 
 
 async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
-    """Return the reply. Return None if the server has no such route or replies in another format."""
+    """Return the reply. Return None if the server has no such route or replies in a different format."""
 
     async def reply() -> _Shape:
         return decode(await http.post(path, msgspec.json.encode(body), {}), shape, "an engine")

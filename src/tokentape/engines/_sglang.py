@@ -2,9 +2,9 @@
 
 docs/engines.md describes the route. Four facts explain most of this module:
 
-- Each event of a stream has all ids so far, or only the new ones, depending on a start option of the server.
+- Each event of a stream contains all ids so far, or only the new ids, depending on a start option of the server.
 - A request can't switch off the model's own end-of-sequence ids without losing `stop_token_ids` too.
-- Log-probabilities are those after temperature, unless an environment variable of the server changes that.
+- Log-probabilities are computed after temperature, unless an environment variable of the server changes that.
 - Closing the connection aborts a call only after two seconds. `/abort_request` aborts it at once.
 """
 
@@ -38,13 +38,13 @@ from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
 
-# The server samples greedily at lower temperatures.
+# The server samples greedily at temperatures below this.
 _LOWEST_TEMPERATURE = 1e-6
 
-# Newer versions accept 64-bit seeds, the kernels of older versions 32-bit seeds.
+# Newer versions accept 64-bit seeds, but the kernels of older versions only 32-bit seeds.
 _SEEDS = 1 << 31
 
-# First versions of request fields, found in the released wheels. `cache_salt` was named `extra_key` before.
+# The first versions with a request field, from the released wheels. `cache_salt` was named `extra_key` before.
 _RETURN_PROMPT_TOKEN_IDS = (0, 5, 13)
 _ROUTED_EXPERTS_START_LEN = (0, 5, 10)
 _SESSION_ID = (0, 5, 16)
@@ -52,10 +52,10 @@ _CACHE_SALT = (0, 5, 18)
 
 
 class SglangEngine(RemoteEngine):
-    """An SGLang server. Open it with `open`.
+    """An engine for SGLang servers. Open it with `open`.
 
-    SGLang's `ignore_eos` switches off both `stop_token_ids` and the model's own end-of-sequence ids. So with
-    `stop_token_ids` a completion also ends at the latter; without them it ends at stop strings and `max_tokens` only.
+    SGLang's `ignore_eos` switches off both `stop_token_ids` and the model's own end-of-sequence ids. So a completion
+    with `stop_token_ids` also ends at end-of-sequence ids; without them it ends only at stop strings and `max_tokens`.
     """
 
     tokenize_api = TokenizeApi(decoded="text", decoding={"skip_special_tokens": False})
@@ -91,7 +91,7 @@ class SglangEngine(RemoteEngine):
         return engine
 
     def close_session(self, session_id: str) -> None:
-        """See `KeepsSessions`. The server evicts the cache of an open session last."""
+        """See `KeepsSessions`. The server evicts the caches of open sessions last."""
         if self._server.enable_session_radix_cache:
             self._tell("/close_session", msgspec.json.encode({"session_id": session_id}))
 
@@ -107,7 +107,9 @@ class SglangEngine(RemoteEngine):
         """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
-            raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
+            raise InvalidRequest(
+                f"SGLang samples greedily at temperatures below {_LOWEST_TEMPERATURE:g}; use 0 for that", "temperature"
+            )
         if not (truncates(params) and 0 < params.top_k <= self._server.sampling_mask_max_tokens):
             # The server refuses to report sampling masks without a top_k that limits their size.
             params = replace(params, supports=0)
@@ -116,12 +118,12 @@ class SglangEngine(RemoteEngine):
             params = replace(params, top_logprobs=0)
         rid = unique_id(request_id)
         if media and not self.info.media:
-            raise InvalidRequest("this SGLang server takes no images: it serves another kind of model", "prompt_ids")
+            raise InvalidRequest("this SGLang server does not accept images: its model or version can't", "prompt_ids")
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
-        # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
+        # The server repeats each image's placeholder itself, so compare the prompt that it returns.
         verify = self._verify_prompt or bool(media)
         sent_prompt = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
-        # SGLang refuses calls for more tokens than the context has room for. Other servers end them with `length`.
+        # SGLang refuses `max_tokens` that exceed the context. Other servers end such calls with `length`.
         room = self.info.max_context - len(prompt_ids)
         limited = replace(params, max_tokens=min(params.max_tokens, room))
         body = self._request_body(sent_prompt, limited, stream, rid, media, verify_prompt=verify)
@@ -144,7 +146,7 @@ class SglangEngine(RemoteEngine):
         elif params.structural_tag is not None:
             sampling["structural_tag"] = params.structural_tag
         if self._server.enable_deterministic_inference:
-            # Without a seed, such a server uses 42 for every call, so that equal prompts get equal completions.
+            # Without a seed, such a server uses 42 for every call, so equal prompts would get equal completions.
             sampling["sampling_seed"] = secrets.randbelow(_SEEDS) if params.seed is None else params.seed
         body: dict[str, object] = {
             "rid": rid,
@@ -181,7 +183,7 @@ class SglangEngine(RemoteEngine):
     async def find_logprobs_mode(self) -> str:
         """See `RemoteEngine.find_logprobs_mode`. This samples two tokens, at temperatures 1 and 2.
 
-        If log-probabilities include the temperature, the difference of two of them is halved at temperature 2.
+        If log-probabilities include the temperature, the difference between two of them is halved at temperature 2.
         """
         probe = SglangEngine(self.http, any_id(self.info), self._server)
         difference, at_two = [await probe._probe(temperature) for temperature in (1.0, 2.0)]
@@ -198,7 +200,7 @@ class SglangEngine(RemoteEngine):
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, object]:
-    """Return all sampling fields that have a default in the server."""
+    """Return every sampling field that has a default in the server."""
     return {
         **common_fields(params),
         "max_new_tokens": params.max_tokens,
@@ -206,7 +208,7 @@ def _sampling_fields(params: SamplingParams) -> dict[str, object]:
         "top_k": params.top_k or -1,
         # With `ignore_eos` the server ignores the request's stop ids too.
         "ignore_eos": not params.stop_token_ids,
-        # The server looks for stop strings in the decoded text. Keep control tokens in it, and add no spaces.
+        # The server looks for stop strings in the decoded text. Keep control tokens in that text, and add no spaces.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
@@ -231,13 +233,16 @@ class _SglangModelInfo(msgspec.Struct):
 
 
 def _media(server: _SglangServer, started: _SglangModelInfo) -> frozenset[str]:
-    """Return the media of prompts. The server may encode decoded text, so the ids that it used must come back."""
+    """Return the media types that prompts may have: images only if the server returns the prompt ids.
+
+    The server may encode decoded text, so the ids that it used must be compared.
+    """
     returned = version_numbers(server.version) >= _RETURN_PROMPT_TOKEN_IDS
     return frozenset({"image"} if started.has_image_understanding and returned else ())
 
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:
-    """Return the body at `path`, or at the path `older` of older versions."""
+    """Return the body at `path`, or at `older`, the path in older versions."""
     return await attempt(http.get(path)) or await http.get(older)
 
 
@@ -245,7 +250,7 @@ def _supported_params(server: _SglangServer) -> frozenset[str]:
     version = version_numbers(server.version)
     text = not server.skip_tokenizer_init
     offered = {
-        # Seeds are accepted in all modes, but used only in this one.
+        # Seeds are accepted in all modes, but used only in deterministic mode.
         "seed": server.enable_deterministic_inference,
         "stop_strings": text,
         "min_tokens": text,
@@ -262,7 +267,7 @@ def _supported_params(server: _SglangServer) -> frozenset[str]:
 
 
 def _refuse_preferred(preferred: dict[str, object] | str | None) -> None:
-    """Raise `EngineContractError` if the server sets default sampling parameters that our requests don't override."""
+    """Raise `EngineContractError` if the server has default sampling parameters that our requests don't override."""
     if isinstance(preferred, str):
         preferred = msgspec.json.decode(preferred, type=dict[str, object])
     names = sorted(
@@ -270,6 +275,6 @@ def _refuse_preferred(preferred: dict[str, object] | str | None) -> None:
     )
     if names:
         raise EngineContractError(
-            f"the engine was started with --preferred-sampling-params of {', '.join(names)}, which would change what "
-            "is sampled; start it without"
+            f"the engine was started with --preferred-sampling-params for {', '.join(names)}, which would change the "
+            "samples; start it without these"
         )

@@ -1,4 +1,4 @@
-"""Read the replies of SGLang's `/generate`, with both kinds of streams."""
+"""Read replies from SGLang's `/generate`, with cumulative or incremental streams."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _SglangMeta(msgspec.Struct):
 
 
 class _SglangBody(msgspec.Struct):
-    """A whole reply or one event of a stream. They have the same fields."""
+    """A whole reply or one stream event. Both have the same fields."""
 
     output_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
@@ -61,7 +61,7 @@ class _SglangBody(msgspec.Struct):
 
 
 class SglangReply(EngineReply):
-    """Reads an SGLang reply; see `EngineReply`. With `verify_prompt` the reply must have the prompt's ids."""
+    """Reads an SGLang reply; see `EngineReply`. With `verify_prompt` the reply must contain the prompt ids."""
 
     def __init__(
         self, prompt: bytes, prompt_tokens: int, params: SamplingParams, vocab_size: int, *, verify_prompt: bool
@@ -77,7 +77,9 @@ class SglangReply(EngineReply):
         if body.error is not None:
             raise failure_error(body.error, GENERATE, data)
         if self._ended is not None or body.output_ids is None or body.meta_info is None:
-            raise EngineContractError("the engine sent an event without output_ids and meta_info, or after the last")
+            raise EngineContractError(
+                "the engine sent an event that lacks output_ids or meta_info, or follows the last event"
+            )
         meta, ended = body.meta_info, body.meta_info.finish_reason
         self._check_prompt(body.prompt_token_ids)
         if self._verify_prompt and ended is not None:
@@ -100,21 +102,21 @@ class SglangReply(EngineReply):
         )
 
     def _delta(self, ids: list[int], meta: _SglangMeta) -> SampleDelta:
-        """Return the tokens of this event that no earlier event had."""
+        """Return the tokens that are new in this event."""
         entries, tops = meta.output_token_logprobs, meta.output_top_logprobs
         masks, over_masks = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
         supports = self._params.supports > 0
         begin = self._begin(ids, meta)
         end = len(ids)
         if self._cumulative and meta.finish_reason is None:
-            # The server sends these lists while it fills them, so one can be a few tokens ahead of another.
+            # The server sends these lists while it fills them, so some can be a few tokens ahead of others.
             end = min(end, len(entries), *((len(masks), len(over_masks)) if supports else ()))
         if end < begin:
-            raise EngineContractError("the engine's stream took back a token that it had sent")
+            raise EngineContractError("the engine's stream has fewer ids than it had already sent; an event was lost")
         reported = [token_id for _, token_id, _ in entries[begin:end]]
         if ids[begin:end] != reported or (meta.finish_reason is not None and len(entries) > end > begin):
             raise EngineContractError(
-                f"the engine returned {len(ids) - begin} new ids and log-probabilities of {len(entries) - begin} "
+                f"the engine returned {len(ids) - begin} new ids and log-probabilities for {len(entries) - begin} "
                 "ids; expected the same ids"
             )
         top = [
@@ -123,7 +125,7 @@ class SglangReply(EngineReply):
         ]
         logprobs: list[float | None] = [logprob for logprob, _, _ in entries[begin:end]]
         if supports:
-            # The log-probabilities over the mask, from which the tokens were sampled.
+            # Log-probabilities over the mask: the distribution that the tokens were sampled from.
             logprobs = list(over_masks[begin:end])
         delta = self._completion.delta(reported, logprobs, top, masks[begin:end])
         if supports and top:
@@ -132,7 +134,7 @@ class SglangReply(EngineReply):
         self._ids += reported
         if meta.finish_reason is not None and (meta.finish_reason.type != "abort" or meta.prompt_tokens is not None):
             self._completion.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)
-        # The server names the version of the model, not that of an adapter.
+        # The server reports the model's version, not the adapter's.
         return replace(delta, weight_version=meta.weight_version if self._params.adapter is None else None)
 
     def _begin(self, ids: list[int], meta: _SglangMeta) -> int:
@@ -152,7 +154,7 @@ class SglangReply(EngineReply):
             return len(ids)
         if self._cumulative:
             raise EngineContractError(
-                "the engine's stream neither repeats the ids that it sent nor counts them with the new ones"
+                "the engine's stream is inconsistent: expected all ids so far, or new ids and a count of all ids"
             )
         if meta.completion_tokens != seen + len(ids):
             raise EngineContractError(
@@ -161,7 +163,7 @@ class SglangReply(EngineReply):
         return 0
 
     def _repeats_last(self, ids: list[int], meta: _SglangMeta) -> bool:
-        """Return whether this is the last event of an incremental stream that was aborted while it was waiting."""
+        """Return whether this is the last event of an incremental stream whose call was aborted while waiting."""
         finish = meta.finish_reason
         aborted = finish is not None and finish.type == "abort"
         return aborted and ids == self._ids[-1:] and meta.completion_tokens == len(self._ids)
@@ -173,7 +175,7 @@ class SglangReply(EngineReply):
         if meta.routed_experts is None:
             if reason == "abort":
                 return ()
-            raise EngineContractError("the engine returned no routed_experts; was it started for a dense model?")
+            raise EngineContractError("the engine returned no routed_experts; is its model a mixture of experts?")
         try:
             flat = np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), dtype="<i4")
         except (binascii.Error, ValueError):
@@ -189,8 +191,8 @@ class SglangReply(EngineReply):
 def _over_mask(top: Alternatives, mask: list[int], sampled: _Entry, over_mask: float) -> Alternatives:
     """Convert alternatives, reported over the whole vocabulary, to log-probabilities over the mask.
 
-    `sampled` has the sampled id's log-probability over the vocabulary, and `over_mask` is the one over the mask. Their
-    difference is the same for all ids of the mask.
+    `sampled` has the sampled id's log-probability over the vocabulary, `over_mask` is its log-probability over the
+    mask. The difference is the same for all ids in the mask.
     """
     over_vocabulary, token_id, _ = sampled
     if over_vocabulary is None:

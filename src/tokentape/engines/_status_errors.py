@@ -1,4 +1,4 @@
-"""Make errors from the HTTP statuses of engines and the names, but not the sentences, of their error bodies."""
+"""Make errors from an engine's HTTP status and the error names, but not the sentences, in its error body."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TooLarge
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for bytes that are not JSON of the requested type."""
+"""Errors that msgspec raises for bytes that are not JSON in the requested type."""
 
 _MAX_RETRY_AFTER = 24 * 3600.0
 
-# An engine's error names that are safe to repeat: identifiers, not sentences that may quote the prompt.
+# Error names that are safe to repeat: identifiers, not sentences, which may quote the prompt.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 
 
@@ -29,9 +29,10 @@ class _ErrorBody(msgspec.Struct):
 
 
 def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRequest | TooLarge:
-    """Return the error for an HTTP status and an OpenAI-style error body. It has the body's names, not its sentences.
+    """Return the error for an HTTP status and an OpenAI-style error body.
 
-    `status` may also be the code of an error within a stream that began with status 200.
+    Its text has the names in the body, not the sentences. `status` may also be the code of an error within a stream
+    that began with status 200.
     """
     try:
         detail = msgspec.json.decode(body, type=_ErrorBody).error
@@ -41,26 +42,26 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
     names = ", ".join(name for name in (kind, param and f"parameter {param}") if name)
     answer = f"the engine answered {status}{f' ({names})' if names else ''} at {path}"
     if status in (400, 422):
-        return InvalidRequest(f"{answer}: it refuses the request; see its log for the reason", param or None)
+        return InvalidRequest(f"{answer}: it refuses the request; see the engine's log for the reason", param or None)
     if status == 413:
         return TooLarge(f"{answer}: the request is larger than the engine accepts")
     if status in (401, 403):
-        return hopeless(f"{answer}: check the api key")
+        return hopeless(f"{answer}: check the API key")
     if status in (429, 502, 503):
-        return EngineUnavailable(f"{answer}: it takes no requests now; try again")
+        return EngineUnavailable(f"{answer}: it accepts no requests now; try again later")
     if status in (408, 504):
         return EngineTimeout(f"{answer}: it timed out; try again")
     if 300 <= status < 400:
-        return hopeless(f"{answer}: redirects are not followed; give the address that it points to")
+        return hopeless(f"{answer}: redirects are not followed; pass the URL that it redirects to")
     if status == 404:
-        return hopeless(f"{answer}: it has no such path or model; check its address (http://host:port) and the model")
+        return hopeless(f"{answer}: it has no such path or model; check its URL (http://host:port) and the model")
     if 400 <= status < 500:
         return hopeless(f"{answer}: check that the engine serves this path and this model")
-    return EngineError(f"{answer}; see its log")
+    return EngineError(f"{answer}; see the engine's log")
 
 
 def retry_after(value: str) -> float | None:
-    """Return the seconds to wait that a `Retry-After` header gives as a number or a date; None if it is neither."""
+    """Return the seconds to wait from a `Retry-After` header, a number or a date; None if it is neither."""
     if re.fullmatch("[0-9]{1,9}", value):
         seconds = float(value)
     else:
@@ -72,12 +73,12 @@ def retry_after(value: str) -> float | None:
 
 
 def hopeless(text: str) -> EngineError:
-    """Return an error without retries: sending the same request again can't succeed."""
+    """Return an error that clients must not retry, because the same request can't succeed."""
     error = EngineError(text)
     error.retry = False
     return error
 
 
 def safe_name(value: object) -> str:
-    """Return `value`, an engine's name for an error or parameter, if it is an identifier; else an empty string."""
+    """Return `value`, the name of an engine's error or parameter, if it is an identifier; else an empty string."""
     return value if isinstance(value, str) and _NAME.fullmatch(value) else ""

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Finds stop strings in the text of a completion, in which control tokens are spelled out.
+    """Finds stop strings in a completion's text, in which control tokens are spelled out.
 
-    Only the last few ids are decoded for each token. Sampling ends at the first match, so a match ends with the newest
+    Only the last few ids are decoded for each token. Sampling ends at the first match, so a match ends in the newest
     token. A token has at least one byte, so a stop string of n bytes lies within the last n tokens. A few more tokens
-    are decoded because decoding changes the start of a text (it drops a space, or cuts a character).
+    are decoded because decoding may change the start of the text (it drops a space, or cuts a character).
 
         >>> stops = StopStrings(tokenizer, ["\\n\\n"])
         >>> [stops.push(token_id) for token_id in tokenizer.encode("one\\n\\ntwo").ids]
@@ -31,7 +31,7 @@ class StopStrings:
         self._window: deque[int] = deque(maxlen=longest + self._MARGIN)
 
     def push(self, token_id: int) -> str | None:
-        """Add the next sampled id, and return the stop string that it completes; of several, the earliest one."""
+        """Add the next sampled id, and return the stop string that it completes; the earliest if there are several."""
         self._window.append(token_id)
         text = self._tokenizer.decode(list(self._window), skip_special_tokens=False)
         matches = [string for string in self._strings if string in text]

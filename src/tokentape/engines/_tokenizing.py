@@ -1,4 +1,4 @@
-"""Let servers tokenize and render with their own endpoints. The results are only compared, never sampled from."""
+"""Tokenize and render with the endpoints of a server. The results are only compared, never sampled from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokentape.types import Message, Tool
 
 
 class _TokenizeReply(msgspec.Struct):
-    """A reply of any of the endpoints. Each endpoint has some of these fields."""
+    """A reply from any of the endpoints, each of which has some of these fields."""
 
     tokens: list[int] | None = None
     prompt: str | None = None
@@ -27,21 +27,21 @@ class _TokenizeReply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TokenizeApi:
-    """What differs between servers in /tokenize and /detokenize. The defaults are vLLM's."""
+    """A server's format of /tokenize and /detokenize. The defaults are vLLM's."""
 
     text: str = "prompt"
-    """Field of a request with the text."""
+    """Request field with the text."""
     special: str = "add_special_tokens"
     controls: str | None = None
-    """Field that says whether control tokens spelled in the text are encoded as such; None if they always are."""
+    """Request field that sets whether text that spells a control token is encoded as that token; None if always."""
     takes_model: bool = True
-    """Whether a request names the model."""
+    """Whether requests name the model."""
     decoded: str = "prompt"
-    """Field of a reply with the text."""
+    """Reply field with the text."""
     decoding: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of a request to decode."""
+    """Further fields of /detokenize requests."""
     template: str | None = None
-    """Path that renders messages to a text; None if /tokenize takes messages."""
+    """Path that renders messages to text; None if /tokenize accepts messages."""
 
 
 def _api(kind: str) -> TokenizeApi | None:
@@ -51,10 +51,10 @@ def _api(kind: str) -> TokenizeApi | None:
 async def server_text_ids(
     kind: str, http: HttpClient, model: str, text: str, *, special: bool = False, controls: bool = False
 ) -> list[int] | None:
-    """Return the ids that a server encodes a plain text to. Return None if the server has no endpoint for that.
+    """Return the ids that a server encodes plain text to. Return None if the server has no endpoint for that.
 
     With `special` the server adds its default special tokens, such as BOS, around the text. With `controls` llama.cpp
-    encodes control tokens spelled in the text as such, which the other servers always do.
+    encodes text that spells a control token as that token, which the other servers always do.
 
     Raises `EngineError` or a subclass.
     """
@@ -67,7 +67,7 @@ async def server_text_ids(
 
 
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
-    """Return the text, with control tokens, that a server decodes ids to. Return None without such an endpoint.
+    """Return the text, with control tokens, that a server decodes ids to. Return None if it has no endpoint for that.
 
     Raises like `server_text_ids`.
     """
@@ -89,7 +89,7 @@ async def server_chat_ids(
     generate: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """Return the ids that a server renders a conversation to. Return None if it can't or refuses to render it.
+    """Return the ids that a server renders a conversation to. Return None if it can't render or refuses it.
 
     `generate` adds the generation prompt. Raises like `server_text_ids`.
     """
@@ -111,7 +111,7 @@ async def server_prompt_ids(
     tools: Sequence[Tool],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """Let vLLM sample one token after messages. Return the ids of its prompt, or None if it does not report them.
+    """Let vLLM render messages and sample one token. Return its prompt ids, or None if it does not report them.
 
     Raises like `server_text_ids`.
     """
@@ -139,7 +139,7 @@ async def _tokens(http: HttpClient, body: Mapping[str, Any]) -> list[int] | None
 
 
 async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], field: str) -> Any:
-    """Return a field of the reply, which must have it. Return None if the server does not have the endpoint."""
+    """Return a required field of the reply. Return None if the server does not have the endpoint."""
     reply = await _post(http, path, body)
     if reply is None:
         return None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """The engine's own log of one call, to check a record against."""
+    """The engine's own log of one call, to compare records with."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -51,9 +51,9 @@ class TransformersEngine:
     """An `Engine` that runs a model folder with Hugging Face `transformers`. Open it with `open`.
 
     Concurrent calls share every forward pass (continuous batching). The keys and values of finished calls are cached,
-    so that the next turn of a session computes only its new tokens. A prompt with a new image is computed alone, from
-    its start. Ids that the tokenizer does not have (padding of the embedding) are never sampled and never accepted, but
-    `raw_logprobs` are over all rows of the embedding, as in a trainer's forward pass.
+    so that the next turn of a session computes only its new tokens. A prompt with a new image is computed on its own,
+    from the start. Ids that the tokenizer does not have (embedding padding) are never sampled and never accepted, but
+    `raw_logprobs` are over all embedding rows, as in a trainer's forward pass.
 
         >>> engine = TransformersEngine.open("models/tiny")
         >>> params = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=(2,))
@@ -106,24 +106,24 @@ class TransformersEngine:
         """Load a model folder (config, weights, `tokenizer.json`) and start the engine's thread. Download nothing.
 
         Args:
-            model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
+            model_dir: a folder that `save_pretrained` wrote. Code in it is never run.
             dtype: the type of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
             device: a torch device, or `auto` for the first GPU if there is one.
             threads: torch's CPU threads in the whole process; None for torch's default. 1 is best for tiny models.
-            logprobs_mode: `processed_logprobs`, after penalties, temperature and truncation, are those that tokens are
-                sampled with; `scaled_logprobs` are those before truncation, `raw_logprobs` those of the model.
-            max_batch: most requests that decode together. Further requests wait.
+            logprobs_mode: `processed_logprobs` are from the distribution sampled from, after penalties, temperature and
+                truncation; `scaled_logprobs` from before truncation, `raw_logprobs` from the model's own.
+            max_batch: maximum number of requests that decode together. Further requests wait.
             max_context: maximum of prompt and completion together, in tokens; None for the model's own limit.
             prefix_cache_bytes: memory for the keys and values of finished requests; 0 switches the cache off.
             weight_version: reported with every delta until `update_weights`.
-            adapters: folders of LoRA adapters by the name that calls select them with; see `load_adapter`.
-            merged: folder of a LoRA adapter to add to the model's own weights.
-            on_finish: called on the engine's thread for every call that ended. It must return soon and not raise.
+            adapters: folders of LoRA adapters, by the name that calls use to select them; see `load_adapter`.
+            merged: folder of a LoRA adapter to merge into the model's own weights.
+            on_finish: called on the engine's thread for every call that ended. It must return quickly and not raise.
 
         Raises:
             TokenizerUnusable: `tokenizer.json` is missing or unreadable.
-            EngineError: the model can't be loaded, has other logprobs in a batch than alone, or is not a decoder with
-                full attention in every layer; or an adapter can't be loaded.
+            EngineError: the model can't be loaded, has different logprobs in a batch than on its own, or is not a
+                decoder with full attention in every layer; or an adapter can't be loaded.
 
         """
         import torch
@@ -196,7 +196,7 @@ class TransformersEngine:
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `MediaEngine`.
 
-        A completion that fills the context ends with `length`, and one that `close` interrupts ends with `abort`.
+        A completion that fills the context ends with `length`. If `close` interrupts it, it ends with `abort`.
 
         Raises:
             InvalidRequest: the prompt is empty, too long or has an unknown id, its placeholder ids don't match `media`,
@@ -213,7 +213,7 @@ class TransformersEngine:
         refuse_call(prompt_ids, params, self.info)
         if params.adapter is not None and params.adapter not in self._worker.adapters:
             raise InvalidRequest(
-                f"there is no adapter {params.adapter!r}; there are {', '.join(self._worker.adapters)}", "adapter"
+                f"unknown adapter {params.adapter!r}; loaded are {', '.join(self._worker.adapters)}", "adapter"
             )
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
@@ -272,7 +272,7 @@ class TransformersEngine:
 
         refuse_unscorable(ids, start, self.info)
         if self._media_ids and np.isin(ids, sorted(self._media_ids)).any():
-            raise InvalidRequest("placeholder ids of images are not scored", "ids")
+            raise InvalidRequest("ids contain image placeholders, which can't be scored; score text only", "ids")
         await self.check()
         if self._forward is None or self._forward.model is not self._model:
             self._forward = ForwardPass(self._model)
@@ -295,11 +295,13 @@ class TransformersEngine:
         if not media:
             return {}
         if self._images is None:
-            raise InvalidRequest("this engine takes text only", "prompt_ids")
+            raise InvalidRequest("this engine does not accept images, only text", "prompt_ids")
         arrays = self._images.arrays([image.data for image in media])
         lengths = self._images.lengths(arrays["image_grid_thw"])
         if lengths != [image.length for image in media]:
-            raise InvalidRequest(f"the prompt's images have {lengths} tokens with this engine's settings", "prompt_ids")
+            raise InvalidRequest(
+                f"placeholder counts differ: the prompt's images have {lengths} tokens in this engine", "prompt_ids"
+            )
         inputs = {**arrays, "mm_token_type_ids": expected}
         return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
@@ -309,11 +311,11 @@ class TransformersEngine:
             raise EngineUnavailable("the embedded engine is closed; open a new one")
 
     async def update_weights(self, model_dir: Path | str, version: str) -> None:
-        """Load the weights of another folder with the same architecture, and use them from the next token on.
+        """Load the weights in another folder with the same architecture, and use them from the next token on.
 
-        Running requests keep the keys and values of the old weights. Their deltas have the version that sampled them.
+        Running requests keep the keys and values of the old weights. Each delta has the weight version that sampled it.
 
-        Raises `EngineError` if the folder can't be loaded or its tensors have other names or shapes, and
+        Raises `EngineError` if the folder can't be loaded or its tensors have different names or shapes, and
         `EngineUnavailable` if the engine is closed.
         """
         await self.check()
@@ -325,9 +327,9 @@ class TransformersEngine:
     ) -> None:
         """Copy these tensors, named as in the model's state dict, and sample with them; see `update_weights`.
 
-        Of two tied weights, one is enough. With `partial`, the other weights keep their values.
+        Of tied weights, one tensor is enough. With `partial`, all weights that are not passed keep their values.
 
-        Raises `EngineError` for an unknown tensor, another shape or, unless `partial`, a missing tensor, and
+        Raises `EngineError` for an unknown tensor, a different shape or, unless `partial`, a missing tensor, and
         `EngineUnavailable` if the engine is closed.
         """
         from tokentape.engines import _loading as loading
@@ -339,10 +341,10 @@ class TransformersEngine:
     async def load_adapter(self, name: str, folder: Path | str, version: str) -> None:
         """Load a LoRA adapter in peft's format, or a new version of it, for calls with `SamplingParams.adapter`.
 
-        Running calls keep the version that they began with. Deltas have the version of the call's adapter as their
-        `weight_version`. The model's own weights can't change any more.
+        Running calls keep the version that they began with. The `weight_version` of their deltas is the adapter's
+        version. After this, the model's own weights can't be updated.
 
-        Raises `EngineError` if the folder has no LoRA adapter of this model, and `EngineUnavailable` if the engine is
+        Raises `EngineError` if the folder has no LoRA adapter for this model, and `EngineUnavailable` if the engine is
         closed.
         """
         await self.check()

@@ -4,7 +4,7 @@ docs/engines.md describes both routes. Two facts explain most of this module:
 
 - vLLM ignores unknown fields, so only the reply shows whether a field works.
 - Closing the connection aborts a request, unless a proxy keeps the connection open. `/inference/v1/abort_requests`
-  aborts it by the id that the server made from our request id.
+  aborts it by the server's id, which is derived from our request id.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ WITHOUT_GENERATE = (
     "routed experts, supports and images, and a pause can't abort a single call."
 )
 
-# Prefix of the server's ids of generate requests. Aborts of other ids get status 200 and are ignored.
+# Prefix of the server's ids for generate requests. An abort with any other id gets status 200 and is ignored.
 _SERVER_ID = "generate-tokens-"
 
-# Fields to leave out if the server refuses them, with the parameter that is then not supported.
+# Fields to omit if the server refuses them, with the parameter that is then unsupported.
 _OPTIONAL = {
     "return_weight_versions": "",
     "spaces_between_special_tokens": "",
@@ -62,7 +62,7 @@ _OPTIONAL = {
 
 _LOWEST_TEMPERATURE = 0.01
 
-# First version that takes images beside ids.
+# First version that accepts images together with ids.
 _CONTENT_PARTS = (0, 32)
 # First version with `structured_outputs`. Older versions ignore it.
 _STRUCTURED_OUTPUTS = (0, 11)
@@ -70,7 +70,7 @@ _STRUCTURED_OUTPUTS = (0, 11)
 
 @dataclass(frozen=True, slots=True)
 class _VllmServer:
-    """The facts about a server that decide how to send requests to it."""
+    """Facts about a server that determine how to send requests to it."""
 
     route: Route
     aborts: bool = False
@@ -78,13 +78,13 @@ class _VllmServer:
     weight_versions: bool = False
     """Whether completions can report weight versions (vLLM 0.33). The generate route always reports them."""
     streams_only: bool = False
-    """Whether only streamed replies are complete: the Rust frontend of vLLM 0.33 does not count tokens in others."""
+    """Whether only streamed replies are complete: the Rust frontend of vLLM 0.33 omits usage from whole replies."""
     without: frozenset[str] = frozenset()
     """Fields of `_OPTIONAL` that the server refuses."""
 
 
 class VllmEngine(RemoteEngine):
-    """A vLLM server. Open it with `open`.
+    """An engine for vLLM servers. Open it with `open`.
 
     It uses the route `generate` if the server has it (`--enable-scale-out`), else `completions`.
     """
@@ -138,11 +138,13 @@ class VllmEngine(RemoteEngine):
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
-                f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use 0 for greedy sampling",
+                f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use that, or 0 for greedy sampling",
                 "temperature",
             )
         if media and not self.info.media:
-            raise InvalidRequest("vLLM takes images from 0.32 on, with --enable-scale-out", "prompt_ids")
+            raise InvalidRequest(
+                "this vLLM server does not accept images; use vLLM 0.32 or newer, with --enable-scale-out", "prompt_ids"
+            )
         return self._begin_call(prompt_ids, params, stream=stream, request_id=request_id, media=media)[1]
 
     def _begin_call(
@@ -155,20 +157,20 @@ class VllmEngine(RemoteEngine):
         rows_from: int | None = None,
         media: Sequence[PromptMedia] = (),
     ) -> tuple[VllmReply, AsyncGenerator[SampleDelta, None]]:
-        """Return the reply of one call and its deltas. The call is sent, and the reply read, as the deltas are read.
+        """Return a call's reply and deltas. Reading the deltas sends the call and reads the reply.
 
         `rows_from` is the first token to return payload rows for.
         """
         unique = unique_id(request_id)
         headers = call_headers(unique, params)
-        # Returned prompts are compared as bytes, so send them as the server writes them.
+        # Returned prompts are compared as bytes, so send them in the same format as the server's JSON.
         returns_prompt = self._verify_prompt or bool(media)
         prompt = prompt_json(prompt_ids, self.info.vocab_size, compact=returns_prompt)
         if rows_from is None:
             # By default, the server would return rows for the whole prompt with each reply.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
-        # The server repeats the placeholder of an image itself. It returns the prompt, so that is compared.
+        # The server repeats each image's placeholder itself, so compare the prompt that it returns.
         sent_prompt = prompt_json(one_placeholder_each(prompt_ids, media), self.info.vocab_size) if media else prompt
         body = self._request_body(sent_prompt, params, rows_from, stream=stream, request_id=unique, media=media)
         path = _PATHS[self._server.route]
@@ -194,14 +196,14 @@ class VllmEngine(RemoteEngine):
         request_id: str,
         media: Sequence[PromptMedia] = (),
     ) -> bytes:
-        """Return the body of one call. It sets every field that has a default in the server."""
+        """Return the request body, which sets every field that has a default in the server."""
         sampling: dict[str, object] = {
             **vllm_fields(params),
             "max_tokens": params.max_tokens,
             # The server's end-of-sequence ids come from generation_config.json, ours from the template.
             "ignore_eos": True,
-            # The server looks for stop strings in the decoded text. As in the embedded engine, that text has the
-            # control tokens and no extra spaces. Including the match keeps the server from buffering text.
+            # The server looks for stop strings in the decoded text. As in the embedded engine, that text includes
+            # control tokens and has no extra spaces. Including the match keeps the server from buffering text.
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "include_stop_str_in_output": True,
@@ -254,7 +256,7 @@ class VllmEngine(RemoteEngine):
         """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.
 
         A tiny top_p leaves one token. `raw_logprobs`, taken before truncation, still have alternatives, and
-        `processed_logprobs` have none. `top_k=1` would do too, but crashes vLLM 0.32 on a CPU with n-gram speculation.
+        `processed_logprobs` have none. `top_k=1` works too, but crashes vLLM 0.32 on a CPU with n-gram speculation.
         """
         params = SamplingParams(max_tokens=1, top_p=1e-6, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
@@ -268,7 +270,7 @@ class VllmEngine(RemoteEngine):
     async def _probe_routes(
         cls, http: HttpClient, info: EngineInfo, *, verify_prompt: bool
     ) -> tuple[_VllmServer, EngineInfo]:
-        """Sample one token on each route until one works. Return the facts about the server, and its info."""
+        """Sample one token on each route until a route works. Return the facts about the server, and its info."""
 
         async def probe(server: _VllmServer, *, stream: bool = True) -> tuple[_VllmServer, str, VllmReply]:
             engine = cls(http, any_id(info), server, verify_prompt=verify_prompt)
@@ -301,14 +303,14 @@ class VllmEngine(RemoteEngine):
                         server = replace(server, streams_only=True)
                     server = replace(server, aborts=await cls._takes_aborts(http))
                     return server, _described(info, server, mode, reply.offers)
-        # Servers without weight versions ignore the field or refuse it. The reply shows which ones have them.
+        # Servers without weight versions ignore or refuse the field, so the reply shows whether they are supported.
         server, mode, reply = await probe(_VllmServer("completions", weight_versions=True))
         server = replace(server, weight_versions="weight_versions" in reply.offers)
         return server, _described(info, server, mode, reply.offers)
 
     @classmethod
     async def _takes_aborts(cls, http: HttpClient) -> bool:
-        """Return whether the server has a route for aborts. Try it with an unused id."""
+        """Return whether the server has a route for aborts, by calling it with an unused id."""
         try:
             return await attempt(http.post(cls._abort_path, cls._abort_body("tokentape-probe"), {})) is not None
         except InvalidRequest:
@@ -360,7 +362,7 @@ async def _context_length(http: HttpClient, card: Card) -> int:
 
 
 async def _has_priorities(http: HttpClient) -> bool:
-    """Return whether the scheduler uses priorities. Only servers in development mode report that."""
+    """Return whether the scheduler uses priorities. Only servers in development mode report it."""
     answer = await attempt(http.get("/server_info?config_format=json"))
     info = decode(answer, _ServerInfo, "vLLM") if answer is not None else _ServerInfo()
     return info.vllm_config.scheduler_config.policy == "priority"

@@ -1,6 +1,6 @@
 """vLLM's `/v1/chat/completions` with token ids, for capture: the server renders the messages itself.
 
-Chats are always streamed: the first event has the prompt's ids, before anything is sampled.
+Chats are always streamed, because the first event then has the prompt ids, before anything is sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHAT = "/v1/chat/completions"
 
 
 class VllmChatServer(VllmEngine):
-    """A vLLM server that also takes messages, as `ChatServer`. Open it with `open`."""
+    """A `VllmEngine` that also accepts messages, as `ChatServer`. Open it with `open`."""
 
     @classmethod
     async def _connect(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
@@ -47,7 +47,7 @@ class VllmChatServer(VllmEngine):
         *,
         request_id: str,
     ) -> StartedCompletion:
-        """Make the server render the messages and begin to sample; see `ChatServer`."""
+        """Have the server render the messages and start sampling; see `ChatServer`."""
         refuse_params(params)
         refuse_unsupported(replace(params, payloads_from=None), self.info)
         headers = call_headers(unique_id(request_id), params)
@@ -71,7 +71,7 @@ class VllmChatServer(VllmEngine):
     async def _deltas(
         self, reply: VllmReply, body: bytes, headers: dict[str, str]
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Yield an empty delta when the prompt is known, then the deltas of the completion."""
+        """Yield an empty delta when the prompt ids arrive, then the completion's deltas."""
         prompt_known = False
         async with aclosing(self.http.arrivals(_CHAT, body, headers)) as arrivals:
             async for data in (event async for arrival in arrivals for event in arrival):
@@ -126,5 +126,5 @@ def _vllm_tool_call(call: Any) -> dict[str, Any]:
         try:
             arguments = json.dumps(arguments, ensure_ascii=False)
         except (TypeError, ValueError):
-            raise InvalidRequest("the arguments of a tool call are not JSON", "messages") from None
+            raise InvalidRequest("a tool call's arguments are not JSON; expected JSON text", "messages") from None
     return {**call, "function": {**function, "arguments": arguments}}

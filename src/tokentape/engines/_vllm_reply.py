@@ -1,7 +1,7 @@
-"""Read the replies of vLLM's three routes, and of `/v1/completions` in compatible servers.
+"""Read replies from vLLM's three routes, and from `/v1/completions` of compatible servers.
 
-The routes name the ids of log-probabilities differently, by integers or by `token_id:N`, and return the prompt's ids in
-different places.
+The routes identify the tokens of log-probabilities differently, as integers or as `token_id:N`, and return the prompt
+ids in different places.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
 UNNAMED_WEIGHTS = "default"
-"""vLLM's name for the version of weights that have none."""
+"""The weight version that vLLM reports if none was set."""
 
 _ID_PREFIX = "token_id:"
-"""With `return_tokens_as_token_ids`, tokens are named by this and their id instead of by their text."""
+"""With `return_tokens_as_token_ids`, tokens are reported as this prefix and their id instead of their text."""
 
 _MOST_DIGITS = 20
-"""Most digits of a token id. int() raises for thousands of digits."""
+"""Maximum number of digits in a token id. int() raises for thousands of digits."""
 
 _NAMES = re.compile(rf"{_ID_PREFIX}[0-9]{{1,{_MOST_DIGITS}}}(\n{_ID_PREFIX}[0-9]{{1,{_MOST_DIGITS}}})*")
-"""The names of ids, joined with line breaks."""
+"""Matches id names joined with line breaks."""
 
 _VLLM_LOWEST = -9999.0
 """vLLM sends this number for minus infinity. No sampled token can have it."""
@@ -55,7 +55,7 @@ class _Top(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """The log-probability of a token. The generate route sends `token_id`, chats send `token`."""
+    """A token's log-probability. The generate route sends `token_id`, chats send `token`."""
 
     logprob: float | None
     token_id: int | None = None
@@ -101,7 +101,7 @@ class _Usage(msgspec.Struct):
 
 
 class _VllmBody(msgspec.Struct):
-    """A whole reply or one event of a stream. They have the same fields on all routes."""
+    """A whole reply or one stream event. Both have the same fields, on all routes."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -117,12 +117,12 @@ class VllmReply(EngineReply):
         prompt: see `EngineReply`.
         prompt_tokens: see `EngineReply`.
         params: the parameters of the request.
-        vocab_size: ids at or above it are refused.
-        names_ids: whether the reply also has the sampled ids in `token_ids`, to compare with the ids of the
+        vocab_size: greater or equal ids are refused.
+        names_ids: whether the reply also has the sampled ids in `token_ids`, to compare with the ids in the
             log-probabilities.
-        returns_prompt: whether the reply has the prompt's ids, to compare with those sent.
+        returns_prompt: whether the reply has the prompt ids, to compare with the ids sent.
         own_stops: whether the server also ends at the model's own end-of-sequence ids, and at tool calls.
-        texts: whether log-probabilities are named by the texts of tokens. Then only `token_ids` has the ids.
+        texts: whether log-probabilities identify tokens by text. Then only `token_ids` has the ids.
 
     """
 
@@ -148,7 +148,7 @@ class VllmReply(EngineReply):
         self._returns_prompt = returns_prompt
         self._usage: _Usage | None = None
         self.offers: set[str] = set()
-        """The optional data that the reply has: `weight_versions`, `routed_experts`, `sampling_mask`."""
+        """The optional fields in the reply: `weight_versions`, `routed_experts`, `sampling_mask`."""
 
     def last(self) -> SampleDelta:
         """Return the delta that ended the completion. Check that the reply is complete and that its counts agree."""
@@ -156,7 +156,7 @@ class VllmReply(EngineReply):
         if self._returns_prompt:
             self._require_prompt()
         if self._usage is None:
-            raise EngineContractError("the engine reported no usage; expected the counts of prompt and completion")
+            raise EngineContractError("the engine reported no usage; expected prompt and completion token counts")
         self._completion.check_counts(self._usage.prompt_tokens, self.prompt_tokens, self._usage.completion_tokens)
         details = self._usage.prompt_tokens_details
         return ended if details is None else replace(ended, cached_tokens=details.cached_tokens)
@@ -208,7 +208,7 @@ class VllmReply(EngineReply):
         tops: Sequence[Sequence[tuple[int, float | None]]] = ()
         if self._texts:
             if report.token_logprobs and not named:
-                raise EngineContractError("the engine returned no token_ids, though asked to; update the server")
+                raise EngineContractError("the engine returned no token_ids, which were requested; update the server")
             return self._completion.delta(named, report.token_logprobs)
         if report.content:
             ids = [_id_of(entry) for entry in report.content]
@@ -222,7 +222,7 @@ class VllmReply(EngineReply):
                 tops = [[(_token_id(name), logprob) for name, logprob in (row or {}).items()] for row in rows]
         if self._names_ids and named != ids:
             raise EngineContractError(
-                f"the engine returned {len(named)} token_ids and log-probabilities of {len(ids)} ids; expected the "
+                f"the engine returned {len(named)} token_ids and log-probabilities for {len(ids)} ids; expected the "
                 "same ids (return_token_ids needs vLLM 0.10.2 or newer)"
             )
         if choice.sampling_mask is not None:
@@ -230,7 +230,7 @@ class VllmReply(EngineReply):
         return self._completion.delta(ids, logprobs, tops, choice.sampling_mask or ())
 
     def _spans(self, reported: list[ReportedSpan] | None) -> tuple[WeightSpan, ...]:
-        """Return the spans of weight versions; none if the server's weights have no name, and none for an adapter."""
+        """Return the weight version spans; none if the server's weights have no version, and none with an adapter."""
         if reported is None:
             return ()
         self.offers.add("weight_versions")
@@ -277,11 +277,11 @@ def _token_id(token: str) -> int:
     digits = token.removeprefix(_ID_PREFIX)
     if digits == token or not digits.isascii() or not digits.isdigit() or len(digits) > _MOST_DIGITS:
         raise EngineContractError(
-            "the engine named a token by its text; expected token_id:N (return_tokens_as_token_ids)"
+            "the engine reported a token as text; expected token_id:N (return_tokens_as_token_ids)"
         )
     return int(digits)
 
 
 def alternatives_to_ask(params: SamplingParams) -> int:
-    """Return how many alternatives to request from routes that count the sampled id as the first of them."""
+    """Return how many alternatives to request from routes that list the sampled id first among them."""
     return params.top_logprobs + 1 if params.top_logprobs else 0

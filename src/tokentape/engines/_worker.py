@@ -1,4 +1,4 @@
-"""The thread of the embedded engine. It alone uses the model, with continuous batching.
+"""The thread of the embedded engine, the only one that samples with the model, with continuous batching.
 
 Between two decoding steps, waiting requests join the batch, and finished or cancelled ones leave it. The size of a
 prefill is limited, so that new requests delay the running ones by at most one prefill.
@@ -25,18 +25,18 @@ from tokentape.engines._requests import End, Request, TokenSampler
 from tokentape.errors import EngineError
 
 _PREFILL_TOKENS = 2048
-"""Limit on columns times rows of one prefill. A single longer prompt is still computed at once."""
+"""Limit on rows times columns in one prefill. A single longer prompt is still computed in one pass."""
 
 
 class Worker:
     """Owns the model, its batch and its prefix cache, and runs all requests on one thread.
 
     Args:
-        model: a causal language model of `transformers`, in evaluation mode.
+        model: a `transformers` causal language model in evaluation mode.
         sampler: chooses the tokens.
-        adapters: those of the model.
-        max_batch: most rows that decode together; further requests wait.
-        prefix_cache_bytes: limit on the keys and values kept of finished requests; 0 keeps none.
+        adapters: the model's adapters.
+        max_batch: maximum number of rows that decode together; further requests wait.
+        prefix_cache_bytes: memory limit for the keys and values of finished requests; 0 keeps none.
 
     """
 
@@ -49,7 +49,7 @@ class Worker:
         self._max_batch = max_batch
         self._prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
-        """Requests, and functions to call between two steps; None ends the thread."""
+        """Requests, and functions to call between two steps. None ends the thread."""
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._thread = threading.Thread(target=self._run, name="tokentape-transformers", daemon=True)
@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs, so that requests are still processed."""
+        """Whether the thread is running and processes requests."""
         return self._thread.is_alive()
 
     @property
@@ -68,20 +68,20 @@ class Worker:
         return self._adapters.current.keys()
 
     def submit(self, request: Request) -> None:
-        """Add a request to the batch as soon as there is room."""
+        """Queue a request. It joins the batch as soon as there is room."""
         self._inbox.put(request)
 
     def swap_model(self, model: Any, weight_version: str) -> Future[None]:
         """Replace the model between two steps. Running requests continue and keep their keys and values.
 
-        The future raises `EngineError` if the new tensors have other names or shapes, or if there are adapters.
+        The future raises `EngineError` if tensor names or shapes differ, or if adapters are loaded.
         """
 
         def swap() -> None:
             if self._adapters.current:
-                raise EngineError("the engine has adapters of its weights: open it again with other weights")
+                raise EngineError("weights can't be updated while adapters are loaded: open a new engine with them")
             if _shapes(model) != _shapes(self._batch.model):
-                raise EngineError("the new weights have other tensors than the running model")
+                raise EngineError("the new weights have different tensor names or shapes than the running model")
             for request in self._running:
                 self._sampler.flush(request)
                 request.one_version = False
@@ -93,7 +93,7 @@ class Worker:
         return self._between_steps(swap)
 
     def load_adapter(self, name: str, folder: Path, version: str) -> Future[None]:
-        """Load a version of an adapter between two steps; see `Adapters.load`. Calls keep the one they began with."""
+        """Load an adapter version between two steps; see `Adapters.load`. Running calls keep their version."""
 
         def load() -> None:
             used = [request.adapter.key for request in (*self._running, *self._waiting) if request.adapter is not None]
@@ -107,7 +107,7 @@ class Worker:
         def run() -> None:
             try:
                 work()
-            except Exception as error:  # the thread goes on
+            except Exception as error:  # the thread continues
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -132,7 +132,7 @@ class Worker:
                 self._sampler.finish(request, End("abort"))
 
     def _receive(self) -> bool:
-        """Call the functions and queue the requests that arrived; wait if there are none. Return False to end."""
+        """Call functions and queue requests that arrived; wait if idle. Return False if the thread should end."""
         while True:
             try:
                 item = self._inbox.get(block=not self._running and not self._waiting)
@@ -179,9 +179,9 @@ class Worker:
         self._retire()
 
     def _known_prefix(self, request: Request) -> Prefix:
-        """Return the cached prefix of a request's prompt. A prefix that does not cover all its images is not used.
+        """Return the cached prefix of a request's prompt. A prefix that cuts an image is not used.
 
-        It ends before the first token with experts to report, since these are not cached.
+        It ends before the first token with experts to report, because experts are not cached.
         """
         prefix = (
             self._prefixes.longest(request.prefix_key, request.adapter) if self._prefixes is not None else NO_PREFIX
@@ -205,18 +205,18 @@ class Worker:
         self._retire()
 
     def _prepare(self, requests: Sequence[Request]) -> None:
-        """Set what the next forward pass needs to know of its rows."""
+        """Set the batch's adapters and expert collection for the next forward pass."""
         self._batch.reads_experts = any(request.experts for request in requests)
         self._batch.adapters = self._adapters.of([request.adapter for request in requests])
 
     def _keep_experts(self, requests: Sequence[Request]) -> None:
-        """Give requests the experts of the tokens that the last forward pass computed for them."""
+        """Append the experts from the last forward pass to the requests that need them."""
         if self._batch.experts is None:
             return
         for request, rows in zip(requests, self._batch.experts, strict=True):
             if request.experts is not None:
                 tokens = len(request.prompt_ids) + len(request.ids)
-                # Columns before them are padding.
+                # Earlier columns are padding.
                 computed = min(len(rows), tokens)
                 request.experts.append(tokens - computed, rows[-computed:])
 
@@ -226,7 +226,7 @@ class Worker:
             self._sampler.update(request)
 
     def _fail_all(self, error: Exception, also: Sequence[Request] = ()) -> None:
-        """Fail the whole batch: after an error in the model its tensors may be invalid."""
+        """Fail the whole batch, because its tensors may be invalid after an error in the model."""
         for request in {*self._running, *also}:
             if not request.finished:
                 self._sampler.fail(request, EngineError(f"the model failed: {type(error).__name__}: {error}"))
@@ -234,7 +234,7 @@ class Worker:
         self._batch.clear()
 
     def _retire(self) -> None:
-        """Take finished and cancelled requests out of the batch."""
+        """Remove finished and cancelled requests from the batch."""
         leaving = {row for row, request in enumerate(self._running) if request.finished or request.cancelled}
         if not leaving:
             return
@@ -251,5 +251,5 @@ class Worker:
 
 
 def _shapes(model: Any) -> dict[str, torch.Size]:
-    """Return the shape of each of a model's tensors by name. Two models with equal shapes can be swapped."""
+    """Return the shape of each tensor in a model, by name. Models with equal shapes can be swapped."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}

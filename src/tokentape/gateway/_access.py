@@ -1,7 +1,7 @@
-"""Middleware for every request: request id, log line, metrics, span, and the answer to an unexpected error.
+"""Middleware for every request: request id, log line, metrics, span, and the response to unexpected errors.
 
-A log line holds names and numbers. The only text from callers in it are request ids and session ids, which are checked
-first.
+A log line contains names and numbers. The only text from callers in it is request ids and session ids, which are
+checked first.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tokentape.gateway._telemetry import Telemetry
 REQUEST_ID = "X-Request-Id"
 
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
-"""Paths of health checks: logged at level DEBUG, and not waited for at shutdown."""
+"""Paths of probes, which are logged at level DEBUG and not waited for at shutdown."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request in progress. Every log line written during the request has it."""
+"""Id of the current request. Every log line written during the request has it."""
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-"""Host names that reach a gateway only from its own machine."""
+"""Host names under which a gateway can be reached only from its own machine."""
 
 ANY = "*"
-"""Allows every host name."""
+"""Wildcard that allows every host name."""
 
 _KEY = "tokentape.request_log"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -62,7 +62,7 @@ class RequestLog:
     engine_requests: tuple[str, ...] = ()
     """Ids of the engine's requests, one per choice."""
     reply_id: str = ""
-    """Id of the reply that the request began or joined."""
+    """Id of the reply that the request started or joined."""
     replayed: bool = False
     """Whether the request got a recorded reply."""
     error: str = ""
@@ -71,7 +71,7 @@ class RequestLog:
     """Status of the response; 0 before the response begins."""
 
     async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[SampleEvent]:
-        """Yield `first` and then `events`. Add their turns, and an error that ends them, to the log line."""
+        """Yield `first` and then `events`. Add their turns, and the error if one is raised, to the log line."""
         async with aclosing(events):
             try:
                 event: TurnEvent | None = first
@@ -93,9 +93,9 @@ def request_log(request: Request) -> RequestLog:
 
 
 class AccessMiddleware:
-    """Gives each request an id, counts and logs it, and answers unexpected exceptions with 500 and no details.
+    """Assigns an id to each request, counts and logs it, and answers unexpected exceptions with 500 and no details.
 
-    The id is the request's `X-Request-Id` if it consists of letters, digits and `.-_`, otherwise a random one. The
+    The id is the request's `X-Request-Id` if it consists of letters, digits and `.-_`, otherwise a random id. The
     response returns it in the same header.
     """
 
@@ -175,7 +175,7 @@ class AccessMiddleware:
 
     def _template(self, scope: Scope) -> str:
         """Return the path template of the request's route, never the raw path, which is text from the caller."""
-        # The router sets `endpoint` when it calls one. It doesn't for a wrong method, for example.
+        # The router sets `endpoint` only when it calls an endpoint, for example not for a wrong method.
         path = self._paths.get(scope["endpoint"]) if "endpoint" in scope else None
         if path is not None:
             return path
@@ -183,10 +183,10 @@ class AccessMiddleware:
 
 
 class AllowedHosts:
-    """Answers 403 to requests with another `Host`, and to requests that a browser sends for a page of another host.
+    """Answers 403 to requests with a `Host` that is not allowed, and to browser requests from a page on such a host.
 
-    An attacker's page can reach 127.0.0.1 through a host name of its own (DNS rebinding), which shows in `Host`, or by
-    a cross-site request, which shows in `Origin`. Ports are ignored.
+    An attacker's page can reach 127.0.0.1 through its own host name (DNS rebinding), which shows in `Host`, or by a
+    cross-site request, which shows in `Origin`. Ports are ignored.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:

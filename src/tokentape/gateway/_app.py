@@ -1,4 +1,4 @@
-"""The ASGI application: every path that the gateway answers."""
+"""The ASGI application with all routes of the gateway."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def create_app(
 ) -> Starlette:
     """Return the gateway's ASGI application for one engine, one renderer and one store.
 
-    The application owns the engine and the store. It closes both at shutdown, after pending writes. `model_id` is the
+    The application owns the engine and the store, and closes both at shutdown, after pending writes. `model_id` is the
     model's name in replies and in /v1/models. Without `keys` every client has full access. `allowed_hosts` are the
-    accepted `Host` names, see `AllowedHosts`. None accepts any host if there are keys, else only this machine's own
+    accepted `Host` names, see `AllowedHosts`; None accepts any host if there are keys, else only this machine's own
     names. Pass the same `drain` to `serve`.
     """
     keys, drain, telemetry = keys or Keys(), drain or Drain(), turns.telemetry
@@ -122,7 +122,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         if model_id is None:
             return json_response({"object": "list", "data": [model]})
         if model_id != gateway.model_id:
-            raise NotFound(f"this gateway does not serve that model; it serves {gateway.model_id!r}")
+            raise NotFound(f"this gateway does not serve that model; request {gateway.model_id!r} instead")
         return json_response(model)
 
     async def healthz(request: Request) -> Response:
@@ -136,7 +136,7 @@ def _routes(gateway: Gateway) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         if not gateway.caller(request).admin:
-            raise Forbidden("metrics are for admin keys")
+            raise Forbidden("metrics need an admin key")
         exposition, content_type = turns.telemetry.metrics.exposition(request.headers.get("accept", ""))
         return Response(exposition, media_type=content_type)
 
@@ -158,9 +158,9 @@ def _routes(gateway: Gateway) -> list[Route]:
         *viewing.routes(gateway),
         *also_below_sessions("GET", "/v1/models", models, "The model that is served"),
         *also_below_sessions("GET", "/v1/models/{model_id:path}", models, "The model, by its name"),
-        *also_below_sessions("GET", "/health", readyz, "Whether turns can be taken now, under vLLM's path"),
-        ApiRoute("GET", "/readyz", readyz, "Whether turns can be taken now"),
-        ApiRoute("GET", "/healthz", healthz, "Whether the process answers"),
+        *also_below_sessions("GET", "/health", readyz, "Whether the gateway accepts turns now, under vLLM's path"),
+        ApiRoute("GET", "/readyz", readyz, "Whether the gateway accepts turns now"),
+        ApiRoute("GET", "/healthz", healthz, "Whether the process is alive"),
         ApiRoute(
             "GET", "/metrics", metrics, "Prometheus metrics", media=("text/plain", "application/openmetrics-text")
         ),
@@ -202,5 +202,5 @@ def _nearest(request: Request) -> str:
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
-    """Answer a client that has closed the connection, with 499, the customary status in access logs."""
+    """Answer with 499, the customary status in access logs if the client has closed the connection."""
     return Response(status_code=499)

@@ -1,9 +1,9 @@
 """Compare bridges with the template's own rendering, in the background while the gateway runs.
 
-After a turn is durable, its bridge is queued if it is the first of its kind on the branch or drawn for a sample. A
-thread renders the real conversation and compares it with the bridge (`chat.bridge_check`). If the queue is full, the
-check is skipped and the verdict says so. Results are recorded as events. After a difference the bridge's strategy is no
-longer used for that setup and continuation.
+A bridge is the ids that are appended to the context between two replies. After a turn is durable, its bridge is queued
+if it is the first of its kind on the branch or drawn at random. A thread renders the real conversation and compares it
+with the bridge (`chat.bridge_check`). If the queue is full, the check is skipped and the verdict says so. Results are
+recorded as events. After a difference the bridge's strategy is no longer used for that setup and continuation.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tokentape.types import Event, Provenance, Setup, Turn
 _log = logging.getLogger("tokentape.gateway")
 
 WAITING = 128
-"""Largest number of queued checks."""
+"""Maximum number of queued checks."""
 
 _CLOSE_SECONDS = 5.0
-"""How long the thread works on queued checks at shutdown. The rest run when their sessions are loaded again."""
+"""Time for queued checks at shutdown. The remaining checks run when their sessions are loaded again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One check, for the turns of one call's choices: they share their bridge."""
+    """A check for all choices of a call, whose turns share a bridge."""
 
     opened: OpenSession
     turns: Sequence[Turn]
     setup: Setup
     body: Mapping[str, Any]
-    """Body of the recorded event that announces the check."""
+    """Body of the event that records the check as pending."""
     loop: asyncio.AbstractEventLoop
 
 
@@ -73,13 +73,13 @@ class BridgeChecks:
         self._random = random.Random()
 
     def due(self, opened: OpenSession, prompt: Prompt, turns: Sequence[Turn]) -> list[Event]:
-        """Decide whether to check the bridge of new turns. Return the events that record it with the turns."""
+        """Decide whether to check the bridge of new turns. Return the events to record with the turns."""
         if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
             return []
         similar = _like(prompt.bridge.name, prompt.parent, prompt.added)
         first = similar not in opened.bridges.get(prompt.parent.seq, _UNSEEN) or self._policy == "all"
-        # The probability is the share of new tokens in the prompt: a check costs as much as the whole prompt, a turn
-        # only as much as its new tokens.
+        # The probability is the share of new tokens in the prompt, because a check costs as much as the whole prompt,
+        # and a turn only as much as its new tokens.
         new = len(prompt.parent.completion_ids) + len(prompt.added.ids)
         if not first and (self._policy == "off" or self._random.random() * len(prompt.ids) >= new):
             return []
@@ -91,7 +91,7 @@ class BridgeChecks:
         return [Event(opened.session_id, turn.seq, kind, body, turn.created_at) for turn in turns]
 
     def recorded(self, opened: OpenSession, setup: Setup, turns: Sequence[Turn], events: Sequence[Event]) -> None:
-        """Queue the check of turns that are now durable; `events` is what `due` returned for them. Doesn't wait."""
+        """Queue the check of turns that are now durable, without waiting. `events` are what `due` returned for them."""
         self._follow(opened, turns, events)
         if events and events[0].kind == BRIDGE_DUE:
             self._offer(_Job(opened, turns, setup, events[0].body, asyncio.get_running_loop()))
@@ -101,7 +101,7 @@ class BridgeChecks:
     def loaded(
         self, opened: OpenSession, turns: Sequence[Turn], events: Sequence[Event], setups: Mapping[str, Setup]
     ) -> None:
-        """Update `opened` from turns and events loaded from the store. Queue pending checks of turns in `setups`."""
+        """Update `opened` from turns and events loaded from the store. Queue pending checks of turns with `setups`."""
         self._follow(opened, turns, events)
         done = {event.turn for event in events if event.kind == BRIDGE_CHECKED}
         for event in events:
@@ -115,21 +115,21 @@ class BridgeChecks:
                 self._offer(job, again=True)
 
     async def wait(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Wait, at most `seconds`, until these sessions have no pending checks. None stands for all sessions."""
+        """Wait, at most `seconds`, until these sessions have no pending checks. None means all sessions."""
         until = time.monotonic() + seconds
-        # Other gateways on the same record may run the checks, so only the store knows.
+        # Other gateways on the same record may run the checks, so ask the store.
         while await asyncio.to_thread(self._store.checks_due, session_ids) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Work on queued checks for `_CLOSE_SECONDS`, then stop. The next gateway does the remaining checks."""
+        """Run queued checks for up to `_CLOSE_SECONDS`, then stop. The next gateway runs the remaining checks."""
         await asyncio.to_thread(self._thread.close, _CLOSE_SECONDS)
-        # Let the callbacks that the thread scheduled last run first.
+        # Let callbacks run that the thread has just scheduled.
         await asyncio.sleep(0)
         await asyncio.gather(*self._writing)
 
     def _follow(self, opened: OpenSession, turns: Iterable[Turn], events: Iterable[Event]) -> None:
-        """Store for each turn the kinds of bridges already drawn on its branch."""
+        """Set `bridges` for new turns: the kinds of bridges already drawn on the branch."""
         likes = {
             event.turn: event.body["like"]
             for event in events
@@ -140,9 +140,9 @@ class BridgeChecks:
             opened.bridges[turn.seq] = seen | {likes[turn.seq]} if turn.seq in likes else seen
 
     def _offer(self, job: _Job, *, again: bool = False) -> None:
-        # A check offered after `close` stays pending, so that the next gateway does it.
+        # A check offered after `close` stays pending, so that the next gateway runs it.
         if not self._thread.offer(job) and not again and not self._thread.closed:
-            self._found(job, BridgeCheck("unknown", "the queue of checks was full"))
+            self._found(job, BridgeCheck("unknown", "the check queue was full"))
 
     def _check(self, job: _Job) -> None:
         try:
@@ -166,7 +166,7 @@ class BridgeChecks:
             self._metrics.bridge_revocations.labels(goes_on).inc()
             where = f"session {job.opened.session_id} turn {job.turns[0].seq}, setup {job.setup.digest[:12]}"
             what = f"the {job.body['strategy']} bridge for {job.body['continuation']}"
-            _log.warning("%s differs from the template's own text (%s); used from now on: %s", what, where, goes_on)
+            _log.warning("%s differs from the template's own text (%s); using %s from now on", what, where, goes_on)
         events = [Event(turn.session_id, turn.seq, BRIDGE_CHECKED, body, time.time()) for turn in job.turns]
         task = asyncio.get_running_loop().create_task(self._note(job.opened, events))
         self._writing.add(task)
@@ -186,7 +186,7 @@ _POLL_SECONDS = 0.05
 
 
 def _like(name: str, parent: Turn, added: PromptTokens) -> str:
-    """Return the kind of a bridge: a hash of the continuation, the called tools and how the parent turn ended."""
+    """Return a bridge's kind: a hash of the continuation, the called tools and how the parent turn ended."""
     calls = parent.reply.get("tool_calls") or ()
     tools = sorted({str(call["function"]["name"]) for call in calls})
     closed = bool((added.provenance == Provenance.CLOSE).any())

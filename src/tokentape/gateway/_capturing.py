@@ -1,7 +1,7 @@
 """Capture: the inference server renders the messages, and the prompt ids that it reports become the turn's context.
 
-Retries, parsing from ids, invariants and commits work as for other turns. A prompt that the server renders may not
-continue the session's ids. The turn is then recorded as a fork with the cause `drift`.
+Retries, parsing from ids, invariants and commits work as in other turns. If the prompt that the server rendered does
+not continue the session's ids, the turn is recorded as a fork (a new branch) with the cause `drift`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from tokentape.gateway._events import TurnRequest
 from tokentape.types import TokenIds
 
 DRIFT = "drift"
-"""Fork cause of a turn if the prompt that the server rendered does not continue the session's ids."""
+"""Fork cause of a turn with a server-rendered prompt that does not continue the session's ids."""
 
 
 def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
-    """Return the index of the first token where `prompt_ids` stops following `context_ids`, both int32 [tokens].
+    """Return the index of the first token where `prompt_ids` differs from `context_ids`, both int32 [tokens].
 
-    Return None if the prompt is the context and more. A prompt that is the context or its beginning differs at its end.
+    Return None if the prompt extends the context. A prompt that equals the context or is a prefix of it differs at the
+    prompt's end.
 
     >>> differs_at(np.array([1, 2, 3]), np.array([1, 9, 3, 4]))
     1
@@ -39,7 +40,7 @@ def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
 
 
 class ServerRenderedCall:
-    """Calls of a server that renders one request's messages itself. Call `begin` first, then `sample`."""
+    """Calls to a server that renders a request's messages itself. Call `begin` first, then `sample`."""
 
     def __init__(self, server: ChatServer, request: TurnRequest) -> None:
         self._server = server
@@ -49,7 +50,7 @@ class ServerRenderedCall:
         """Request id of the first call."""
 
     async def begin(self, stack: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
-        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `stack` ends an unused call.
+        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `stack` aborts an unused call.
 
         Raises `InvalidRequest`, `EngineError` and their subclasses.
         """
@@ -61,15 +62,15 @@ class ServerRenderedCall:
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Yield the deltas of the call that `begin` began; when it is used up, those of a new call."""
+        """Yield the deltas of the call that `begin` started, or of a new call if that one is already used."""
         call, self._first = self._first, None
         if call is None:
             call = await self._ask(params, request_id)
         async with aclosing(call.deltas) as deltas:
             if not np.array_equal(call.prompt_ids, prompt_ids):
                 raise EngineContractError(
-                    "the server rendered the same messages to different ids: does its chat template use the time, "
-                    "or do its replicas have different templates?"
+                    "the server rendered the same messages to different ids: check that its chat template does not use "
+                    "the time, and that all replicas have the same template"
                 )
             async for delta in deltas:
                 yield delta

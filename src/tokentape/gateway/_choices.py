@@ -33,31 +33,31 @@ class Choice:
     stream: bool = False
     """Whether the engine should stream tokens."""
     captured: bool = False
-    """Whether the server renders: it can't continue a completion, and the call has already passed the gate."""
+    """Whether the server renders, so that it can't continue a completion; the call has already passed the gate."""
     weights_now: Callable[[], str | None] = lambda: None
     """Returns the current weight version, for engines that don't report it."""
     call_prefix: str = ""
-    """Prefix of the ids that the gateway gives to tool calls."""
+    """Prefix of the ids that the gateway assigns to tool calls."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
-    """Supports, one per id; an empty list until the engine reports one."""
+    """The ids that truncation kept, one entry per id; empty until the engine reports some."""
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     engines: list[str | None] = field(default_factory=lambda: [None])
-    """For each engine call of this completion the engine that served it; None unless there are several engines."""
+    """The engine that served each engine call of this completion; None unless there are several engines."""
     resumes: list[tuple[int, str]] = field(default_factory=list)
-    """For each resume after an abort: the number of tokens before it, and the cause of the abort."""
+    """For each resume after an abort, the number of tokens before it and the abort's cause."""
     part: int = 0
     """Number of tokens before the newest engine call."""
     lost: bool = False
-    """Whether the newest call was cancelled before anything was received from it."""
+    """Whether the newest engine call was cancelled before any of its tokens arrived."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts about the sampling, recorded with the sampling parameters."""
     weight_version: str = "unknown"
-    """Weight version of the first token; `weight_changes` has the later ones."""
+    """Weight version of the first token; `weight_changes` has the later versions."""
     weight_changes: list[tuple[int, str]] = field(default_factory=list)
     payloads: tuple[Payload, ...] = ()
     cached_tokens: int | None = None
@@ -67,7 +67,7 @@ class Choice:
     named_calls: int = 0
 
     def append(self, delta: SampleDelta) -> TurnDelta:
-        """Append newly sampled tokens. Return them with what they add to the reply."""
+        """Append newly sampled tokens. Return them with the parsed text and calls that they add to the reply."""
         version = delta.weight_version or self.weights_now()
         if version is not None and delta.token_ids:
             self._weights(len(self.ids), version)
@@ -83,7 +83,7 @@ class Choice:
         if delta.payloads:
             self.payloads = _joined(self.payloads, delta.payloads)
         if not self.part:
-            # Only from the first call: the prompts of later ones contain sampled tokens.
+            # Only from the first engine call, because the prompts of later calls contain sampled tokens.
             self.cached_tokens = delta.cached_tokens
         if delta.weight_spans:
             # Spans come at the end of a call, cover all of its tokens and replace earlier reports.
@@ -102,14 +102,14 @@ class Choice:
             self.weight_changes.append((start, version))
 
     def payloads_due(self) -> int | None:
-        """Return the first index in prompt + completion without payloads. Return None if none were requested."""
+        """Return the first index in prompt + completion without payloads; None if payloads were not requested."""
         due = self.sampling.payloads_from
         if due is None:
             return None
         return min([payload.start + len(payload.rows) for payload in self.payloads], default=due)
 
     def go_on(self, cause: str | None) -> None:
-        """Reset for another engine call that samples the rest.
+        """Prepare for another engine call, which samples the rest.
 
         `cause` is why the last call was aborted; None if that call sampled nothing, which is not recorded.
         """
@@ -119,7 +119,7 @@ class Choice:
         self.part, self.finish_reason, self.stop, self.lost = len(self.ids), None, None, False
 
     def end(self) -> None:
-        """End the completion after the tokens so far, and parse the reply."""
+        """End the completion after the current tokens, and parse the reply."""
         rest, reply = self.reader.finish()
         self.rest = self._named(rest) if rest.tool_calls else rest
         self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id, 0, self.call_prefix))
@@ -131,7 +131,7 @@ class Choice:
 
 
 def _joined(payloads: tuple[Payload, ...], later: tuple[Payload, ...]) -> tuple[Payload, ...]:
-    """Append the payload rows of a continuing call to the rows so far, name by name."""
+    """Append the payload rows of a later engine call to the earlier rows, by name."""
     before = {payload.name: payload for payload in payloads}
     joined = []
     for payload in later:
@@ -141,9 +141,10 @@ def _joined(payloads: tuple[Payload, ...], later: tuple[Payload, ...]) -> tuple[
 
 
 def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefix: str = "") -> tuple[ToolCall, ...]:
-    """Give an id to each call that has none from the model: `prefix` and nine hex digits, which every template accepts.
+    """Assign ids to tool calls without an id from the model: `prefix` and nine hex digits, which all templates accept.
 
-    `request_id` and the call's number, from `start` on, determine the id. For `prefix` see `PromptBuilder.call_prefix`.
+    The id depends only on `request_id` and the call's number, counted from `start`. For `prefix` see
+    `PromptBuilder.call_prefix`.
     """
     calls_with_ids, number = [], start
     for call in calls:
@@ -158,7 +159,7 @@ def sample_choices(
 ) -> AsyncGenerator[TurnDelta, None]:
     """Sample all `choices` concurrently with `sample`. Yield their deltas as they arrive.
 
-    If one choice fails, the others are aborted and its error is raised. Closing the iterator aborts all of them.
+    If a choice fails, the others are aborted and its error is raised. Closing the iterator aborts all choices.
     """
     return sample(choices[0]) if len(choices) == 1 else _sample_all(choices, sample)
 

@@ -1,4 +1,4 @@
-"""Limits on receiving requests: uvicorn has no receive timeout (Kludex/uvicorn#157) and no limit on header size."""
+"""Limits on receiving requests: uvicorn has no receive timeout (Kludex/uvicorn#157) and no header size limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tokentape.errors import HeadersTooLarge
 from tokentape.gateway._http import encode_json, error_body
 
 HEADER_SECONDS = 10.0
-"""Time for the headers, from the connection or from the first byte of a later request on it."""
+"""Time limit for the headers, from the start of the connection or from the first byte of a later request."""
 
 BODY_SECONDS = 300.0
-"""Time for the body, from the end of the headers."""
+"""Time limit for the body, from the end of the headers."""
 
 MAX_HEAD_BYTES = 64 << 10
-"""Limit of a request's line and headers, and also of its trailers. Enforced to within about 16 KiB."""
+"""Size limit for the request line and headers, and for trailers. Enforced to within about 16 KiB."""
 
 _PIECE_BYTES = 16 << 10
 
@@ -34,26 +34,26 @@ class DeadlineConfig(uvicorn.Config):
 
 
 class _DeadlineProtocol(HttpToolsProtocol):
-    """Closes connections with requests that arrive too slowly, or with headers that are too large (431).
+    """Closes connections if a request arrives too slowly, or if its headers are too large (431).
 
-    While an earlier request on the connection is being answered, the timeouts of the next one don't run.
+    While an earlier request on the connection is being answered, the timeouts of the next request don't run.
     """
 
     config: DeadlineConfig
     _deadline: asyncio.TimerHandle | None = None
     _seconds: float | None = None
-    """Receive timeout of the request that is arriving; None if none is."""
+    """Receive timeout of the request that is arriving; None if no request is."""
     _earlier: RequestResponseCycle | None = None
-    """The request before the one that is being received."""
+    """The previous request on the connection."""
     _kept = 0
-    """Bytes received since the parser last completed headers, body data or a request: it may buffer all of them."""
+    """Bytes received since the parser last completed headers, body data or a request. It may buffer all of them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._allow(self.config.header_seconds)
 
     def data_received(self, data: bytes) -> None:
-        # In pieces, so that one arrival can't bring more than the limit.
+        # Feed it in pieces, so that a large chunk can't exceed the limit unnoticed.
         for start in range(0, len(data), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
             self._kept += len(piece)
@@ -64,12 +64,12 @@ class _DeadlineProtocol(HttpToolsProtocol):
                 self._refuse_head()
                 return
         if self._seconds is None and (self.cycle is None or self.cycle.response_complete):
-            # Empty lines begin no request, but they have ended uvicorn's keep-alive timeout.
+            # Empty lines don't begin a request, but they have cancelled uvicorn's keep-alive timeout.
             self._earlier = self.cycle
             self._allow(self.config.header_seconds)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser as uvicorn does, but keep the body of a request that asks for an upgrade."""
+        """Feed the parser like uvicorn, but keep the body of a request that offers an upgrade."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -88,7 +88,7 @@ class _DeadlineProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _offers_upgrade(self) -> bool:
-        """Return whether the request asks for an upgrade. CONNECT does not: it asks for a tunnel."""
+        """Return whether the request offers a protocol upgrade. CONNECT requests a tunnel instead."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _refuse_head(self) -> None:

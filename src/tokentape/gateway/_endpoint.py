@@ -1,4 +1,4 @@
-"""The endpoint code that all wire APIs share: callers, sessions, retries, disconnects, replies and streams."""
+"""Endpoint code that all wire APIs share: callers, sessions, retries, disconnects, replies and streams."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from tokentape.types import Message
 _log = logging.getLogger("tokentape.gateway")
 
 _RETRIED_WITHIN = 900.0
-"""Seconds after a call in which a retry without a key is looked for in the record."""
+"""For this many seconds after a call, a retry without an Idempotency-Key is recognized in the record."""
 
 _CLIENT_HEADERS = {
     # Claude Code; the class and `context-compacted` only with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1.
@@ -63,7 +63,7 @@ _CLIENT_HEADERS = {
     b"x-claude-code-parent-agent-id": "parent_agent",
     b"x-claude-code-request-class": "kind",
     b"x-claude-code-context-compacted": "compacted",
-    # Codex. The window is `THREAD:NUMBER`, another number after each compaction.
+    # Codex. The window is `THREAD:NUMBER`, with a new number after each compaction.
     b"session-id": "session",
     b"thread-id": "agent",
     b"x-codex-parent-thread-id": "parent_agent",
@@ -78,7 +78,7 @@ _CLIENT_HEADERS = {
     # The SDKs of OpenAI and Anthropic.
     b"x-stainless-retry-count": "retry",
 }
-"""Headers in which harnesses and routers name a call's session, agent or parent, for `_session.lineage`."""
+"""Headers in which harnesses and routers identify a call's session, agent or parent, for `_session.lineage`."""
 
 _Body = TypeVar("_Body", bound=Struct)
 
@@ -94,7 +94,7 @@ class DoneChoice:
 class Encoder(Protocol):
     """Writes the replies to one request in the format of a wire API.
 
-    Content and calls of a whole reply are in `TurnDone.turn.reply`. A stream has them in deltas and `TurnDone.rest`.
+    For a whole reply, use content and calls in `TurnDone.turn.reply`. For a stream, use deltas and `TurnDone.rest`.
     """
 
     def whole(self, choices: Sequence[DoneChoice]) -> Any:
@@ -102,33 +102,33 @@ class Encoder(Protocol):
         ...
 
     def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the server-sent events for `events`, which come after `TurnStarted`. Read all before the last yield."""
+        """Yield server-sent events for `events`, which follow `TurnStarted`. Read all of them before the last yield."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedRequest:
-    """A request decoded by a wire API."""
+    """A request as a wire API decoded it."""
 
     turn: TurnRequest
     encoder: Callable[[TurnStarted], Encoder]
     ignored: tuple[str, ...] = ()
-    """Accepted parameters that have no effect here; the header `X-Tokentape-Ignored-Params` names them."""
+    """Accepted parameters that have no effect, as listed in the header `X-Tokentape-Ignored-Params`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Facts that a wire API may need to decode a body."""
+    """Data that a wire API may need to decode a body."""
 
     session_id: str
     engine: EngineInfo
     vocab_size: int
-    """Ids at or above this are not accepted."""
+    """Ids greater than or equal to this are not accepted."""
     takes_images: bool
     conversation: Callable[[str], Awaitable[tuple[Message, ...]]]
     """Returns the messages up to and including an earlier reply of the session. Raises `NotFound`."""
     enforces_tools: bool = False
-    """Whether forced tool choices and strict tools are enforced or refused, and not only reported."""
+    """Whether forced tool choices and strict tools are enforced or refused, instead of only reported."""
 
 
 class Dialect:
@@ -146,9 +146,9 @@ class Dialect:
     ignored: frozenset[str]
     """Additional fields that are accepted and have no effect."""
     lists: tuple[str, ...] = ("messages", "tools")
-    """Fields with lists of which the gateway limits the number of entries."""
+    """Fields with lists, in which the gateway limits the number of entries."""
     parts: tuple[str, ...] = ("content",)
-    """Keys of the entries, and of their parts, that hold lists of parts. The limit includes these."""
+    """Keys in entries and parts under which further lists of parts are found. The limit includes these."""
     read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
     """Reads the messages of an accepted body.
 
@@ -168,24 +168,24 @@ class Dialect:
         raise NotImplementedError
 
     def given(self, body: Any) -> frozenset[str]:
-        """Return the parameters of `pins.NAMES` that an accepted body sets: defaults do not replace these."""
+        """Return the parameters in `pins.NAMES` that an accepted body sets, which defaults do not replace."""
         return pins.given_in(body)
 
     def claims(self, request: Request) -> bool:
-        """Return whether errors of this request, which may be for an unknown path, have the API's `error_body`."""
+        """Return whether errors for this request, which may have an unknown path, use the API's `error_body`."""
         return self.path in request.url.path
 
     def error_body(self, error: TokentapeError) -> Any:
-        """Return an error as the JSON value of a response."""
+        """Return the JSON value of an error response."""
         return error_body(error)
 
     def error_event(self, error: TokentapeError) -> bytes:
-        """Return an error as the last event of a stream."""
+        """Return the stream event for an error, which ends the stream."""
         return encode_event(self.error_body(error))
 
 
 class AnonymousSessions:
-    """Assigns sessions to calls that name no session. A retry gets the same session as the call it repeats."""
+    """Assigns sessions to calls without a session id. A retry gets the same session as the call that it repeats."""
 
     def __init__(self, store: Store, most: int = 4096) -> None:
         self._store = store
@@ -194,11 +194,11 @@ class AnonymousSessions:
         self._warned = False
 
     def note(self, messages: Sequence[Message]) -> None:
-        """Log a warning, once, if a call without a session continues a conversation: its turns can't be joined."""
+        """Warn, once, if a call without a session continues a conversation, because its turns can't be joined."""
         if not self._warned and any(message["role"] in ("assistant", "tool") for message in messages):
             self._warned = True
             _log.warning(
-                "a call that names no session brings earlier replies. Each such call is a session of its own, so its "
+                "a call without a session id contains earlier replies. Each such call becomes its own session, so the "
                 "turns are not joined to one trajectory: set the agent's base URL to .../sessions/NAME/v1, or send the "
                 "header X-Session-Id. (Logged once)"
             )
@@ -206,14 +206,14 @@ class AnonymousSessions:
     async def session_id(self, owner: str, attempt: Attempt) -> str:
         """Return the id of a call's session.
 
-        With an Idempotency-Key it is derived from the key. Without one it is new, unless the call is a retry.
+        With an Idempotency-Key it is derived from that key. Otherwise it is new, unless the call is a retry.
         """
         if attempt.key is not None:
             return hashlib.sha256(f"{owner}\0{attempt.key}".encode()).hexdigest()[:32]
         call = owner, attempt.body_digest
         recorded = None
         if attempt.retried and call not in self._recent:
-            # Another gateway, or this one before a restart, may have answered the call.
+            # Another gateway, or this gateway before a restart, may have answered the call.
             since = time.time() - _RETRIED_WITHIN
             recorded = await asyncio.to_thread(self._store.session_of_call, owner, attempt.body_digest, since)
         if not attempt.retried or call not in self._recent:
@@ -235,13 +235,13 @@ class Gateway:
     drain: Drain
 
     def caller(self, request: Request) -> Caller:
-        """Return the caller that the request's key belongs to. Raises `Unauthorized`."""
+        """Return the caller identified by the request's key. Raises `Unauthorized`."""
         caller = self.keys.caller(request.headers)
         request_log(request).key = caller.owner
         return caller
 
     async def read(self, request: Request, kind: type[_Body], default: _Body | None = None) -> _Body:
-        """Return the request's body as a Struct; `default` if it is empty. Raises `InvalidRequest` and `TooLarge`."""
+        """Return the request body as a Struct; `default` if it is empty. Raises `InvalidRequest` and `TooLarge`."""
         body = await read_json_body(request, self.turns.limits.body_bytes)
         return default if not body and default is not None else read_as(parse_json(body) if body else None, kind)
 
@@ -320,7 +320,7 @@ class Endpoint:
             started = await anext(events)
             assert isinstance(started, TurnStarted)
             if started.replayed:
-                # A replay may not have awaited anything yet. Yield once, so that a client that left is noticed here.
+                # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed here.
                 await asyncio.sleep(0)
             line.engine_requests = started.engine_requests
             line.reply_id, line.replayed = started.reply_id, started.replayed
@@ -342,7 +342,7 @@ class Endpoint:
     async def _decode(
         self, body: RequestBody, parsed: Any, span: MessagesSpan | None, context: RequestContext
     ) -> tuple[DecodedRequest, dict[str, Any]]:
-        """Decode a body. Return it with the fields to replace in its turn.
+        """Decode a body. Return the request, and the fields to replace in its `TurnRequest`.
 
         Messages known from an earlier body are decoded only when they are accessed.
         """
@@ -365,13 +365,13 @@ class Endpoint:
 def address(request: Request, caller: Caller, id_in_body: str | None = None) -> str | None:
     """Return the session id from a request's path, body or key, else from the header `X-Session-Id`, else None.
 
-    A header that is no valid id is ignored, since some harnesses send their own ids in
-    it. Raises `InvalidRequest` if path, body and key name an invalid id or different sessions.
+    An invalid id in the header is ignored, because some harnesses send their own ids there. Raises `InvalidRequest` if
+    path, body and key contain an invalid id or different ids.
     """
     candidates = [request.path_params.get("session_id"), id_in_body, caller.session_id]
     names = {name for name in candidates if name is not None}
     if len(names) > 1:
-        raise InvalidRequest("path, body and key name different sessions; name one", "session_id")
+        raise InvalidRequest("path, body and key contain different session ids; send only one", "session_id")
     if names:
         name = names.pop()
         check_session_id(name)
@@ -383,15 +383,15 @@ def address(request: Request, caller: Caller, id_in_body: str | None = None) -> 
 def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and not 0 < len(key) <= 256:
-        raise InvalidRequest(f"an {IDEMPOTENCY_HEADER} has 1 to 256 characters", IDEMPOTENCY_HEADER)
+        raise InvalidRequest(f"{IDEMPOTENCY_HEADER} must have 1 to 256 characters", IDEMPOTENCY_HEADER)
     count = request.headers.get("x-stainless-retry-count", "0")
-    # The `?` keeps a call without a session from matching one that names a session.
+    # The `?` keeps a call without a session id from matching a call with one.
     digest = body.digest(f"{path}?" if anonymous else path)
     return Attempt(digest, key, retried=count.isdecimal() and int(count[:9]) > 0)
 
 
 async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
-    """Read all events. Return the finished choices, in order of their index."""
+    """Read all events. Return the finished choices, ordered by index."""
     sampled: dict[int, list[SampleDelta]] = {}
     done: list[TurnDone] = []
     async for event in events:
@@ -403,9 +403,9 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
-    """Return the values of `_CLIENT_HEADERS` in raw headers, under the names that all harnesses share.
+    """Return the values of `_CLIENT_HEADERS` in raw headers, by their common name for all harnesses.
 
-    The session's own id and a retry count of 0 are left out.
+    The session's own id and a retry count of 0 are omitted.
 
     >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
     {'parent': 'ses_1'}

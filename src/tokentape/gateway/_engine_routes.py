@@ -1,4 +1,4 @@
-"""Endpoints of the engine: show it, and pause and resume it while a trainer changes the weights."""
+"""Endpoints for the engine: show it, and pause and resume sampling while a trainer updates the weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _Version = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-
 
 
 class Pause(Struct, forbid_unknown_fields=True):
-    """The body of a pause."""
+    """Body of a request to pause sampling."""
 
     mode: Literal["wait", "abort"] = "wait"
     timeout: Annotated[float, Meta(ge=0, le=3600)] = 60.0
 
 
 class ResumeSampling(Struct, forbid_unknown_fields=True):
-    """The body of a resume."""
+    """Body of a request to resume sampling."""
 
     weight_version: _Version | None = None
     adapter: _Version | None = None
-    """The adapter that the version is of; None for the model."""
+    """The adapter that has this version; None for the model."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -39,7 +39,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     def admin_only(request: Request) -> None:
         if not gateway.caller(request).admin:
-            raise Forbidden("pausing and resuming the engine takes an admin key")
+            raise Forbidden("pausing and resuming the engine needs an admin key")
 
     async def state() -> dict[str, Any]:
         engine = turns.engine
@@ -75,13 +75,13 @@ def routes(gateway: Gateway) -> list[Route]:
         admin_only(request)
         body = await gateway.read(request, ResumeSampling, ResumeSampling())
         if body.adapter is not None and body.weight_version is None:
-            raise InvalidRequest("adapter needs the weight_version that it has now", "weight_version")
+            raise InvalidRequest("adapter without weight_version; send the adapter's version too", "weight_version")
         await turns.pausing.resume(body.weight_version, body.adapter)
         return json_response(await state())
 
     optional: dict[str, Any] = {"body_required": False}
     return [
-        ApiRoute("GET", "/engine", show, "The engine that samples"),
-        ApiRoute("POST", "/engine/pause", pause, "Hold new calls of the engine back", body=Pause, **optional),
-        ApiRoute("POST", "/engine/resume", resume, "Let calls of the engine go on", body=ResumeSampling, **optional),
+        ApiRoute("GET", "/engine", show, "Show the engine"),
+        ApiRoute("POST", "/engine/pause", pause, "Pause sampling: new engine calls wait", body=Pause, **optional),
+        ApiRoute("POST", "/engine/resume", resume, "Resume sampling", body=ResumeSampling, **optional),
     ]

@@ -1,4 +1,4 @@
-"""HTTP for all endpoints: bounded bodies, JSON, error bodies, event streams, client disconnects."""
+"""HTTP for all endpoints: body size limits, JSON, error bodies, event streams, client disconnects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 from tokentape.errors import InvalidRequest, TokentapeError, TooLarge, WrongContentType
 
 MAX_DEPTH = 64
-"""Deepest nesting of free-form JSON from callers, far below Python's recursion limit."""
+"""Maximum nesting of free-form JSON from callers, far below Python's recursion limit."""
 
 MAX_ENTRIES = 50_000
-"""Limit on the messages, input items, tools and parts in a body: each costs time, however short it is."""
+"""Limit on messages, input items, tools and parts in a body, because each costs time, however short."""
 
 _T = TypeVar("_T")
 
@@ -44,7 +44,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return _decoder.decode(body)
     except RecursionError:
-        raise InvalidRequest("the body's JSON nests too deeply") from None
+        raise InvalidRequest("the body's JSON is nested too deeply") from None
     except ValueError as error:
         # The text of a UnicodeDecodeError quotes the body.
         reason = str(error) if isinstance(error, msgspec.MsgspecError) else "it is not UTF-8"
@@ -52,8 +52,8 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body. Raises `TooLarge` once more than `max_bytes` are announced or received."""
-    too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway accepts")
+    """Return the request body. Raises `TooLarge` once more than `max_bytes` are announced or received."""
+    too_large = TooLarge(f"the body is too large; this gateway accepts at most {max_bytes} bytes")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
@@ -68,8 +68,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
     """Return the body of a JSON request. Raises `WrongContentType` and `TooLarge`.
 
-    Browsers let a page of another site send other content types without a preflight, but not `application/json`. So
-    the header may be missing only from requests without an `Origin`, which browsers send.
+    Browsers let a cross-site page send other content types without a preflight, but not `application/json`. So the
+    header may be missing only if there is no `Origin`, which browsers send.
     """
     content_type = request.headers.get("content-type")
     kind = (content_type or "").partition(";")[0].strip().lower()
@@ -88,12 +88,12 @@ def read_as(value: Any, kind: type[_T]) -> _T:
         reason, where = explain(error)
         if reason.startswith("invalid enum value"):
             # msgspec quotes the value, which is the caller's text.
-            reason = f"this value is not one of those allowed{_allowed(kind, where)}"
+            reason = f"this value is not allowed{_allowed(kind, where)}"
         raise InvalidRequest(f"{where or 'the body'}: {reason}", re.split(r"[.\[]", where)[0] or None) from None
 
 
 def _allowed(kind: type, where: str) -> str:
-    """Return the values that a field allows, in parentheses; empty if its type does not list them in one way."""
+    """Return the end of an error with the values that a field allows; empty if its type is not a single `Literal`."""
     info: Any = msgspec.inspect.type_info(kind)
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^\]]*\]", ".*", where)):
         if name == "*":
@@ -103,17 +103,18 @@ def _allowed(kind: type, where: str) -> str:
         if isinstance(info, msgspec.inspect.UnionType):
             members = [member for member in info.types if not isinstance(member, msgspec.inspect.NoneType)]
             info = members[0] if len(members) == 1 else None
-    return f": {', '.join(map(str, info.values))}" if isinstance(info, msgspec.inspect.LiteralType) else ""
+    is_literal = isinstance(info, msgspec.inspect.LiteralType)
+    return f"; expected one of {', '.join(map(str, info.values))}" if is_literal else ""
 
 
 def explain(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Return the reason of an error, and the path of the invalid value, such as `messages[2].content`."""
+    """Return an error's reason, and the path of the invalid value, such as `messages[2].content`."""
     reason, _, path = str(error).partition(" - at `$")
     return reason[:1].lower() + reason[1:], path.rstrip("`").removeprefix(".")
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raise `InvalidRequest` naming `param` if `value` nests deeper than `MAX_DEPTH`."""
+    """Raise `InvalidRequest` for `param` if `value` is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -124,13 +125,13 @@ def check_depth(value: Any, param: str) -> None:
         ]
         if not level:
             return
-    raise InvalidRequest(f"{param} nests deeper than {MAX_DEPTH} levels", param)
+    raise InvalidRequest(f"{param} is nested too deeply; expected at most {MAX_DEPTH} levels", param)
 
 
 def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before: int = 0) -> int:
-    """Count the messages in a body and their parts, plus `before`, the count of the messages left out of `body`.
+    """Count the messages in a body and their parts, plus `before`, the count of messages omitted from `body`.
 
-    `parts` are the keys under which entries hold further lists; others, such as call arguments and schemas, are not
+    `parts` are the keys under which entries have further lists; other lists, as in call arguments and schemas, are not
     counted. Raises `TooLarge` if a field in `lists` has more than `MAX_ENTRIES`.
     """
     counts = dict.fromkeys(lists, 0) | {"messages": before}
@@ -144,7 +145,7 @@ def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before:
             elif isinstance(value, dict):
                 unread += [value[key] for key in parts if key in value]
             if counts[name] > MAX_ENTRIES:
-                raise TooLarge(f"{name} has over {MAX_ENTRIES} entries and parts; join short ones")
+                raise TooLarge(f"{name} has more than {MAX_ENTRIES} entries and parts; merge short ones")
     return counts["messages"]
 
 
@@ -157,7 +158,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def error_body(error: TokentapeError) -> dict[str, Any]:
-    """Return an error body for OpenAI's clients, and for requests that belong to no wire API."""
+    """Return an error body in OpenAI's format, which requests outside any wire API also get."""
     return {
         "error": {
             "message": str(error),
@@ -185,16 +186,16 @@ def error_response(error: TokentapeError, body: Callable[[TokentapeError], Any] 
 def unexpected(error: Exception) -> TokentapeError:
     """Log an unexpected exception. Return the error for the client.
 
-    Neither includes the exception's text, which may quote a prompt.
+    Both omit the exception's text, which may quote a prompt.
     """
     where = "".join(traceback.format_tb(error.__traceback__))
     _log.error("unexpected %s\n%s", type(error).__name__, where)
-    return TokentapeError("an unexpected error; the gateway's log says where it happened")
+    return TokentapeError("an unexpected error; see the gateway's log for its traceback")
 
 
 @asynccontextmanager
 async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the body of the `with` and raise `ClientLeft` if the client disconnects. Read the request body before."""
+    """Cancel the `with` block and raise `ClientLeft` if the client disconnects. Read the request body first."""
     working, client_left = asyncio.current_task(), False
     assert working is not None
 
@@ -212,7 +213,7 @@ async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
     except BaseException as error:
         failure = error
     watching.cancel()
-    # As in asyncio.timeout: something else may have cancelled the task too.
+    # As in asyncio.timeout, the task may also have been cancelled for a different reason.
     if client_left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
         raise ClientLeft from None
     if failure is not None:
@@ -220,7 +221,7 @@ async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """A response of server-sent events. When the client leaves, the generator of events is closed.
+    """A response of server-sent events. If the client disconnects, the event generator is closed.
 
     If the generator raises, `error_event` writes the last event, because the status has already been sent.
     """
@@ -258,6 +259,6 @@ class EventStream(Response):
 
 
 def encode_event(value: Any, name: str | None = None) -> bytes:
-    """Return one server-sent event with `value` as JSON, and with an event name if the wire API uses names."""
+    """Return a server-sent event with `value` as JSON, and an event name if the wire API uses names."""
     data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data

@@ -1,7 +1,7 @@
 """Images in requests: decode data URLs and refer to the images by hash.
 
-Wire modules make image parts with `image_part`, which keeps the data URL. `receive` replaces the URL with the hash of
-the bytes and the number of tokens. The gateway never fetches a URL, because callers could choose any address.
+Wire modules create image parts with `image_part`, which keeps the data URL. `receive` replaces the URL with the hash
+of the bytes and the number of tokens. The gateway never fetches a URL, because callers could choose any host.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, 
     param = where.partition("[")[0]
     if not isinstance(url, str) or not url.startswith("data:"):
         raise UnsupportedParameter(
-            f"{where} is not a data URL, and URLs are not fetched; send the bytes as data:image/png;base64,...", param
+            f"{where} is not a data URL, and other URLs are not fetched; send data:image/png;base64,...", param
         )
     if detail not in (None, "auto", "high", "original"):
-        raise UnsupportedParameter(f"{where} has an unsupported detail: images are not resized; use auto", param)
+        raise UnsupportedParameter(f"{where} has an unsupported detail: images are not resized; send auto", param)
     return {"type": IMAGE, "url": url}
 
 
 def append_content(content: Any, addition: Any) -> Any:
-    """Concatenate two contents, each a string or a list of parts. Return a string if both are, else a list of parts."""
+    """Concatenate two contents, each a string or a list of parts. Two strings return a string, else a list of parts."""
     if isinstance(content, str) and isinstance(addition, str):
         return content + addition
     parts: list[dict[str, str]] = []
@@ -56,16 +56,16 @@ def append_content(content: Any, addition: Any) -> Any:
 def receive(
     messages: Sequence[Message], images: ImageProcessor, load: Callable[[str], Media]
 ) -> tuple[tuple[Message, ...], dict[str, Media]]:
-    """Replace the image URLs in messages with hashes. Return the messages, and the images that were sent, by hash.
+    """Replace the image URLs in messages with hashes. Return the messages, and the new images by hash.
 
-    An image part of a recorded message that was processed with other settings is processed again; `load` returns its
+    An image in a recorded message that was processed with different settings is processed again; `load` returns its
     bytes.
 
     Raises `InvalidRequest` for data that is not an image, and for too many images.
     """
     new_images: dict[str, Media] = {}
     if len(image_parts(messages)) > MAX_IMAGES:
-        raise InvalidRequest(f"the messages hold more than {MAX_IMAGES} images, the limit; send fewer", "messages")
+        raise InvalidRequest(f"the messages contain too many images; send at most {MAX_IMAGES}", "messages")
 
     def received(part: Any) -> Any:
         if not image_parts([{"content": [part]}]):
@@ -90,15 +90,15 @@ def receive(
 def read_data_url(url: str) -> Media:
     """Return the image in a data URL. Its first bytes determine its type; the type in the URL is ignored.
 
-    Raises `InvalidRequest` if the URL holds no supported image.
+    Raises `InvalidRequest` if the URL does not contain a supported image.
     """
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise InvalidRequest("an image's data URL has no `;base64,`", "messages")
+        raise InvalidRequest("an image's data URL has no `;base64,`; send the bytes in base64", "messages")
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest("the base64 of an image's data URL is damaged", "messages") from None
+        raise InvalidRequest("an image's data URL has invalid base64", "messages") from None
     webp = "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
     mime = next((kind for start, kind in _KINDS.items() if data.startswith(start)), webp)
     if mime is None:

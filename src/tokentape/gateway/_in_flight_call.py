@@ -1,7 +1,7 @@
 """Calls in flight, independent of the connections that wait for them.
 
-A client that disconnects and retries joins the same call, so that one generation serves both requests. A call without
-clients is aborted.
+A client that disconnects and retries joins the same call, so that one completion serves both requests. A call without
+connected clients is aborted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from tokentape.gateway._events import Attempt, TurnDelta, TurnEvent, TurnStarted
 
 
 class InFlightCall:
-    """One call of `turns` choices. It keeps its events for clients that join later. Call its methods on one event loop.
+    """A call with `turns` choices. It keeps its events for clients that join later. Call its methods on one event loop.
 
-    After all clients have left, the call continues for `grace` seconds if no client has read any of its reply: official
-    clients retry half a second after a timeout. A stream that a client has begun to read is aborted at once.
+    After all clients have disconnected, the call continues for `grace` seconds if no client has read any of its reply,
+    because official clients retry half a second after a timeout. A stream that a client has begun to read is aborted
+    at once.
     """
 
     def __init__(self, attempt: Attempt | None, turns: int, *, stream: bool, grace: float) -> None:
@@ -26,12 +27,12 @@ class InFlightCall:
         self.turns = turns
         self.abort_cause = "client_left"
         self.aborted = False
-        """Whether the work is cancelled, so that a retry can't join it."""
+        """Whether the work is cancelled. Retries can't join the call then."""
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
         self._waiting: list[asyncio.Future[None]] = []
-        """Waits for the next change."""
+        """Futures that wait for the next change."""
         self._readers = 0
         self._read = False
         self._read_to_end = False
@@ -40,13 +41,13 @@ class InFlightCall:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        """Start `work`, which calls `publish`. It is cancelled when no client waits for it any more."""
+        """Start `work`, which calls `publish`. It is cancelled once no client waits for it."""
         self._task = asyncio.create_task(work)
         self._task.add_done_callback(lambda _: self._ended(on_end))
 
     def publish(self, event: TurnEvent) -> None:
         self._events.append(event)
-        # A reply that is not streamed is sent as a whole when the call has ended, which wakes the clients too.
+        # A reply that is not streamed is sent when the call has ended, which wakes the clients too.
         if self._stream or isinstance(event, TurnStarted):
             self._wake()
 
@@ -55,7 +56,7 @@ class InFlightCall:
             await self._change()
 
     def begin_commit(self) -> None:
-        """Forbid aborts from now on: only recording is left, and a retry will find the reply."""
+        """Forbid aborts from now on, because only recording remains, and a retry will find the reply."""
         self._committing = True
 
     def abort(self, cause: str = "client_left") -> None:
@@ -66,7 +67,7 @@ class InFlightCall:
 
     @property
     def left_reply(self) -> str | None:
-        """Id of the reply if it has begun and all clients have left before its end, else None."""
+        """Id of the reply if it has begun and all clients disconnected before its end, else None."""
         started = self._events[0] if self._events else None
         abandoned = not self._readers and not self._read_to_end
         return started.reply_id if isinstance(started, TurnStarted) and abandoned else None
@@ -76,7 +77,7 @@ class InFlightCall:
             await asyncio.wait([self._task])
 
     async def follow(self) -> AsyncGenerator[TurnEvent, None]:
-        """Yield every event, beginning with the first. Raises the error that ended the work."""
+        """Yield all events from the first one on. Raises the error that ended the work."""
         assert self._task is not None
         self._readers += 1
         if self._expiry is not None:
@@ -98,7 +99,7 @@ class InFlightCall:
             if not self._readers and not self._task.done():
                 self._leave()
         if self._task.cancelled():
-            raise EngineUnavailable("the gateway ended this call before it was finished; send it again")
+            raise EngineUnavailable("the gateway cancelled this call before it was finished; send it again")
         self._task.result()
 
     def _leave(self) -> None:
@@ -113,7 +114,7 @@ class InFlightCall:
         on_end()
         self._wake()
         if self._task is not None and not self._task.cancelled():
-            # Retrieve the exception, or else asyncio logs a failure that no client was waiting for.
+            # Retrieve the exception, or asyncio logs a failure that no client was waiting for.
             self._task.exception()
 
     def _change(self) -> asyncio.Future[None]:

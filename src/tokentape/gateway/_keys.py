@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokentape.errors import InvalidRequest, Unauthorized
 
 KEY_HEADER = "x-api-key"
-"""Holds a key, as `Authorization: Bearer KEY` does."""
+"""Header for an API key, an alternative to `Authorization: Bearer KEY`."""
 
 SESSION_HEADER = "X-Session-Id"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -20,7 +20,7 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
 _SHORTEST = 16
-# `.` and `..` are not ids, because clients and proxies remove them from paths.
+# `.` and `..` are not valid ids, because clients and proxies remove them from paths.
 _SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:-]{1,128}")
 
 
@@ -31,36 +31,36 @@ class Caller:
     admin: bool = False
     """Whether the key may see and delete all sessions."""
     session_id: str | None = None
-    """The only session that the key gives access to, if it is a session key."""
+    """The only session that the caller can access, if it uses a session key."""
 
     @property
     def sees(self) -> str | None:
-        """Owner of the sessions that the caller may see; None for all sessions."""
+        """Owner whose sessions the caller may see; None for all sessions."""
         return None if self.admin else self.owner
 
 
 class Keys:
-    """The API keys of a gateway, by name. Without keys every client has full access.
+    """A gateway's API keys, by name. Without keys every client has full access.
 
-    To rotate a key, give its name both keys, separated by a space. New session keys are derived from the first one.
-    `admins` are keys that may see every session. They own sessions like other keys.
+    To rotate a key, set its value to both keys, the new key first, separated by a space. Session keys are derived from
+    the first key. `admins` are keys that may see every session. They own sessions like other keys.
 
-    Raises `InvalidRequest` for a name with other characters than letters, digits and hyphens, for a key shorter than
-    16 characters, and for a key or name that occurs twice.
+    Raises `InvalidRequest` for a name with characters other than letters, digits and hyphens, for a key shorter than
+    16 characters, and for a duplicate key or name.
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, admins: Mapping[str, str] | None = None) -> None:
         texts = {**(keys or {}), **(admins or {})}
         every = [key for text in texts.values() for key in text.split(" ")]
         if len(texts) < len(keys or {}) + len(admins or {}) or len(set(every)) < len(every):
-            raise InvalidRequest("two API keys have the same name or are the same", "keys")
+            raise InvalidRequest("two API keys have the same name or the same value; make both unique", "keys")
         for name, text in texts.items():
             if not _NAME.fullmatch(name):
-                raise InvalidRequest(f"{name!r} can't name an API key: use letters, digits and hyphens", "keys")
+                raise InvalidRequest(f"invalid API key name {name!r}: use letters, digits and hyphens", "keys")
             if not text.isascii() or not text.isprintable() or min(map(len, text.split(" "))) < _SHORTEST:
                 raise InvalidRequest(
-                    f"the API key named {name!r} must be {_SHORTEST} or more printable ASCII characters; "
-                    "one space separates it from the key that it replaces",
+                    f"the API key named {name!r} must have at least {_SHORTEST} printable ASCII characters; "
+                    "to rotate it, put one space between the new key and the old key",
                     "keys",
                 )
         self._keys = {name: [key.encode() for key in text.split(" ")] for name, text in texts.items()}
@@ -70,7 +70,7 @@ class Keys:
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller that the key in `headers` belongs to. Raises `Unauthorized` if it is missing or unknown."""
+        """Return the caller identified by the key in `headers`. Raises `Unauthorized` if it is missing or unknown."""
         key = key_in(headers)
         derived = _DERIVED.fullmatch(key)
         if derived is not None:
@@ -78,13 +78,13 @@ class Keys:
             has_name = name in self._keys if self._keys else not name
             if any(hmac.compare_digest(_mac(secret, session_id), mac) for secret in self._secrets(name)) and has_name:
                 return Caller(name, session_id=session_id)
-            raise Unauthorized("this session key is not one of this gateway's")
+            raise Unauthorized("unknown session key; use the api_key that POST /sessions on this gateway returned")
         if key.startswith("tts_") and not any(key.encode() in keys for keys in self._keys.values()):
             raise Unauthorized("this session key is incomplete; send it exactly as POST /sessions returned it")
         if not self._keys:
             return Caller("", admin=True)
         if not key:
-            raise Unauthorized(f"an API key is needed: Authorization: Bearer KEY, or {KEY_HEADER}: KEY")
+            raise Unauthorized(f"API key missing; send Authorization: Bearer KEY, or {KEY_HEADER}: KEY")
         # Compare all keys, so that the time taken reveals nothing.
         secret = key.encode()
         names = [
@@ -93,11 +93,11 @@ class Keys:
             if sum(hmac.compare_digest(secret, known_key) for known_key in keys)
         ]
         if not names:
-            raise Unauthorized("this API key is not one of this gateway's")
+            raise Unauthorized("unknown API key; use a key of this gateway")
         return Caller(names[0], admin=names[0] in self._admins)
 
     def session_key(self, owner: str, session_id: str) -> str:
-        """Return a session key, which gives access to one session: for agents that only take an API key.
+        """Return a session key, which grants access to one session, for agents that accept only an API key.
 
         >>> Keys().session_key("", "s1")
         'tts_05e3793b3550e80418ab36940b58bc91__s1'
@@ -109,7 +109,7 @@ class Keys:
 
 
 def key_in(headers: Mapping[str, str]) -> str:
-    """Return the API key or session key in `headers` (lower-case names); empty if there is none."""
+    """Return the API key or session key in `headers` (lower-case names); empty if missing."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get(KEY_HEADER, "")
 
@@ -137,9 +137,9 @@ def may_be_session_id(text: str) -> bool:
 
 
 def check_session_id(session_id: str) -> None:
-    """Raise `InvalidRequest` unless this may be the id of a session."""
+    """Raise `InvalidRequest` unless `session_id` is a valid session id."""
     if not may_be_session_id(session_id):
         raise InvalidRequest(
-            "a session id has 1 to 128 letters, digits and the characters . _ : -, and is neither . nor ..",
+            "invalid session id; use 1 to 128 letters, digits and the characters . _ : -, but not . or .. alone",
             "session_id",
         )

@@ -1,7 +1,7 @@
-"""The log of a gateway: one line per event on stderr, as text or JSON, without text from models or callers.
+"""A gateway's log: one line per event on stderr, as text or JSON, without text from models or callers.
 
-For an exception a line has the type and the traceback, but not the exception's text, which may quote a prompt. Of other
-libraries only warnings are logged, cut to their first line: asyncio prints exceptions in the following lines.
+For an exception, the line has the type and the traceback, but not the exception's text, which may quote a prompt. From
+other libraries only warnings are logged, cut to the first line, because asyncio prints exceptions in the lines after.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Format: TypeAlias = Literal["text", "json"]
 _OURS = "tokentape"
 
 _SAID_BY_THE_CALLER = "Application startup failed. Exiting."
-"""uvicorn's line before the error that the caller prints with its cause."""
+"""uvicorn's log line that is dropped, because the caller of `serve` prints the cause."""
 
 
 @contextmanager
 def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: Format = "text") -> Iterator[None]:
-    """Log only to `stream` (stderr if None) during the context.
+    """Log only to `stream` (stderr if None) during the `with` block.
 
-    `level` applies to Tokentape's own loggers. Other libraries log from level WARNING.
+    `level` applies to Tokentape's own loggers. Other libraries log at level WARNING and above.
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
@@ -43,7 +43,7 @@ def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: For
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     ours.setLevel(level.upper())
-    # Otherwise logging prints all arguments of a line that it can't format.
+    # Otherwise logging prints the arguments of a line that it can't format, which may contain caller text.
     logging.raiseExceptions = False
     try:
         yield
@@ -61,7 +61,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a record as one line of text, followed by the frames of a traceback."""
+    """Formats a record as one line of text, followed by the traceback's frames if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = _line(record)

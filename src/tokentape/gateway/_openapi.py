@@ -1,7 +1,7 @@
 """Routes with descriptions, and the OpenAPI document generated from them, served at /openapi.json.
 
-Schemas of request bodies come from the Structs that decode them. For replies of the wire APIs the document only has the
-media type: see the documentation of those APIs.
+Request body schemas come from the Structs that decode them. For replies of wire APIs the document has only the media
+type; see the documentation of those APIs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JSON = "application/json"
 BINARY = "application/octet-stream"
 
 WHOLE_NUMBER = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
-"""Schema of a query or path parameter."""
+"""Schema of a query or path parameter that is a non-negative integer."""
 
 _PATH_PARAMETERS = {
     "session_id": {"type": "string", "pattern": r"^(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}$"},
@@ -47,7 +47,7 @@ class ErrorFields(Struct):
 
 
 class Error(Struct):
-    """The body of an error."""
+    """An error response's body."""
 
     error: ErrorFields
 
@@ -55,8 +55,8 @@ class Error(Struct):
 class ApiRoute(Route):
     """A route and its entry in the OpenAPI document.
 
-    `body` is the Struct that decodes the request body, `more_fields` are accepted fields that it lacks. `media` lists
-    the reply's media types, `query` maps query parameters to schemas, `headers` names header parameters. With
+    `body` is the Struct that decodes the request body, `more_fields` are accepted fields that the Struct lacks. `media`
+    lists the reply's media types, `query` maps query parameters to schemas, `headers` lists header parameters. With
     `binary_body` the body may also be bytes.
     """
 
@@ -91,12 +91,12 @@ class ApiRoute(Route):
 
 
 def also_below_sessions(method: str, path: str, endpoint: Callable[..., Any], summary: str, **more: Any) -> list[Route]:
-    """Return two routes: at `path`, and at `path` below /sessions/{session_id}, which can be an agent's base URL."""
+    """Return a route at `path` and one below /sessions/{session_id}, which can be an agent's base URL."""
     return [ApiRoute(method, prefix + path, endpoint, summary, **more) for prefix in ("", SESSION)]
 
 
 def document_route(routes: Sequence[BaseRoute]) -> ApiRoute:
-    """Return the endpoint that shows the document of `routes`. It needs no key, since nothing in it is private."""
+    """Return the endpoint that serves the OpenAPI document. It needs no key, because the document is not private."""
 
     @cache
     def written() -> bytes:
@@ -110,7 +110,7 @@ def document_route(routes: Sequence[BaseRoute]) -> ApiRoute:
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the `ApiRoute`s among `routes`."""
+    """Return the OpenAPI 3.1 document for the `ApiRoute`s in `routes`."""
     described = [route for route in routes if isinstance(route, ApiRoute)]
     bodies = list(dict.fromkeys(route.body for route in described if route.body is not None))
     references, schemas = msgspec.json.schema_components([*bodies, Error], ref_template="#/components/schemas/{name}")
@@ -129,7 +129,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         "info": {
             "title": "Tokentape gateway",
             "version": __version__,
-            "description": "Wire APIs for agents, and the record of what was sampled for them.",
+            "description": "Wire APIs for agents, and the record of the tokens sampled for them.",
         },
         "paths": paths,
         "components": {

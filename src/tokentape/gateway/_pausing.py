@@ -1,7 +1,7 @@
-"""Pause and resume sampling on all gateways that share a record, through a request to one of them.
+"""Pause and resume sampling on all gateways that share a record, through a request to any of them.
 
-Each gateway polls the record for the newest change of the gate, applies it and acknowledges it. The gateway that got
-the request to pause waits until every other one has acknowledged the change and has no call in flight. A gateway that
+Each gateway polls the record for the newest gate change, applies it and acknowledges it. The gateway that got the
+request to pause waits until every other gateway has acknowledged the change and has no call in flight. A gateway that
 can't write its heartbeat closes its own gate before the others consider it dead.
 """
 
@@ -31,16 +31,16 @@ _log = logging.getLogger("tokentape.gateway")
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 2.0
 ALONE_SECONDS = 8.0
-"""Time without writing a heartbeat after which a gateway closes its own gate."""
+"""A gateway that has not written its heartbeat for this long closes its own gate."""
 DEAD_SECONDS = 12.0
-"""Time without a heartbeat after which the other gateways consider a gateway dead and don't wait for it."""
+"""A gateway without a heartbeat for this long is considered dead, and the others don't wait for it."""
 
 
 class Gate:
-    """Lets calls pass while it is open. While it is closed they wait, at most `patience` seconds. For one event loop.
+    """Lets calls pass while open. While closed, calls wait for at most `patience` seconds. Use it on one event loop.
 
-    A trainer closes it to update weights, so that rollouts wait instead of failing, and opens it with the name of the
-    new version. A version that the engine reports takes precedence.
+    A trainer closes it to update weights, so that rollouts wait instead of failing, and opens it with the new weight
+    version. A version that the engine reports takes precedence.
     """
 
     def __init__(self, patience: float) -> None:
@@ -49,11 +49,11 @@ class Gate:
         self._open.set()
         self._interrupts: dict[object, Callable[[], None]] = {}
         self.calls = InFlightCounter()
-        """Counts the calls that have passed and have not ended."""
+        """Counts the calls that have passed and are still running."""
         self.weight_version: str | None = None
-        """Name of the current weights, if a trainer has given one."""
+        """The current weight version, if a trainer has set it."""
         self.adapter_versions: Mapping[str, str] = {}
-        """Names of the current versions of adapters that a trainer has given one for, by adapter."""
+        """The current version of each adapter for which a trainer has set one."""
 
     @property
     def closed(self) -> bool:
@@ -63,9 +63,9 @@ class Gate:
         self._open.clear()
 
     def open(self, weight_version: str | None = None, adapter: str | None = None) -> None:
-        """Let calls pass again. `weight_version` is the name of the weights from now on; None keeps the old name.
+        """Let calls pass again. `weight_version` is the new weight version; None keeps the current version.
 
-        With `adapter` it is the name of that adapter's version.
+        With `adapter` it is that adapter's version.
         """
         if weight_version is not None and adapter is not None:
             self.adapter_versions = {**self.adapter_versions, adapter: weight_version}
@@ -74,14 +74,14 @@ class Gate:
         self._open.set()
 
     def version_of(self, adapter: str | None) -> str | None:
-        """Return the name of the weights that a call with this adapter is sampled with, if a trainer has given one."""
+        """Return the weight version that a call with this adapter is sampled with, if a trainer has set it."""
         return self.adapter_versions.get(adapter or "", self.weight_version)
 
     @asynccontextmanager
     async def passing(self, interrupt: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """Wait for the gate, then count as in flight during the context.
+        """Wait for the gate, then count as in flight during the `with` block.
 
-        `interrupt` is called if the call has to end early. Raises `EngineUnavailable` if the gate stays closed.
+        `interrupt` is called to end the call early. Raises `EngineUnavailable` if the gate stays closed.
         """
         await self.opened()
         token = object()
@@ -105,7 +105,9 @@ class Gate:
                 while self.closed:
                     await self._open.wait()
         except TimeoutError:
-            error = EngineUnavailable(f"sampling has been paused for {self._patience:g} s; send it again later")
+            error = EngineUnavailable(
+                f"sampling is paused, and the call waited {self._patience:g} s; send it again later"
+            )
             error.retry_after = 5.0
             raise error from None
 
@@ -113,7 +115,7 @@ class Gate:
 class Pausing:
     """Closes and opens `gate`, and the gates of all other gateways if the store is shared.
 
-    `interrupt_all` ends this gateway's engine calls in flight.
+    `interrupt_all` interrupts this gateway's engine calls in flight.
     """
 
     def __init__(self, gate: Gate, store: Store, interrupt_all: Callable[[], Awaitable[None]]) -> None:
@@ -125,7 +127,7 @@ class Pausing:
         self._alone = False
 
     async def pause(self, *, abort: bool, seconds: float) -> bool:
-        """Close the gates, and wait up to `seconds` for calls in flight. Return whether none is left.
+        """Close the gates, and wait up to `seconds` for calls in flight. Return whether all have ended.
 
         With `abort` the calls in flight are interrupted.
         """
@@ -146,7 +148,7 @@ class Pausing:
         self._gate.open(weight_version, adapter)
 
     async def in_flight_elsewhere(self) -> tuple[int, int]:
-        """Return the number of other gateways on the record, and the number of their calls in flight."""
+        """Return the number of other gateways on the record, and of their calls in flight."""
         if not self._store.shared:
             return 0, 0
         gateways = await self._others()
@@ -154,7 +156,7 @@ class Pausing:
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
-        """Follow the changes of the gate made by other gateways on the record, and send heartbeats, in the context."""
+        """Apply gate changes by other gateways on the record, and write heartbeats, during the `with` block."""
         if not self._store.shared:
             yield
             return
@@ -164,7 +166,7 @@ class Pausing:
         try:
             yield
         finally:
-            # Don't cancel the task: a read in a thread has to end before the store is closed.
+            # Don't cancel the task, because a read in a thread must end before the store is closed.
             ended.set()
             await looking
             with suppress(StoreError):
@@ -179,12 +181,12 @@ class Pausing:
                 await self._look()
             except StoreError as error:
                 if not self._alone and time.monotonic() - self._beat_at > ALONE_SECONDS:
-                    _log.error("the shared record can't be reached (%s): calls wait until it can be", error.code)
+                    _log.error("the shared record can't be reached (%s); calls wait until it is reachable", error.code)
                     self._alone = True
                     self._gate.close()
 
     async def _look(self) -> None:
-        """Apply the newest change of the gate, and acknowledge it."""
+        """Apply and acknowledge the newest gate change."""
         state = await self._read(shared.gate_state)
         late = time.monotonic() - self._beat_at > ALONE_SECONDS
         if state.position != self._own.heard or self._alone or late:
@@ -205,7 +207,7 @@ class Pausing:
             self._own, self._beat_at = beat, now
 
     async def _others_idle(self, until: float) -> bool:
-        """Wait until every other gateway has applied the newest change and is idle. Return False after `until`."""
+        """Wait until every other gateway has applied the newest gate change and is idle. Return False after `until`."""
         newest = (await self._read(shared.gate_state)).position
         seen: dict[str, tuple[int, float]] = {}
         while True:
@@ -215,7 +217,7 @@ class Pausing:
                 beat, since = seen.get(gateway.gateway_id, (gateway.beat, now))
                 seen[gateway.gateway_id] = (gateway.beat, now if gateway.beat != beat else since)
                 if now - seen[gateway.gateway_id][1] > DEAD_SECONDS:
-                    _log.warning("another gateway sent no heartbeat for %g s: it is considered dead", DEAD_SECONDS)
+                    _log.warning("another gateway wrote no heartbeat for %g s; it is considered dead", DEAD_SECONDS)
                     await self._store.transact(partial(shared.leave, gateway_id=gateway.gateway_id, beat=gateway.beat))
                 elif gateway.heard < newest or gateway.under_way:
                     busy = True

@@ -1,7 +1,7 @@
 """Pinned sampling parameters, which callers can't change, and defaults for parameters that callers don't set.
 
 They are set for a gateway, and a session may add more when it is created. If a pin overrides a caller's value, the
-reply's header `X-Tokentape-Overridden` and `asked` in the turn's sampling parameters have that value.
+reply header `X-Tokentape-Overridden` and `asked` in the turn's sampling parameters contain that value.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
 Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=16)]
 
 Overridden: TypeAlias = Mapping[str, tuple[Any, Any]]
-"""Maps parameters to two values: the one that the caller asked for, and the pinned one that was used."""
+"""Maps each parameter to the value that the caller requested and the pinned value that was used."""
 
 METADATA = "tokentape_sampling"
-"""Key in a session's metadata for its pins and defaults: {"pin": {...}, "default": {...}}."""
+"""Key in session metadata for the session's pins and defaults: {"pin": {...}, "default": {...}}."""
 
 _FIELDS = {"stop": "stop_strings"}
-"""Maps parameters to fields of `SamplingParams` with another name."""
+"""Maps parameters to the `SamplingParams` fields that have a different name."""
 
 _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
 
@@ -56,7 +56,7 @@ _KINDS: dict[str, Any] = {
     "adapter": Adapter,
 }
 NAMES = tuple(_KINDS)
-"""Parameters that can be pinned: `adapter`, and others under their names in OpenAI's and vLLM's requests."""
+"""Parameters that can be pinned: `adapter`, and others with the names used in OpenAI and vLLM requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +68,29 @@ class Pins:
 
     @classmethod
     def read(cls, pinned: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = True) -> Self:
-        """Return the pins of two JSON objects: what callers can't change, and what holds where a call sets nothing.
+        """Return pins from two JSON objects: values that callers can't change, and values for calls that set none.
 
-        Numbers may be strings unless `strict`. Raises `InvalidRequest` for an unknown name or a wrong value.
+        Numbers may be strings unless `strict`. Raises `InvalidRequest` for an unknown name or an invalid value.
         """
         return cls(_read(pinned, "pin", strict=strict), _read(defaults, "default", strict=strict))
 
     def with_session(self, metadata: Mapping[str, Any]) -> Pins:
-        """Add the pins and defaults in a session's metadata. Raises `InvalidRequest` if it changes a pin."""
+        """Add the pins and defaults in session metadata. Raises `InvalidRequest` if they change one of these pins."""
         if METADATA not in metadata:
             return self
         settings = metadata[METADATA]
         if not isinstance(settings, Mapping) or not all(
             isinstance(settings.get(name, {}), Mapping) for name in settings
         ):
-            raise InvalidRequest(f"metadata.{METADATA} must be an object with the objects pin and default", "metadata")
+            raise InvalidRequest(f"metadata.{METADATA} must be an object of objects pin and default", "metadata")
         session_pins = Pins.read(settings.get("pin", {}), settings.get("default", {}))
         for name, value in session_pins.pinned.items():
             if self.pinned.get(name, value) != value:
-                raise InvalidRequest(f"this gateway pins {name} to {self.pinned[name]!r}; leave it out", f"pin.{name}")
+                raise InvalidRequest(f"this gateway pins {name} to {self.pinned[name]!r}; omit it", f"pin.{name}")
         return Pins({**self.pinned, **session_pins.pinned}, {**self.defaults, **session_pins.defaults})
 
     def check(self, engine: EngineInfo) -> None:
-        """Raise `UnsupportedParameter` if the engine would ignore one of the values."""
+        """Raise `UnsupportedParameter` if the engine would ignore any of the values."""
         plain = SamplingParams(max_tokens=0)
         for name, value in {**self.defaults, **self.pinned}.items():
             field = _FIELDS.get(name, name)
@@ -98,9 +98,9 @@ class Pins:
                 raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
 
     def applied(self, sampling: SamplingParams, given: Collection[str]) -> tuple[SamplingParams, Overridden]:
-        """Apply pins and defaults to `sampling`. The caller has set the parameters `given`.
+        """Apply pins and defaults to `sampling`, in which the caller has set the parameters `given`.
 
-        Return the new parameters, and the caller's values that a pin has overridden.
+        Return the new parameters, and the caller's values that pins have overridden.
         """
         used = {**{name: value for name, value in self.defaults.items() if name not in given}, **self.pinned}
         requested = {name: getattr(sampling, _FIELDS.get(name, name)) for name in self.pinned if name in given}
@@ -109,13 +109,13 @@ class Pins:
 
 
 def given_in(body: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters of `NAMES` that a request's body sets, under any wire API's name for them."""
+    """Return the parameters in `NAMES` that a request body sets, under the name in any wire API."""
     names = (_IN_BODIES.get(name, name) for name, value in body.items() if value is not None)
     return frozenset(name for name in names if name in NAMES)
 
 
 def header(overridden: Overridden) -> str:
-    """Return the header `X-Tokentape-Overridden`: `temperature=1.0;asked=0.2`. `stop` has no values there."""
+    """Return the header `X-Tokentape-Overridden`, for example `temperature=1.0;asked=0.2`, without values of `stop`."""
     return ", ".join(
         name if name == "stop" else f"{name}={json.dumps(used)};asked={json.dumps(requested)}"
         for name, (requested, used) in overridden.items()

@@ -1,8 +1,8 @@
-"""Decode only the new messages of a request body that begins like an earlier one.
+"""Decode only the new messages of a request body that begins like an earlier body.
 
-An agent sends its whole history with every call. If a body begins with the same bytes as an earlier request of the
-session, up to the end of that request's last message, then its messages begin with the same messages, and only the
-others are decoded. The SHA-256 of those bytes decides, taken while the whole body is hashed, so that no bytes of
+An agent sends its whole history with every call. If a body begins with the same bytes as an earlier request in the
+session, up to the end of that request's last message, then it begins with the same messages, and only the remaining
+messages are decoded. The SHA-256 of those bytes is compared, computed while the whole body is hashed, so that no
 earlier bodies are kept in memory.
 """
 
@@ -25,9 +25,9 @@ _COMMA = re.compile(rb"[ \t\r\n]*,")
 @dataclass(frozen=True, slots=True)
 class MessagesSpan:
     head: int
-    """Bytes before the first message, the opening bracket included."""
+    """Number of bytes before the first message, including the opening bracket."""
     end: int
-    """Bytes up to the end of the last message."""
+    """Number of bytes up to the end of the last message."""
     digest: bytes
     """SHA-256 of the first `end` bytes."""
     count: int = 0
@@ -36,26 +36,26 @@ class MessagesSpan:
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrefix:
-    """The beginning of an earlier request of the session."""
+    """The prefix of an earlier request body in the session, up to the end of its last message."""
 
     span: MessagesSpan
     setup: str
-    """Digest of the request's setup."""
+    """Digest of the setup of that request."""
     key: bytes
-    """Key of the history formed by its messages, see `history_keys`."""
+    """Key of the history that its messages form; see `history_keys`."""
 
 
 class RequestBody:
-    """A request's body, hashed once and compared with `prefixes`, the beginnings of earlier bodies."""
+    """A request body, hashed once and compared with the `prefixes` of earlier bodies."""
 
     def __init__(self, data: bytes, prefixes: Iterable[ParsedPrefix] = ()) -> None:
         self.data = data
         self._hash = hashlib.sha256()
         self._hashed = 0
         self.prefix: ParsedPrefix | None = None
-        """The longest prefix that the body begins with and continues with more messages."""
+        """The longest prefix that the body begins with and extends by more messages."""
         self.unread = data
-        """The body without the messages of `prefix`."""
+        """The body without the messages in `prefix`."""
         for prefix in sorted(prefixes, key=lambda prefix: prefix.span.end):
             end = prefix.span.end
             comma = _COMMA.match(data, end)

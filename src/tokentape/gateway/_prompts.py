@@ -1,4 +1,4 @@
-"""Build the prompt of a request: the parent turn, the ids to append to it, and the sampling parameters."""
+"""Build the prompt for a request: the parent turn, the ids to append to it, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -32,55 +32,55 @@ from tokentape.gateway._images import receive
 from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
-"""The recorded message of a turn if the caller tokenized its prompt. It differs from every chat message."""
+"""The message recorded for a turn if the caller tokenized the prompt. It differs from every chat message."""
 
 CALL_PREFIX = "call_"
 
 _QUICK = 4096
-"""Most characters of new messages to render and tokenize on the event loop instead of in a thread."""
+"""Maximum number of characters in new messages to render and tokenize on the event loop instead of in a thread."""
 
 _KEPT_KINDS = 1024
 _KEPT_TOKENS = 1 << 22
-"""Most tokens in the cache of first prompts, at about 12 bytes each, the messages included."""
+"""Maximum number of tokens in the cache of first prompts, at about 12 bytes each, including the messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
     name: str
-    """Name of the continuation; see `grammar.continuation_name`."""
+    """Name of the continuation, the roles of the new messages; see `grammar.continuation_name`."""
     strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a request, shared by its choices."""
+    """A request's prompt, shared by its choices."""
 
     setup: Setup
     parent: Turn | None
     messages: tuple[Message, ...]
-    """The new messages, which come after the parent's reply."""
+    """The new messages, which follow the parent's reply."""
     context_ids: TokenIds
     """The parent's context and completion."""
     added: PromptTokens
     ids: TokenIds
     """The ids to send: `context_ids` and `added.ids`, int32 [tokens]."""
     fork: str | None
-    """Fork cause, if already known before sampling."""
+    """Why the turn starts a new branch, if known before sampling."""
     sampling: SamplingParams
     key: bytes
-    """The history key of all messages of the request; see `ContinuationPoint`."""
+    """The history key for all messages in the request; see `ContinuationPoint`."""
     notes: Mapping[str, object] = field(default_factory=dict)
     """Facts about the context, recorded with the sampling parameters."""
     bridge: Bridge | None = None
-    """None without a bridge, and for the bridges of an external renderer."""
+    """None without a bridge, and for bridges from an external renderer."""
     media: tuple[PromptMedia, ...] = ()
-    """The images of the prompt."""
+    """The images in the prompt."""
     new_media: tuple[Media, ...] = ()
-    """Images of `messages`, to be recorded."""
+    """Images in `messages`, to be recorded."""
 
 
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the setup's digest and the roles of the new messages, on which a bridge's strategy mostly depends."""
+    """Return the setup digest and the roles of the new messages, which mostly determine a bridge's strategy."""
     return (setup.digest, *(message["role"] for message in messages))
 
 
@@ -90,7 +90,7 @@ def _least(*strategies: Strategy) -> Strategy:
 
 
 class PromptBuilder:
-    """Builds prompts for one model and engine. `history` and `stop_mismatch` are explained at `Turns`."""
+    """Builds prompts for one model and engine. For `history` and `stop_mismatch` see `Turns`."""
 
     def __init__(
         self,
@@ -105,30 +105,30 @@ class PromptBuilder:
         self._load_media = load_media
         """Loads an image by session id and hash."""
 
-        # Bounded, because clients choose the kwargs.
+        # The cache is bounded, because clients choose the kwargs.
         @lru_cache(maxsize=64)
         def certificate(template_kwargs: str) -> Certificate:
             return load_or_certify(renderer, json.loads(template_kwargs))
 
         self._certificate = certificate
-        """Returns the certificate for template kwargs, given as canonical JSON."""
+        """Returns the certificate for template kwargs in canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
-        """Values of `_kind` that were bridged locally before. Bridging another one takes a millisecond or two."""
+        """Values of `_kind` that were bridged locally before, so that their next bridge takes a millisecond or two."""
         self._openings: LastUsed[str, tuple[SharedMessages, PromptTokens]] = LastUsed(
             _KEPT_TOKENS, lambda opening: len(opening[1].ids)
         )
-        """Cached first prompts by setup and messages: the sessions of a group have the same first prompt."""
+        """Cached first prompts by setup and messages, because all sessions in a group have the same first prompt."""
         self._revoked: dict[tuple[str, str], Strategy] = {}
-        """By setup digest and continuation name, the best strategy still allowed after a bridge check failed."""
+        """The best strategy still allowed after a bridge check failed, by setup digest and continuation name."""
 
     def certify(self) -> None:
-        """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
+        """Create or load the certificate for requests without template kwargs. Raises `TemplateRefused`."""
         self._certificate(canonical_json({}))
         _ = self.call_prefix
 
     @cached_property
     def call_prefix(self) -> str:
-        """Prefix of tool call ids: `call_`, which harnesses expect, or none if the template prints or refuses ids.
+        """Prefix for tool call ids: `call_`, which harnesses expect, or none if the template prints or refuses ids.
 
         Models see printed ids, and some were trained on ids of exactly nine letters and digits.
         """
@@ -145,7 +145,7 @@ class PromptBuilder:
         return CALL_PREFIX if self.render_alike(plain, prefixed, self._renderer.setup()) else ""
 
     def revoke(self, setup: str, name: str, strategy: Strategy) -> None:
-        """Use `strategy`, or a worse one, for continuation `name` under the setup with digest `setup` from now on."""
+        """From now on, use at best `strategy` for continuation `name` under the setup with digest `setup`."""
         if len(self._revoked) >= _KEPT_KINDS:
             self._revoked.pop(next(iter(self._revoked)))
         self._revoked[setup, name] = _least(strategy, self._revoked.get((setup, name), "local"))
@@ -153,12 +153,12 @@ class PromptBuilder:
 
     def setup(self, session: Session, request: TurnRequest) -> Setup:
         """Return the tools, template kwargs and date to render a request with."""
-        # Always the day on which the session began: templates that print the date must not change overnight.
+        # Use the day on which the session began, because templates that print the date must not change overnight.
         date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
         return self._renderer.setup(request.tools, request.template_kwargs, date)
 
     def receive(self, request: TurnRequest) -> TurnRequest:
-        """Move the images of a request from `messages` to `media`. Raises `InvalidRequest` for invalid images."""
+        """Move a request's images from `messages` to `media`. Raises `InvalidRequest` for invalid images."""
         if self._renderer.images is None or not image_parts(request.messages):
             return request
         load = partial(self._load_media, request.session_id)
@@ -166,7 +166,7 @@ class PromptBuilder:
         return replace(request, messages=messages, media=media)
 
     def render_alike(self, messages: Sequence[Message], other_messages: Sequence[Message], setup: Setup) -> bool:
-        """Return whether two conversations render to the same text; False if one can't be rendered."""
+        """Return whether two conversations render to the same text; False if either can't be rendered."""
         try:
             text = self._renderer.render_text(messages, setup, generate=True)
             return text == self._renderer.render_text(other_messages, setup, generate=True)
@@ -178,7 +178,7 @@ class PromptBuilder:
         new = point.new_messages
         if point.parent is None or request.prompt_ids is not None or self._renderer.images is not None:
             return False
-        # Other policies may have to render the whole conversation.
+        # Other values may require rendering the whole conversation.
         usual = self._history == "sampled" and self._stop_mismatch == "keep"
         if not usual or _kind(setup, new) not in self._bridged:
             return False
@@ -191,7 +191,7 @@ class PromptBuilder:
     ) -> Prompt:
         """Build the prompt: bridged if the certificate allows it, else rendered as a new branch.
 
-        `point` is where the request continues from. Without `fits` the prompt may be longer than the context.
+        `point` is where in the session the request continues. Without `fits` the prompt may exceed the context length.
         Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
         prompt = self._context(request, session, setup, point)
@@ -206,7 +206,7 @@ class PromptBuilder:
         return prompt if self._renderer.images is None or not fits else self._with_media(prompt, request, session)
 
     def _refuse_open_reasoning(self, prompt: Prompt) -> None:
-        """Raise `UnsupportedParameter` if the template begins replies with reasoning: a schema would forbid it."""
+        """Raise `UnsupportedParameter` if the template begins replies with reasoning, which a schema would forbid."""
         _, nothing = self._renderer.parser(prompt.setup, (), prompt.ids).finish()
         if nothing.reasoning_open:
             raise UnsupportedParameter(
@@ -216,7 +216,7 @@ class PromptBuilder:
             )
 
     def _with_calls_enforced(self, prompt: Prompt, rule: CallRule) -> Prompt:
-        """Return the prompt with the rule as a structural tag. Raises `UnsupportedParameter` if that can't be."""
+        """Return the prompt with the rule as a structural tag. Raises `UnsupportedParameter` if that is impossible."""
         renderer, setup = self._renderer, prompt.setup
         tag = None
         if not renderer.is_external and (renderer.overrides is None or renderer.overrides.parser is None):
@@ -224,8 +224,8 @@ class PromptBuilder:
             tag = structural_tag(rule, form, renderer.tokenizer, setup.tools, prompt.sampling.stop_token_ids)
         if tag is None:
             raise UnsupportedParameter(
-                "the engine can't be held to tool calls in this chat template's form; leave out strict and say in a "
-                "message which tool to call",
+                "the engine can't enforce tool calls in this chat template's format; omit strict and tool_choice, and "
+                "ask for the tool call in a message",
                 "tool_choice" if rule.required else "tools",
             )
         return replace(prompt, sampling=replace(prompt.sampling, structural_tag=tag))
@@ -233,7 +233,7 @@ class PromptBuilder:
     def captured(
         self, request: TurnRequest, session: Session, setup: Setup, point: ContinuationPoint, prompt_ids: TokenIds
     ) -> Prompt:
-        """Return the prompt for `prompt_ids`, which the server rendered: a continuation of the session, or a fork."""
+        """Return the prompt for `prompt_ids`, which the server rendered, as a continuation or a fork."""
         position = None if point.parent is None else differs_at(point.context_ids, prompt_ids)
         fork, notes = None, dict[str, object]()
         if point.parent is not None and position is not None:
@@ -242,7 +242,7 @@ class PromptBuilder:
         ids = prompt_ids[len(point.context_ids) :]
         added: PromptTokens | None
         try:
-            # Render it here too: if the ids are the same, their provenance is known.
+            # Render it here too, because if the ids are equal, their provenance is known.
             if fork:
                 added = self._renderer.render(request.messages, setup)
             else:
@@ -263,9 +263,9 @@ class PromptBuilder:
             return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, point.key, bridge=bridge)
 
         def fork(cause: str, *, unless_continued: bool = False, replies: Mapping[int, Turn] | None = None) -> Prompt:
-            """Render all messages with the sampled ids of replies, as a new branch.
+            """Render all messages, with the sampled ids of replies, as a new branch.
 
-            With `unless_continued` it stays on the branch if the rendering continues the parent's ids.
+            With `unless_continued`, stay on the parent's branch if the rendering continues its ids.
             """
             added = self._rendered(session, setup, request.messages, parent, replies)
             length = len(context_ids)
@@ -287,7 +287,7 @@ class PromptBuilder:
         if any(message["role"] == "assistant" for message in new):
             replies = self._sampled_replies(session, setup, request.messages)
             if any(index >= len(request.messages) - len(new) for index in replies):
-                # The edited history holds a sampled reply: rendering splices its ids, a bridge would encode its text.
+                # The edited history has a sampled reply. Rendering splices its ids; a bridge would encode its text.
                 return fork("edited_history", unless_continued=True, replies=replies)
         bridge = self._bridge(request, point, parent, setup)
         if bridge.strategy == "fork":
@@ -301,13 +301,13 @@ class PromptBuilder:
         return prompt(added, bridge)
 
     def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
-        """Add the images of the whole prompt, those of earlier requests included."""
+        """Add all images in the prompt, including images from earlier requests."""
         assert self._renderer.images is not None
         path = [] if prompt.parent is None else session.path(prompt.parent.seq)
         spans = path_media(path)
         spans += media_spans(prompt.messages, prompt.added.provenance, len(prompt.context_ids))
         if spans and "image" not in self._engine.info.media:
-            raise UnsupportedParameter("the conversation holds images; this engine takes text only", "messages")
+            raise UnsupportedParameter("the conversation contains images; this engine accepts only text", "messages")
         media = {span.sha256: request.media.get(span.sha256) for span in spans}
         loaded = {sha256: image or self._load_media(request.session_id, sha256) for sha256, image in media.items()}
         new = {part["sha256"] for part in image_parts(prompt.messages)}
@@ -332,7 +332,7 @@ class PromptBuilder:
         replies = dict(self._sampled_replies(session, setup, messages) if replies is None else replies)
         index = -1
         for turn in [] if parent is None else session.path(parent.seq):
-            # Turns with different ids can have the same text; those of the parent's path are the right ones.
+            # Turns with different ids can have the same text, so prefer the turns on the parent's path.
             index += len(turn.messages) + 1
             replies[index] = turn
         if not replies:
@@ -343,9 +343,9 @@ class PromptBuilder:
         )
 
     def _opening(self, messages: Sequence[Message], setup: Setup) -> tuple[SharedMessages, PromptTokens]:
-        """Render messages without replies of this session, from the cache if they were rendered before.
+        """Render messages that contain no replies from this session, or return their cached rendering.
 
-        Return the messages too, which are one object for all sessions.
+        Also return the messages, as an object that all sessions share.
         """
         key = digest_of(setup.key.encode(), json_in_order(list(messages)).encode())
         cached = self._openings.get(key)
@@ -356,10 +356,10 @@ class PromptBuilder:
         return self._openings.put(key, (SharedMessages(messages), rendered))
 
     def _sampled_replies(self, session: Session, setup: Setup, messages: Sequence[Message]) -> dict[int, Turn]:
-        """Map indexes of messages to the turns that sampled them.
+        """Map message indexes to the turns that sampled these messages.
 
-        A reply also counts if a harness changed the ids of its tool calls, provided that the messages render to the
-        same text with the recorded ids.
+        This includes replies in which a harness changed tool call ids, if the messages render to the same text with
+        the recorded ids.
         """
         replies = [(index, message) for index, message in enumerate(messages) if message["role"] == "assistant"]
         sampled = {index: turn for index, message in replies if (turn := session.turn_of_reply(message))}
@@ -383,7 +383,7 @@ class PromptBuilder:
         return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        """Return the request's sampling parameters, with `max_tokens` limited to the context and with all stop ids.
+        """Return the request's sampling parameters, with `max_tokens` limited to the context and all stop ids added.
 
         Raises `ContextTooLong`, an `InvalidRequest`, if no token fits after the prompt.
         """
@@ -406,12 +406,12 @@ class PromptBuilder:
 
 
 def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
-    """Return the messages before the reply that a request continues, decoded only when they are accessed."""
+    """Return the messages before the reply that a request continues. They are decoded only when accessed."""
     return LazyMessages(lambda: request.messages[: -len(point.new_messages) - 1])
 
 
 def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
-    """Add notes to the prompt: the caller's values that pins have overridden, and the client's headers."""
+    """Add notes to the prompt: the caller's values that pins have overridden, and the client headers."""
     overridden = {name: value for name, (value, _) in request.overridden.items()}
     notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
     return replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

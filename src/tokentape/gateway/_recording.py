@@ -45,13 +45,13 @@ class Recorder:
     telemetry: Telemetry
     engine: Engine
     vocab_size: int
-    """Ids at or above this are not accepted."""
+    """Ids greater than or equal to this are not accepted."""
     checks: BridgeChecks | None = None
 
     async def commit(
         self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], started: TurnStarted, request: TurnRequest
     ) -> list[TurnDone]:
-        """Record all choices of a call in one commit. If an invariant does not hold, raise and commit nothing."""
+        """Record all choices of a call in one commit. If an invariant is violated, raise and commit nothing."""
         async with opened.lock:
             while True:
                 if opened.deleted:
@@ -65,7 +65,7 @@ class Recorder:
                 answer = None
                 if request.attempt is not None:
                     tops = tuple(tuple(choice.top_logprobs) for choice in choices)
-                    # Replies to retries are made from this.
+                    # Retries are answered from this.
                     answer = RecordedReply(
                         session_id=opened.session_id,
                         reply_id=started.reply_id,
@@ -75,7 +75,7 @@ class Recorder:
                         created_at=started.created_at,
                         top_logprobs=tops if any(tops) else (),
                     )
-                # Shielded: a client that leaves now must not make memory and disk differ.
+                # Shield this, because a client that disconnects now must not make memory and disk differ.
                 writing = self._write(opened, prompt, turns, answer, _payloads(prompt, turns, choices))
                 if await asyncio.shield(writing):
                     break
@@ -89,7 +89,7 @@ class Recorder:
     async def commit_aborted(
         self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], request: TurnRequest, cause: str
     ) -> None:
-        """Record the tokens of an aborted call as aborted turns. `cause` is the reason of the abort."""
+        """Record the tokens of an aborted call as aborted turns. `cause` is the reason for the abort."""
         async with opened.lock:
             if not self.store.healthy:
                 return
@@ -115,7 +115,7 @@ class Recorder:
         for choice in choices:
             assert choice.finish_reason is not None
             assert choice.reply is not None
-            # Interned: many turns in memory share one string.
+            # Intern the strings, because many turns in memory share them.
             engine, *later = (intern(name or str(self.engine.info)) for name in choice.engines)
             has_supports = {bool(support) for support in choice.supports} or {False}
             pairs = itertools.product((engine, *later), has_supports)
@@ -149,7 +149,7 @@ class Recorder:
                 weight_changes=tuple(choice.weight_changes),
                 abort_cause=abort_cause,
                 sampled_from=sampled_from(choice.sampling),
-                # None if a server restarted in another mode between two calls.
+                # None if a server restarted in a different mode between two calls.
                 logprobs_of=meanings.pop() if len(meanings) == 1 else None,
                 resumes=tuple(
                     Resume(start, cause, None if name == engine else name)
@@ -168,10 +168,10 @@ class Recorder:
         answer: RecordedReply | None,
         payloads: Sequence[TurnPayload] = (),
     ) -> bool:
-        """Write turns, with their session and setup if these are not stored yet. Only then add them in memory.
+        """Write turns, with their session and setup if these are not stored yet, and only then add them in memory.
 
-        Return False if another gateway has recorded turns of the session first. Then its turns are loaded, nothing is
-        written, and the caller has to build the turns again. They stay valid, because earlier turns never change.
+        Return False if another gateway has recorded turns in the session first. Those turns are loaded then, nothing is
+        written, and the caller must build its turns again. They stay valid, because earlier turns never change.
         """
         setup = prompt.setup
         records: list[Record] = [*prompt.new_media, *turns, *payloads]
@@ -198,13 +198,13 @@ class Recorder:
             opened.remember(answer)
         if self.checks is not None:
             self.checks.recorded(opened, setup, turns, due)
-        # Last: a failure here must not make memory and disk differ.
+        # Do this last, because a failure here must not make memory and disk differ.
         self.telemetry.recorded(turns, len(prompt.ids))
         return True
 
 
 def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
-    """Return the engine's per-token payloads of each turn, cut to the tokens that the turn added."""
+    """Return the per-token payloads for each turn, cut to the tokens that the turn added."""
     context, payloads = len(prompt.context_ids), list[TurnPayload | None]()
     for turn, choice in zip(turns, choices, strict=True):
         session_id, seq = turn.session_id, turn.seq
@@ -227,7 +227,7 @@ _values = attrgetter(*_RECORDED)
 
 @lru_cache(maxsize=256)
 def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
-    """Return the parameters to record. Turns with equal parameters share one mapping."""
+    """Return the sampling parameters to record. Turns with equal parameters share a mapping."""
     pairs = zip(_RECORDED, values, strict=True)
     return {
         name: value
@@ -244,7 +244,7 @@ def finish_of(turn: Turn, reply: Reply) -> Finish:
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
-    """Return the assistant message of a reply. A later request that contains it continues the turn."""
+    """Return the assistant message for a reply. A later request that contains it continues the turn."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -288,9 +288,9 @@ def replayed(
 
 
 def _read_again(turn: Turn, reader: ReplyParser) -> Reply:
-    """Return the reply of a recorded turn. Its tool calls have the ids that the client got.
+    """Parse the reply of a recorded turn again. Its tool calls have the ids that the client got.
 
-    If parsing had failed, return the recorded reply: how far a parser gets depends on the pieces of the stream.
+    If parsing had failed, return the recorded reply, because how far a parser gets depends on the stream's chunks.
     """
     if problem := turn.sampling.get("parse_problem"):
         message, span = turn.reply, (0, len(turn.completion_ids))

@@ -1,10 +1,10 @@
-"""Resume completions that the engine aborts: sample them over several engine calls.
+"""Resume completions that the engine aborts, with further engine calls.
 
 An engine may end its calls with `abort` when its weights change. The gateway then sends the ids sampled so far as
-context and samples the rest. The rest does not always come from the same distribution: `resume_obstacle` returns the
-parameter that prevents it, `rest_params` the parameters of the next call.
-A call that ends without a `finish_reason` is not resumed: its ids can't be checked, since the data to check them with
-(counts, prompt, weight versions) come at the end of a reply.
+context and samples the rest. Some parameters would change the distribution of the rest: `resume_obstacle` returns such
+a parameter, `rest_params` returns the parameters for the next call.
+A call that ends without a `finish_reason` is not resumed, because its ids can't be checked: the data to check them with
+(counts, prompt, weight versions) arrive at the end of a reply.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _RETRY_SECONDS = 1.0
 
 
 def resume_obstacle(params: SamplingParams, engine: EngineInfo) -> str | None:
-    """Return a parameter that would give the rest of a completion another distribution. Return None without one.
+    """Return a parameter that would change the distribution of a resumed completion; None if no parameter would.
 
-    A schema or a structural tag would begin again with the rest. A penalty counts tokens of the completion, but tokens
-    sampled before an abort are in the prompt of the next call, so the engine has to count prompt and completion alike.
+    A schema or a structural tag would start over. A penalty counts completion tokens, but tokens sampled before an
+    abort are in the next call's prompt, so the engine must count prompt and completion tokens alike.
     """
     if params.json_schema is not None:
         return "json_schema"
@@ -54,8 +54,8 @@ def resume_obstacle(params: SamplingParams, engine: EngineInfo) -> str | None:
 def rest_params(params: SamplingParams, sampled: int, payloads_from: int | None = None) -> SamplingParams:
     """Return the parameters to sample the rest of a completion, after `sampled` ids were sampled with `params`.
 
-    `max_tokens` and `min_tokens` decrease by `sampled`. A seed is replaced by a hash of it and `sampled`: with the same
-    seed an engine would use the random numbers of the beginning again. Other parameters don't depend on the position.
+    `max_tokens` and `min_tokens` decrease by `sampled`. A seed is replaced by a hash of it and `sampled`, because with
+    the same seed an engine would reuse the first call's random numbers. Other parameters don't depend on the position.
 
     >>> rest_params(SamplingParams(max_tokens=10, min_tokens=2), 3).max_tokens
     7
@@ -76,7 +76,7 @@ def rest_params(params: SamplingParams, sampled: int, payloads_from: int | None 
 class SplitStopFinder:
     """Finds stop strings that begin before an abort and end after it, which the engine can't find.
 
-    `spell` returns the bytes of an id, `sampled` are the ids before the abort. Pass each later id to `push`.
+    `spell` returns the bytes of an id. `sampled` are the ids before the abort. Pass each later id to `push`.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class SplitStopFinder:
         self._strings = {string: string.encode() for string in strings}
         self._longest = max(map(len, self._strings.values()), default=1)
         self._count, self._min_tokens = len(sampled), min_tokens
-        # Each id has at least one byte, so these ids suffice.
+        # Each id has at least one byte, so the last ids suffice.
         self._text = b"".join(map(spell, sampled[max(len(sampled) - self._longest + 1, 0) :]))
         self._ends = len(self._text) + self._longest - 1
 
     @property
     def passed(self) -> bool:
-        """Whether no stop string that begins before the abort can end after the ids pushed so far."""
+        """Whether stop strings that begin before the abort can no longer match."""
         return not self._strings or len(self._text) >= self._ends
 
     def push(self, token_id: int) -> str | None:
-        """Append an id. Return the stop string that it completes: of several, the one that begins first."""
+        """Append an id. Return the stop string that it completes; the earliest if there are several."""
         if self.passed:
             return None
         self._count += 1
@@ -114,27 +114,27 @@ class SplitStopFinder:
 
 @dataclass(frozen=True, slots=True)
 class CompletionSampler:
-    """Samples completions, each with one engine call or, after aborts, several.
+    """Samples completions, each with one engine call or, after aborts, several calls.
 
-    With `on_abort="resume"` an aborted completion is kept as it is after `limits.resumes` resumes, or if its rest would
-    come from another distribution. A call that was aborted before its first token is always repeated.
+    With `on_abort="resume"` an aborted completion is kept as it is after `limits.resumes` resumes, or if the rest would
+    come from a different distribution. A call that was aborted before its first token is always repeated.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     vocab_size: int
-    """Ids at or above this are refused."""
+    """Ids greater than or equal to this are refused."""
     gate: Gate
-    """The gate that each engine call has to pass."""
+    """The gate that each engine call must pass."""
     on_abort: OnAbort
     limits: Limits
     aborts: Counter
-    """Metric: aborts by outcome and reason."""
+    """Metric that counts aborts by outcome and reason."""
 
     async def sample(self, choice: Choice) -> AsyncGenerator[TurnDelta, None]:
         """Sample a completion to its end, and yield its deltas.
 
-        Raises `EngineError` or a subclass: `EngineAborted` if the completion was aborted and has to be sampled again.
+        Raises `EngineError` or a subclass; `EngineAborted` if the completion was aborted and must be sampled again.
         """
         aborts = 0
         while True:
@@ -152,13 +152,13 @@ class CompletionSampler:
         choice.end()
 
     def _resumes(self, choice: Choice, aborts: int) -> bool:
-        """Return whether to sample the rest of an aborted completion. If not, the completion ends here."""
+        """Return whether to sample the rest of an aborted completion. If False, the completion ends here."""
         cause = "paused" if self.gate.closed else "engine_abort"
         if self._is_over(choice):
             return False
         may_resume = aborts <= self.limits.resumes and not choice.captured
         if may_resume and len(choice.ids) == choice.part:
-            # If the cancelled call was not streamed, its tokens are lost and sampled again.
+            # If the cancelled call was not streamed, its tokens are lost, so sample them again.
             self._note(choice, "resampled" if choice.lost else "again", cause, "not streamed" if choice.lost else "")
             choice.go_on(None)
             return True
@@ -180,7 +180,7 @@ class CompletionSampler:
         return True
 
     def _is_over(self, choice: Choice) -> bool:
-        """Set the finish reason if the last token already ends the aborted completion. Return whether it does."""
+        """Set the finish reason if the aborted completion's last token already ends it. Return whether it does."""
         sampling, ids = choice.sampling, choice.ids
         if ids and len(ids) > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
             choice.finish_reason, choice.stop = "stop", ids[-1]
@@ -195,7 +195,7 @@ class CompletionSampler:
         return SplitStopFinder(self.tokenizer.token_bytes, sampling.stop_strings, sampled, sampling.min_tokens)
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:
-        """Count and log the outcome of an abort. Record it with the turn unless the completion is continued."""
+        """Count and log the outcome of an abort. Record it with the turn unless the completion is resumed."""
         self.aborts.labels(outcome, why).inc()
         if outcome in ("kept", "resampled"):
             choice.notes["aborted"] = {"cause": cause, "outcome": outcome, "why": why}
@@ -254,7 +254,7 @@ class CompletionSampler:
                 if choice.finish_reason is not None:
                     break
         if isinstance(choice.stop, str) and not finder.passed:
-            # The call was closed before its end, which has the data to check, so check the engine here.
+            # The call was closed before its end, where the data to check arrive, so check the engine here.
             await self.engine.check()
 
 
@@ -263,7 +263,7 @@ def _request_id(choice: Choice, aborts: int) -> str:
 
 
 def _up_to_stop(delta: SampleDelta, finder: SplitStopFinder) -> SampleDelta:
-    """Cut a delta after the token that completes a stop string begun before the abort, if it has such a token."""
+    """Cut a delta after a token that completes a stop string begun before the abort."""
     for end, token_id in enumerate(delta.token_ids, 1):
         stop = finder.push(token_id)
         if stop is not None:

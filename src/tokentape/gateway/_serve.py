@@ -1,4 +1,4 @@
-"""Serve the application on a socket: in the foreground for `tokentape serve`, in a thread for trainers and the demo."""
+"""Serve the application on a socket, in the foreground (`tokentape serve`) or in a thread (trainers and the demo)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tokentape.gateway._limits import Drain
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10
 _KEEP_ALIVE_SECONDS = 75
-"""Seconds after which an idle connection is closed. Clients and load balancers have to close it first (httpx after 5 s,
-nginx after 60), or a request that they send in that moment is lost."""
+"""Seconds after which an idle connection is closed. Clients and load balancers must close it first (httpx after 5 s,
+nginx after 60), or a request that they send at that moment is lost."""
 
 
 def serve(
@@ -37,13 +37,13 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests in flight, shut the application down and return.
 
-    `port` 0 takes a free port. `on_ready` is called with the base URL when the gateway answers requests. `drain` is the
-    application's: it limits how long calls may continue after the signal. A second SIGINT ends the drain. A connection
-    is closed if its request's headers or body take longer than `header_seconds` or `body_seconds` to arrive.
-    `listener`, a bound socket, replaces `host` and `port`.
+    `port` 0 selects a free port. `on_ready` is called with the base URL when the gateway accepts requests. `drain` is
+    the `Drain` passed to `create_app`, which limits how long calls may continue after the signal. A second SIGINT ends
+    the drain. A connection is closed if the headers or body of a request take longer than `header_seconds` or
+    `body_seconds` to arrive. `listener`, a bound socket, replaces `host` and `port`.
 
-    Raises `InvalidRequest` for a host that other machines can reach, unless the application `has_keys`: every client of
-    a gateway without keys can read and delete every session. Raises `OSError` if the port is taken.
+    Raises `InvalidRequest` for a host that other machines can reach, unless the application `has_keys`, because every
+    client of a gateway without keys can read and delete every session. Raises `OSError` if the port is in use.
     """
     with listener or bind(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(url_of(listener))
@@ -54,7 +54,7 @@ def serve(
 
 @contextmanager
 def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve in a background thread during the context, and give the base URL.
+    """Serve in a background thread during the `with` block, and yield the base URL.
 
     >>> with running(create_app(turns, model_id="tiny")) as base_url:     # doctest: +SKIP
     ...     OpenAI(base_url=f"{base_url}/v1", api_key="none").models.list()
@@ -113,7 +113,7 @@ class _Server(uvicorn.Server):
         self._drain = drain
 
     async def _starting(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application. If its startup fails, keep the error for the caller instead of logging it."""
+        """Call the application. If its startup fails, keep the error for `refuse_unstarted` instead of logging it."""
         if scope["type"] != "lifespan":
             return await self._app(scope, receive, send)
 
@@ -147,7 +147,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        # uvicorn's version raises the signal again at the end, which kills the process before callers can clean up.
+        # uvicorn's own method raises the signal again at the end, which kills the process before callers can clean up.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -164,22 +164,22 @@ class _Server(uvicorn.Server):
 
 
 def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
-    """Return the address to bind, and its family. Raises `InvalidRequest` as `serve`."""
+    """Return the IP address to bind, and its family. Raises `InvalidRequest` like `serve`."""
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
-        raise InvalidRequest(f"host {host!r} is not an address of this machine; use 127.0.0.1", "host") from None
+        raise InvalidRequest(f"host {host!r} is not an IP address; use 127.0.0.1", "host") from None
     if not address.is_loopback and not has_keys:
         raise InvalidRequest(
             f"host {host!r} is reachable from other machines, and this gateway has no API keys: every client could "
-            "read and delete every session. Give it keys, or use 127.0.0.1.",
+            "read and delete every session. Set API keys, or use 127.0.0.1.",
             "host",
         )
     return socket.AF_INET6 if address.version == 6 else socket.AF_INET, str(address)
 
 
 def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
-    """Return a bound socket. With `shared` other sockets can share its port. Raises like `serve`."""
+    """Return a bound socket. With `shared`, other sockets can use the same port. Raises like `serve`."""
     family, address = _address(host, has_keys)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

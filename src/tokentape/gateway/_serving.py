@@ -1,4 +1,4 @@
-"""Serve an engine that is open in this process, for trainers and the demo."""
+"""Serve an open engine from this process, for trainers and the demo."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def serving(
     renderer: Renderer | None = None,
     model_id: str = "policy",
 ) -> Iterator[str]:
-    """Serve an engine to agents on this machine during the context, and give the base URL.
+    """Serve an engine to agents on this machine during the `with` block, and yield the base URL.
 
     >>> engine = FunctionEngine(sample, vocab_size=151669, max_context=32768)         # doctest: +SKIP
     >>> with serving(engine, "path/to/model") as base_url:                            # doctest: +SKIP
     ...     session = Client(base_url).session()
 
-    `model_dir` holds the engine's tokenizer and chat template. Pass its `renderer` if it is already loaded. Sessions
-    are recorded in `directory`; without one in a temporary directory, which is deleted at the end. The engine is closed
-    at the end.
+    `model_dir` contains the engine's tokenizer and chat template. Pass its `renderer` if it is already loaded. Sessions
+    are recorded in `directory`, or by default in a temporary directory, which is deleted at the end. The engine is
+    closed at the end.
 
     Raises `TokenizerUnusable` for a folder that can't be served, and `StoreError` for a record that can't be written.
     """
@@ -45,7 +45,7 @@ def serving(
 def serving_record(
     engine: Engine, model_dir: Path | str, directory: Path | str | None, renderer: Renderer, model_id: str = "policy"
 ) -> Iterator[tuple[str, SqliteStore]]:
-    """Serve like `serving`. Give the base URL and the store, for reading."""
+    """Serve like `serving`. Yield the base URL, and the store for reading."""
     with ExitStack() as stack:
         record = Path(directory) if directory is not None else Path(stack.enter_context(TemporaryDirectory()))
         store = SqliteStore.open(record)

@@ -1,4 +1,4 @@
-"""The sessions in memory, each with a lock. Idle sessions are dropped and loaded again when they are used.
+"""Sessions in memory, each with a lock. Idle sessions are dropped, and loaded again when they are used.
 
 If other gateways write to the same record, a session in memory is compared with the record before each use.
 """
@@ -31,23 +31,23 @@ from tokentape.types import Event, RecordedReply, SessionInfo
 _log = logging.getLogger("tokentape.gateway")
 
 _KEPT_ANSWERS = 64
-"""Answers kept per session for retries: clients retry their latest calls."""
+"""Replies kept per session for retries, because clients retry their latest calls."""
 
 _CONTEXTS_AT_HAND = 16
-"""Sessions with their context also kept as one array, which costs four more bytes per token. Joining the turns' arrays
+"""Number of sessions whose context is also kept as one array, at four more bytes per token. Joining the turns' arrays
 in each call would take 5 µs at 20 turns, 50 µs at 200."""
 
 _KEPT_PREFIXES = 4
-"""Prefixes kept per session: concurrent calls and alternating subagents have different ones."""
+"""Body prefixes kept per session, because concurrent calls and alternating subagents have different prefixes."""
 
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session in memory: its turns, and the gateway's own state of it."""
+    """A session in memory: its turns, and the gateway's own state for it."""
 
     session: Session
     stored: bool
-    """False until the first turn, if the session is stored together with it."""
+    """Whether the session is in the store. A session that a call creates is stored with its first turn."""
     setups: set[str] = field(default_factory=set)
     """Digests of the setups that are in the store."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -56,15 +56,15 @@ class OpenSession:
     used_at: float = 0.0
     """Time of the last use, in seconds of the monotonic clock."""
     deleted: bool = False
-    """Whether the session was deleted; calls of it may still be in flight."""
+    """Whether the session was deleted. Its calls may still be in flight."""
     prefixes: deque[ParsedPrefix] = field(default_factory=lambda: deque(maxlen=_KEPT_PREFIXES))
-    """The beginnings of the last requests, newest last, compared with later requests."""
+    """The prefixes of the latest request bodies, newest last, to compare later requests with."""
     bridges: dict[int, frozenset[str]] = field(default_factory=dict)
-    """By turn, the kinds of bridges on its branch that were drawn for checks."""
+    """For each turn, the kinds of bridges on its branch that were drawn for checks."""
     delivered: set[str] = field(default_factory=set)
-    """Ids of those replies in `answers` that a client has received."""
+    """Ids of the replies in `answers` that a client has received."""
     unmarked: set[int] = field(default_factory=set)
-    """Turns with a change of their unread mark that is not in the record yet."""
+    """Turns with a changed unread mark that is not recorded yet."""
     answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
     """The newest replies by id, kept for retries."""
 
@@ -78,10 +78,10 @@ class OpenSession:
             self.delivered.discard(self.answers.popitem(last=False)[0])
 
     def remember_recorded(self, answers: Iterable[RecordedReply], *, known_since: float) -> None:
-        """Keep answers loaded from the record, and note which of them a client has received.
+        """Keep replies loaded from the record, and note which of them a client has received.
 
         Replies recorded after `known_since` (Unix seconds) count as received unless marked as unread. An earlier reply
-        may have been lost when the gateway ended, so it only counts as received if a later turn continues it.
+        may have been lost when the gateway exited, so it counts as received only if a later turn continues it.
         """
         for answer in answers:
             self.remember(answer)
@@ -90,17 +90,17 @@ class OpenSession:
                 self.delivered.add(answer.reply_id)
 
     def check_turns(self, new_turns: int, most: int) -> None:
-        """Raise `LimitReached` if `new_turns` would bring the session over `most`, turns in flight included.
+        """Raise `LimitReached` if `new_turns` would exceed the limit `most`, counting turns in flight.
 
         `most` 0 means no limit.
         """
         turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
         if most and turns + under_way + new_turns > most:
-            problem = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
+            problem = f"session {self.session_id!r} has {turns} turns and {under_way} in flight; the limit is {most}"
             if turns + new_turns > most:
-                raise LimitReached(f"{problem}; begin another session")
-            # A call in flight may fail and free its turns.
-            raise LimitReached(f"{problem}; wait, or begin another session", retry_after=1.0)
+                raise LimitReached(f"{problem}; start a new session")
+            # A call in flight may fail, so that its turns don't count.
+            raise LimitReached(f"{problem}; wait, or start a new session", retry_after=1.0)
 
     def call_in_flight(self, attempt: Attempt) -> InFlightCall | None:
         """Return the call in flight that `attempt` repeats. Raises like `Attempt.repeats`."""
@@ -111,13 +111,13 @@ class OpenSession:
         return None
 
     def answer_to(self, attempt: Attempt) -> RecordedReply | None:
-        """Return the recorded answer to the call that `attempt` repeats. Raises like `Attempt.repeats`."""
+        """Return the recorded reply to the call that `attempt` repeats. Raises like `Attempt.repeats`."""
         answers = reversed(self.answers.values()) if attempt.key or attempt.retried else ()
         return next((answer for answer in answers if attempt.repeats(answer.key, answer.body_digest)), None)
 
 
 class SessionCache:
-    """Sessions by id. Unknown ids and other owners' sessions raise the same error. For one event loop."""
+    """Sessions by id. Unknown ids and other owners' sessions raise the same error. Use it on one event loop."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class SessionCache:
     ) -> None:
         self._store = store
         self._loaded = loaded
-        """Called with the loaded part of a session, and whether that is the whole session."""
+        """Called with the loaded part of a session, and whether it is the whole session."""
         self._dropped = dropped
-        """Called with the id of a session that was deleted or leaves the memory."""
+        """Called with the id of a session that was deleted or is removed from memory."""
         self._limits = limits
         self._open: OrderedDict[str, OpenSession] = OrderedDict()
         """Sessions by id, least recently used first."""
@@ -138,7 +138,7 @@ class SessionCache:
         self._at_hand: OrderedDict[str, OpenSession] = OrderedDict()
         """Sessions that may keep their context as one array, least recently used first."""
         self._known_since = -math.inf if store.shared else time.time()
-        """Unread replies recorded later have a mark. In a shared record other gateways mark them at any time."""
+        """Unread replies recorded after this time have a mark. In a shared record other gateways mark them any time."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -149,7 +149,7 @@ class SessionCache:
     async def find(self, session_id: str, owner: str | None) -> OpenSession | None:
         """Return the session from memory or the store, or None if it does not exist.
 
-        `owner` None may see all sessions. Raises `NotFound` for another owner's session.
+        `owner` None may see all sessions. Raises `NotFound` for a session that belongs to a different owner.
         """
         opened = self._open.get(session_id)
         if opened is not None and self._store.shared:
@@ -169,37 +169,37 @@ class SessionCache:
         return self._open.get(session_id)
 
     def prefixes(self, session_id: str, owner: str) -> Sequence[ParsedPrefix]:
-        """Return the beginnings of earlier requests of this owner to a session in memory."""
+        """Return the body prefixes of earlier requests to a session in memory, if it belongs to `owner`."""
         opened = self._open.get(session_id)
         return opened.prefixes if opened is not None and opened.session.info.owner == owner else ()
 
     async def get(self, session_id: str, owner: str | None) -> OpenSession:
-        """Return the session. Raises `NotFound` if it does not exist or belongs to another owner."""
+        """Return the session. Raises `NotFound` if it does not exist or belongs to a different owner."""
         opened = await self.find(session_id, owner)
         if opened is None:
             raise not_found(session_id)
         return opened
 
     async def find_or_begin(self, session_id: str, owner: str, *, begin: bool = True) -> OpenSession:
-        """Return the session. With `begin`, create a missing one, to be stored with its first turn.
+        """Return the session. With `begin`, create it if missing; it is then stored with its first turn.
 
         Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a dropped session.
         """
-        # Another gateway may have dropped a session that is in memory here.
+        # `find`, because another gateway may have dropped a session that is in memory here.
         opened = await self.find(session_id, owner) if session_id in self._open else None
         if opened is None and begin:
             await self._refuse_dropped(session_id, owner)
-        # No await between a miss and the new session, so that two first turns create one session.
+        # Don't await between a miss and the new session, so that two first turns create only one session.
         opened = opened or await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
         if opened is None and not begin:
             raise not_found(session_id)
         return opened or self._begin(SessionInfo(session_id, time.time(), {}, owner))
 
     async def catch_up(self, opened: OpenSession) -> bool:
-        """Load turns of a session that other gateways have recorded. Return whether there were any.
+        """Load turns that other gateways have recorded in a session. Return whether there were any.
 
-        The session's lock must be held. If another gateway has deleted the session, drop it here too, even if it exists
-        again.
+        The session's lock must be held. If another gateway has deleted the session, drop it here too, even if a new
+        session has its id.
         """
         session, turns = opened.session, len(opened.session.turns)
         state = await asyncio.to_thread(self._store.session_state, opened.session_id, turns - 1)
@@ -217,7 +217,7 @@ class SessionCache:
             opened.deleted = True
             self.drop(opened)
             return False
-        # If two gateways created the session at once, the one that stored it first determines its info.
+        # If two gateways created the session at once, the gateway that stored it first determines its info.
         session.info, opened.stored = newer.info, True
         for turn in newer.turns:
             session.add(turn)
@@ -233,9 +233,9 @@ class SessionCache:
         with suppress(NotFound):
             exists = await self.find(session_id, owner) is not None
         if exists:
-            raise Conflict(f"session {session_id!r} exists already; use another id or none")
+            raise Conflict(f"session {session_id!r} already exists; use a different id, or omit it to get a new one")
         info = SessionInfo(session_id, time.time(), metadata, owner)
-        # In memory first, and locked, so that a concurrent turn does not store the session too.
+        # Add it in memory first, and locked, so that a concurrent turn does not store the session too.
         opened = self._begin(info)
         try:
             async with opened.lock:
@@ -253,12 +253,12 @@ class SessionCache:
         self._dropped(opened.session_id)
 
     def drop_unused(self, opened: OpenSession) -> None:
-        """Drop a session without records and without calls: its calls were refused or have failed."""
+        """Drop a session that has no records and no calls, because its calls were refused or failed."""
         if not opened.stored and not opened.calls and not opened.lock.locked():
             self.drop(opened)
 
     def _seen(self, opened: OpenSession | None, owner: str | None) -> OpenSession | None:
-        """Return `opened` as just used. Raises `NotFound` if `owner` may not see it; None may see all sessions."""
+        """Mark `opened` as just used and return it. Raises `NotFound` if `owner` may not see it; None sees all."""
         if opened is None:
             return None
         if owner is not None and opened.session.info.owner != owner:
@@ -277,13 +277,13 @@ class SessionCache:
         return self._open.setdefault(session_id, opened)
 
     async def _refuse_dropped(self, session_id: str, owner: str) -> None:
-        """Raise for the id of a dropped session before its turn is sampled: the store would refuse the turn."""
+        """Raise for the id of a dropped session before a turn is sampled, because the store would refuse the turn."""
         dropped_of = await asyncio.to_thread(Snapshots(self._store).dropped_of, session_id)
         if dropped_of is None:
             return
         if dropped_of != owner:
             raise not_found(session_id)
-        raise Conflict(f"session {session_id!r} was dropped after its snapshot was confirmed; use another id")
+        raise Conflict(f"session {session_id!r} was dropped after its snapshot was confirmed; use a different id")
 
     def _begin(self, info: SessionInfo) -> OpenSession:
         self._make_room(info.owner)
@@ -301,7 +301,7 @@ class SessionCache:
         return opened
 
     def _make_room(self, owner: str) -> None:
-        """Drop idle sessions from memory. Raises `LimitReached` if `owner` still has too many sessions there."""
+        """Drop idle sessions from memory. Raises `LimitReached` if `owner` still has too many sessions in memory."""
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
         for opened in list(takewhile(lambda opened: opened.used_at < cutoff, self._open.values())):
@@ -318,15 +318,16 @@ class SessionCache:
 
 
 def not_found(session_id: str) -> NotFound:
-    """Return the error for unknown sessions. Other owners' sessions get the same one."""
+    """Return the error for unknown sessions and, without distinction, other owners' sessions."""
     return NotFound(f"there is no session {session_id!r}")
 
 
 class UnreadMarks:
-    """Marks recorded replies that no client has received, so that they are not trained on by default.
+    """Marks recorded replies that no client has received as unread, so that they are not trained on by default.
 
-    A client may leave while its reply is committed or sent. A reply that was fully sent before counts as read, since
-    HTTP has no receipts. A retry that gets the reply from the record removes the mark. For one event loop.
+    A client may disconnect while its reply is committed or sent. A reply that was fully sent before that counts as
+    read, because HTTP has no receipts. A retry that gets the reply from the record removes the mark. Use it on one
+    event loop.
     """
 
     def __init__(self, store: Store, sessions: SessionCache, metrics: Metrics) -> None:
@@ -336,12 +337,12 @@ class UnreadMarks:
         self._writing: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._due: dict[tuple[str, int], Event] = {}
-        """Newest unrecorded mark of each session and turn. A failed write is tried again with the next reply, before
+        """The newest unrecorded mark for each session and turn. A failed write is retried with the next reply, before
         an export, and at shutdown."""
         self._refused: set[tuple[str, int]] = set()
 
     def answered(self, line: RequestLog, *, complete: bool) -> None:
-        """Note that a request with a reply has ended; `complete` says whether all of the reply was sent."""
+        """Note that a request with a reply has ended. `complete` is whether the whole reply was sent."""
         opened = self._sessions.in_memory(line.session_id)
         if opened is None:
             return
@@ -354,7 +355,7 @@ class UnreadMarks:
         self.mark(opened, line.reply_id)
 
     def mark(self, opened: OpenSession, reply_id: str | None) -> None:
-        """Record whether the turns of a reply are unread, if that has changed and the turns are recorded."""
+        """Record whether a reply's turns are unread, if this has changed and the turns are recorded."""
         if reply_id is None:
             return
         answer, unread = opened.answers.get(reply_id), reply_id not in opened.delivered
@@ -370,12 +371,12 @@ class UnreadMarks:
         self._start()
 
     async def written(self) -> None:
-        """Wait until every pending mark is recorded or has failed again."""
+        """Wait until every pending mark has been recorded or has failed again."""
         self._start()
         await asyncio.gather(*self._writing)
 
     async def recorded(self, session_id: str | None = None) -> None:
-        """Wait until all marks are recorded. Raises `StoreError` if a mark, of `session_id` if given, can't be."""
+        """Wait until all marks are recorded. Raises `StoreError` if a mark (of `session_id`, if set) can't be."""
         await self.written()
         if any(session_id in (None, refused) for refused, _ in self._refused):
             raise StoreError("could not record which replies were received; check the database's disk and try again")
@@ -399,7 +400,7 @@ class UnreadMarks:
         try:
             await self._store.write(*due.values())
         except StoreError as error:
-            _log.warning("could not record yet whether a reply was read (%s)", error.code)
+            _log.warning("could not record whether a reply was read (%s); trying again later", error.code)
             self._due = {**due, **self._due}
             self._refused.update(due)
             return

@@ -1,4 +1,4 @@
-"""Endpoints of sessions: create, list, show, delete, export trajectories, add rewards and columns."""
+"""Endpoints for sessions: create, list, show, delete, export trajectories, add rewards and columns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _log = logging.getLogger("tokentape.gateway")
 
 
 class NewSession(Struct, forbid_unknown_fields=True):
-    """The body of a new session."""
+    """Body of a request to create a session."""
 
     session_id: str | None = None
     metadata: dict[str, Any] | None = None
@@ -53,14 +53,14 @@ class NewSession(Struct, forbid_unknown_fields=True):
     default: dict[str, Any] | None = None
     """Sampling parameters for calls that don't set them."""
     exist_ok: bool = False
-    """Answer with the caller's session of this id and metadata if it exists, instead of a conflict."""
+    """If the caller already has a session with this id and metadata, return it instead of a conflict."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
     """Return the endpoints under /sessions, except a session's wire APIs.
 
-    They read from the record and not from this process's memory, so all they show is durable. A session is visible only
-    to the key that created it and to admin keys.
+    They read from the record and not from this process's memory, so everything they return is durable. A session is
+    visible only to the key that created it and to admin keys.
     """
     turns = gateway.turns
 
@@ -74,7 +74,7 @@ def routes(gateway: Gateway) -> list[Route]:
             metadata = {**metadata, METADATA: {"pin": body.pin or {}, "default": body.default or {}}}
         check_depth(metadata, "metadata")
         if caller.session_id is not None:
-            raise Forbidden("a session's own key opens that session and creates none; use an API key")
+            raise Forbidden("a session key can't create sessions; use an API key")
         info = None
         if body.exist_ok:
             with suppress(NotFound):
@@ -89,7 +89,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def show_all(request: Request) -> Response:
         caller = gateway.caller(request)
         if caller.session_id is not None:
-            raise Forbidden("a session's own key opens that session only; list sessions with an API key")
+            raise Forbidden("a session key can't list sessions; use an API key")
         limit = query_number(request, "limit", range(1, MAX_PAGE + 1)) or 100
         after = query_number(request, "after", range(2**63)) or 0
         page = await asyncio.to_thread(turns.store.sessions, limit=limit + 1, after=after, owner=caller.sees)
@@ -118,7 +118,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def show_media(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
         media = await asyncio.to_thread(turns.store.load_media, session_id, request.path_params["sha256"])
-        # The bytes come from a caller: browsers should save them and not show them as a page of this origin.
+        # The bytes come from a caller, so browsers should save them instead of showing them as a page of this origin.
         headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
         return Response(media.data, media_type=media.mime, headers=headers)
 
@@ -126,7 +126,7 @@ def routes(gateway: Gateway) -> list[Route]:
         force = query_flag(request, "force")
         caller, session_id = await addressed(gateway, request)
         if force and not caller.admin:
-            raise Forbidden("only an admin key deletes a session that an unconfirmed snapshot holds")
+            raise Forbidden("force needs an admin key: it deletes a session that an unconfirmed snapshot contains")
         await turns.delete_session(session_id, caller.sees, force=force)
         return Response(status_code=204)
 
@@ -135,7 +135,7 @@ def routes(gateway: Gateway) -> list[Route]:
     wanted_rows = {"leaf": WHOLE_NUMBER, "verdict": text, "wait_checks": WHOLE_NUMBER, "unread": flag}
     new: dict[str, Any] = {"body": NewSession, "body_required": False, "status": 201}
     rows: dict[str, Any] = {"media": (JSON, PARQUET), "query": wanted_rows}
-    media = "An image of a session as received, or the settings it was processed with"
+    media = "An image in a session as received, or the settings with which it was processed"
     return [
         ApiRoute("POST", "/sessions", create, "Create a session", **new),
         ApiRoute("GET", "/sessions", show_all, "List sessions", query=page),
@@ -152,7 +152,7 @@ async def addressed(gateway: Gateway, request: Request) -> tuple[Caller, str]:
     session_id: str = request.path_params["session_id"]
     if not may_be_session_id(session_id) or caller.session_id not in (None, session_id):
         raise not_found(session_id)
-    # Check the owner before anything else of the session can be observed.
+    # Check the owner before anything else about the session can be observed.
     await gateway.turns.session(session_id, caller.sees)
     request_log(request).session_id = session_id
     return caller, session_id
@@ -167,7 +167,7 @@ def query_flag(request: Request, name: str) -> bool:
 
 
 def query_number(request: Request, name: str, allowed: range) -> int | None:
-    """Return query parameter `name` as an integer, None if it is missing. Raises `InvalidRequest`."""
+    """Return query parameter `name` as an integer; None if it is missing. Raises `InvalidRequest`."""
     text = request.query_params.get(name)
     if text is None:
         return None
@@ -255,7 +255,7 @@ def _trajectories(
     if leaf is not None:
         trajectories = [trajectory for trajectory in trajectories if trajectory.leaf == leaf]
         if not trajectories:
-            raise NotFound(f"session {session_id!r} has no leaf {leaf}; GET the session to see its leaves")
+            raise NotFound(f"session {session_id!r} has no leaf {leaf}; GET the session to list its leaves")
     if verdicts is None:
         return trajectories
     return [trajectory for trajectory in trajectories if wanted_verdict(trajectory.verdict, verdicts)]
@@ -270,14 +270,14 @@ def _written(trajectories: list[Trajectory], parquet: bool) -> Response:
 
 
 MAX_COLUMNS = 64
-"""Most columns of a session."""
+"""Maximum number of columns per session."""
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 _Seq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class NewReward(Struct, forbid_unknown_fields=True):
-    """The body of a reward: for a turn, for the path to a leaf, or without both for the session."""
+    """Body of a reward for a turn, for the path to a leaf (a branch's last turn), or without both for the session."""
 
     value: float
     turn: _Seq | None = None
@@ -285,7 +285,7 @@ class NewReward(Struct, forbid_unknown_fields=True):
 
 
 class NewColumns(Struct, forbid_unknown_fields=True):
-    """The body of columns: values by column name, for one turn or for the path to a leaf."""
+    """Body of columns (per-token values by column name) for a turn or for the path to a leaf."""
 
     columns: dict[str, list[float]]
     turn: _Seq | None = None
@@ -299,8 +299,8 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
     async def current(session_id: str) -> Session:
         session = await turns.session(session_id)
         if turns.store.shared:
-            # Another gateway may have set or removed unread marks, which changes the leaves. Use a copy: the session in
-            # memory keeps its own marks, since they may not be recorded yet.
+            # Another gateway may have set or removed unread marks, which changes the leaves. Use a copy, because the
+            # session in memory keeps its own marks, which may not be recorded yet.
             session = copy(session)
             session.unread = unread_turns(await asyncio.to_thread(turns.store.events, session_id, UNREAD))
         return session
@@ -310,16 +310,16 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
         _, session_id = await addressed(gateway, request)
         session = await current(session_id)
         if body.turn is not None and body.leaf is not None:
-            raise InvalidRequest("a reward is for a turn or for the path that ends with a leaf; give one", "leaf")
+            raise InvalidRequest("a reward can't have both a turn and a leaf; send only one of them", "leaf")
         if body.turn is not None:
             _turn(session, body.turn)
         elif body.leaf is not None:
             _check_leaf(session, body.leaf)
         warning = {}
         if not (session.turns or session.info.metadata or turns.store.shared):
-            # It may come before the first turn, but more often the name is wrong and has just been created. A session
-            # with metadata was made on purpose.
-            warning = {"warning": f"session {session_id!r} gets a reward and has no turns yet: is its name right?"}
+            # A reward may come before the first turn, but more often the id is wrong and its session has just been
+            # created. A session with metadata was created on purpose.
+            warning = {"warning": f"session {session_id!r} got a reward but has no turns yet: is its id right?"}
             _log.warning(warning["warning"])
         new_reward = Reward(session_id, body.turn, body.value, time.time(), body.leaf)
         await turns.store.write(new_reward)
@@ -331,7 +331,7 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
         session = await current(session_id)
         names = (await asyncio.to_thread(turns.store.extra_names, [session_id])).columns
         if len({*names, *values_by_name}) > MAX_COLUMNS:
-            raise LimitReached(f"a session has at most {MAX_COLUMNS} columns; use the names of those that it has")
+            raise LimitReached(f"a session can have at most {MAX_COLUMNS} columns; reuse the names of existing columns")
         records = [
             record for name, values in values_by_name.items() for record in _records(session, name, values, turn, leaf)
         ]
@@ -343,9 +343,9 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
     options: dict[str, Any] = {"body": NewColumns, "binary_body": True, "query": place, "status": 201}
     return [
         ApiRoute(
-            "POST", SESSION + "/reward", reward, "Give a session, a path or a turn a reward", body=NewReward, status=201
+            "POST", SESSION + "/reward", reward, "Set a reward for a session, path or turn", body=NewReward, status=201
         ),
-        ApiRoute("POST", SESSION + "/columns", columns, "Give tokens named values", **options),
+        ApiRoute("POST", SESSION + "/columns", columns, "Set named values for tokens", **options),
     ]
 
 
@@ -354,7 +354,7 @@ async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None,
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
         name = request.query_params.get("name")
         if name is None:
-            raise InvalidRequest("a binary body holds one column; give its name as a query parameter", "name")
+            raise InvalidRequest("a binary body contains one column; pass its name as a query parameter", "name")
         data = await read_body(request, gateway.turns.limits.body_bytes)
         if len(data) % 4:
             raise InvalidRequest(f"the body has {len(data)} bytes; expected a multiple of 4, the size of a float32")
@@ -362,14 +362,14 @@ async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None,
         turn, leaf = query_number(request, "turn", range(2**63)), query_number(request, "leaf", range(2**63))
     else:
         body = await gateway.read(request, NewColumns)
-        # A double that is too large for float32 becomes infinite and is refused below.
+        # A double that is too large for float32 becomes infinite, which is refused below.
         with np.errstate(over="ignore"):
             values = {name: np.array(numbers, np.float32) for name, numbers in body.columns.items()}
         turn, leaf = body.turn, body.leaf
     if (turn is None) == (leaf is None):
-        raise InvalidRequest("columns need either a turn or a leaf; give one of the two", "turn")
+        raise InvalidRequest("columns need either a turn or a leaf; send exactly one of them", "turn")
     if not values:
-        raise InvalidRequest("columns is empty; give at least one column", "columns")
+        raise InvalidRequest("columns is empty; send at least one column", "columns")
     for name, numbers in values.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
@@ -394,7 +394,7 @@ def _records(
         if len(values) not in (sampled, everything):
             raise InvalidRequest(
                 f"column {name} has {len(values)} values; turn {seq} has {sampled} sampled tokens, "
-                f"{everything} with the tokens added before them; give one value for each",
+                f"{everything} with the tokens added before them; send one value per token",
                 "columns",
             )
         return [TurnColumn(session_id, seq, name, values, now)]
@@ -406,7 +406,7 @@ def _records(
         raise InvalidRequest(
             f"column {name} has {len(values)} values; the trajectory of leaf {leaf} has {ends[-1]} tokens", "columns"
         )
-    # A turn that is trained on an earlier branch keeps the values of that branch, because its loss uses them.
+    # A turn that is trained in an earlier branch keeps that branch's values, because its loss uses them.
     trained = {turn.seq for turn in trained_turns(session, leaf)}
     return [
         TurnColumn(session_id, turn.seq, name, part, now)
@@ -420,7 +420,7 @@ def _turn(session: Session, seq: int) -> Turn:
         raise NotFound(f"session {session.info.session_id!r} has no turn {seq}; it has {len(session.turns)} turns")
     turn = session.turns[seq]
     if turn.finish_reason == "abort":
-        raise InvalidRequest(f"turn {seq} was aborted, so no trajectory contains it; name another turn", "turn")
+        raise InvalidRequest(f"turn {seq} was aborted, so no trajectory contains it; choose a different turn", "turn")
     return turn
 
 
@@ -428,6 +428,6 @@ def _check_leaf(session: Session, leaf: int) -> None:
     # If the last turn of a branch is unread, the branch's default trajectory ends before it.
     if leaf not in {*session.leaves(), *session.leaves(unread=True)}:
         raise NotFound(
-            f"session {session.info.session_id!r} has no leaf {leaf}; GET the session to see its leaves, "
-            "or name a turn to give that turn a reward or values"
+            f"session {session.info.session_id!r} has no leaf {leaf}; GET the session to list its leaves, "
+            "or send a turn to set a reward or values for that turn"
         )

@@ -1,4 +1,4 @@
-"""Endpoints of snapshots: freeze sessions, export them, confirm that the export is safe, and only then drop them."""
+"""Endpoints for snapshots: freeze sessions, export them, confirm that the export is safe, and only then drop them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 class NewSnapshot(Struct, forbid_unknown_fields=True):
-    """The body of a new snapshot. It selects the sessions that match all given fields."""
+    """Body of a request to take a snapshot. It selects the sessions that match all fields that are set."""
 
     session_ids: list[str] | None = None
     since: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
@@ -40,7 +40,7 @@ class NewSnapshot(Struct, forbid_unknown_fields=True):
 
 
 class Confirmation(Struct, forbid_unknown_fields=True):
-    """The body of a confirmation."""
+    """Body of a request to confirm a snapshot."""
 
     digest: str
     drop_sessions: bool = False
@@ -49,7 +49,7 @@ class Confirmation(Struct, forbid_unknown_fields=True):
 def routes(gateway: Gateway) -> list[Route]:
     """Return the endpoints under /snapshots.
 
-    A snapshot is visible only to the API key that took it and to admin keys. A session's own key can't take snapshots.
+    A snapshot is visible only to the API key that took it and to admin keys. A session key can't take snapshots.
     """
     turns = gateway.turns
     snapshots = Snapshots(turns.store)
@@ -57,7 +57,7 @@ def routes(gateway: Gateway) -> list[Route]:
     def asking(request: Request) -> Caller:
         caller = gateway.caller(request)
         if caller.session_id is not None:
-            raise Forbidden("a session's own key opens that session only; snapshots need an API key")
+            raise Forbidden("a session key can't use snapshots; use an API key")
         return caller
 
     async def create(request: Request) -> Response:
@@ -106,7 +106,7 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(_summary(await snapshots.snapshot(snapshot_id, caller.sees)))
 
     async def drop(snapshot_id: int, caller: Caller) -> Response:
-        # Sessions with a reply that a retry has just received must be kept: the snapshot lacks that reply.
+        # Keep sessions with a reply that a retry has just received, because the snapshot lacks that reply.
         await turns.unread.recorded()
         dropped, reasons = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
         turns.forget(dropped)
@@ -123,7 +123,7 @@ def routes(gateway: Gateway) -> list[Route]:
         ApiRoute("GET", path, show, "A snapshot"),
         ApiRoute("DELETE", path, delete, "Release a snapshot", query=drops),
         ApiRoute("GET", path + "/trajectories", show_trajectories, "A snapshot's trajectories", media=rows),
-        ApiRoute("POST", path + "/confirm", confirm, "Confirm that a snapshot is safe elsewhere", body=Confirmation),
+        ApiRoute("POST", path + "/confirm", confirm, "Confirm that a snapshot is stored elsewhere", body=Confirmation),
     ]
 
 
@@ -131,7 +131,7 @@ def _id(request: Request) -> int:
     text: str = request.path_params["snapshot_id"]
     # Every id has at most 18 digits, and int() raises for very long strings.
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise NotFound(f"there is no snapshot {text[:40]!r}; a snapshot's id is a number")
+        raise NotFound(f"there is no snapshot {text[:40]!r}; snapshot ids are numbers")
     return int(text)
 
 
@@ -150,7 +150,7 @@ def _manifest(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _parquet(snapshots: Snapshots, snapshot_id: int, extra: ExtraNames) -> IO[bytes]:
-    """Write the snapshot's trajectories to an unnamed temporary file, which needs little memory and no cleanup."""
+    """Write the snapshot's trajectories to an unnamed temporary file, to use little memory and need no cleanup."""
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile())
         write_parquet(snapshots.trajectories(snapshot_id), file, extra)

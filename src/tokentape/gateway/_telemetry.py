@@ -1,4 +1,4 @@
-"""Metrics, spans and live drift. None of them contains session ids, names of callers or text from callers.
+"""Metrics, spans and live drift, without session ids, caller names and text from callers.
 
 The workers of one gateway share their metrics through files in the directory PROMETHEUS_MULTIPROC_DIR, a variable that
 prometheus_client reads when it is imported.
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tokentape.gateway")
 
 Stage: TypeAlias = Literal["prepare", "engine", "commit"]
-"""A part of a call with its own timing."""
+"""A part of a call that is timed separately."""
 
 _CONVENTIONAL = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-"""Sampling parameters that have an attribute in OpenTelemetry's GenAI conventions. Stop strings are callers' text."""
+"""Sampling parameters with an attribute in OpenTelemetry's GenAI conventions, except stop strings: caller text."""
 
 Attribute: TypeAlias = str | int | float | bool
 
 WAITING = 256
-"""Most completions in the queue of `LiveDrift`."""
+"""Maximum number of completions in the queue of `LiveDrift`."""
 
 COUNTED_TOGETHER = "PROMETHEUS_MULTIPROC_DIR"
 
 _Merged: TypeAlias = Literal["livesum", "livemin", "livemax"]
-"""How prometheus_client merges a gauge over living workers."""
+"""How prometheus_client merges a gauge across live workers."""
 
 _NOTE_SECONDS = 1.0
 
@@ -62,9 +62,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Telemetry:
-    """The metrics of one gateway, its spans if `spans` is given, and live drift if `tokenizer` is given.
+    """A gateway's metrics, its spans if `spans` is set, and live drift if `tokenizer` is set.
 
-    `drift_share` is the fraction of completions to measure drift on.
+    `drift_share` is the fraction of completions on which to measure drift.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Telemetry:
         self.spans = spans
         self.calls = InFlightCounter()
         self._drift = LiveDrift(tokenizer, self.metrics, drift_share) if tokenizer is not None else None
-        # Looking a label up costs more than counting.
+        # Cached, because looking up a label costs more than counting.
         self._turns = cache(self.metrics.turns.labels)
         self._verdict = cache(self.metrics.verdicts.labels)
         self._seconds = {name: self.metrics.stages.labels(name) for name in get_args(Stage)}
@@ -110,7 +110,7 @@ class Telemetry:
                 raise
 
     def recorded(self, turns: Sequence[Turn], prompt_tokens: int) -> None:
-        """Count the turns of a call after their commit. Each was sampled from `prompt_tokens` tokens of context."""
+        """Count a call's turns after their commit. Each was sampled from `prompt_tokens` context tokens."""
         metrics = self.metrics
         for turn in turns:
             metrics.prompt_tokens.inc(prompt_tokens)
@@ -125,7 +125,7 @@ class Telemetry:
                 metrics.parse_problems.inc()
             if turn.fork is not None:
                 metrics.forks.labels(turn.fork).inc()
-            # Only this turn's effect on the verdict: computing the whole path's verdict on each turn costs too much.
+            # Count only this turn's effect on the verdict: computing the path's verdict for each turn costs too much.
             self._verdict(re.sub(": [^,]*", "", verdict([turn]))).inc()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Telemetry:
 
 
 class Metrics:
-    """The metrics of one gateway, in their own registry, so that two gateways in a process stay separate."""
+    """A gateway's metrics, in their own registry, so that two gateways in a process stay separate."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -149,11 +149,11 @@ class Metrics:
         self.failures = self._counter("call_failures", "Calls that failed. Their tokens count as aborted.", "code")
         self.engine_aborts = self._counter(
             "engine_aborts",
-            "Aborts by the engine: resumed, kept, resampled, or again (nothing was sampled); and why.",
+            "Aborts by the engine: resumed, kept, resampled, or again (nothing was sampled); and the reason.",
             "outcome",
             "why",
         )
-        self.forks = self._counter("forks", "Committed turns that began a branch, and why.", "cause")
+        self.forks = self._counter("forks", "Committed turns that started a new branch, by cause.", "cause")
         self.verdicts = self._counter(
             "verdicts",
             "Committed turns by their effect on the verdict: exact, closed, forked; with the reservations model "
@@ -161,42 +161,42 @@ class Metrics:
             "verdict",
         )
         self.parse_problems = self._counter("parse_problems", "Committed turns with an unparsed completion.")
-        self.unread = self._counter("unread_turns", "Committed turns: the client left before it had all of the reply.")
+        self.unread = self._counter("unread_turns", "Committed turns whose client left before it had the whole reply.")
         self.replays = self._counter("replays", "Calls answered from the record.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of contexts sent to the engine, once per turn.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Context tokens sent to the engine, once per turn.")
         self.cached_tokens = self._counter(
-            "cached_prompt_tokens", "Of these, tokens that the engine said it had cached."
+            "cached_prompt_tokens", "Context tokens that the engine reported as cached, once per turn."
         )
         self.sampled_tokens = self._counter("sampled_tokens", "Tokens sampled by the engine and recorded.")
         self.drift_completions = self._counter(
-            "drift_completions", "Completions decoded and re-tokenized: the same, or drifted.", "outcome"
+            "drift_completions", "Completions decoded and re-tokenized: same, or drifted.", "outcome"
         )
         self.drift_tokens = self._counter(
-            "drift_tokens", "Tokens of these: the same, changed, or unknown (parts of characters).", "outcome"
+            "drift_tokens", "Tokens of measured completions: same, changed, or unknown (partial characters).", "outcome"
         )
-        self.drift_stretches = self._counter("drift_stretches", "Changed stretches of these, by artifact.", "artifact")
-        self.drift_dropped = self._counter("drift_dropped", "Completions that there was no time to measure.")
+        self.drift_stretches = self._counter("drift_stretches", "Stretches of changed tokens, by artifact.", "artifact")
+        self.drift_dropped = self._counter("drift_dropped", "Completions not measured because the queue was full.")
         self.bridge_checks = self._counter(
             "bridge_checks",
-            "Bridges compared with the template's own rendering: same, differs, unknown (it renders no such "
-            "conversation), or skipped (no room, or off).",
+            "Bridges compared with the template's own rendering: same, differs, unknown (the template can't render "
+            "the conversation), or skipped (full queue, or off).",
             "outcome",
         )
         self.bridge_revocations = self._counter(
-            "bridge_revocations", "Differences found, by the strategy that replaces the bridge's.", "strategy"
+            "bridge_revocations", "Bridges that differed, by the strategy used from then on.", "strategy"
         )
         self.stages = self._histogram("stage_seconds", "Seconds per stage: prepare, engine, commit.", "stage")
-        self.first_token = self._histogram("first_token_seconds", "Seconds from asking the engine to its first tokens.")
+        self.first_token = self._histogram("first_token_seconds", "Seconds from the engine call to its first tokens.")
         self.requests = self._counter("http_requests", "Answered requests.", "method", "route", "status")
         self.request_seconds = self._histogram("http_request_seconds", "Seconds until a request was answered.", "route")
-        # Looking a label up costs more than counting.
+        # Cached, because looking up a label costs more than counting.
         self._answered = lru_cache(maxsize=256)(self._labels_of_answers)
         self.requests_in_flight = self._gauge("http_requests_under_way", "Requests in flight.")
         self.calls_in_flight = self._gauge("calls_under_way", "Calls in flight; a retry joins its call.")
         self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
         healthy = "1 if turns can be recorded, 0 if not until a restart."
         self.store_healthy = self._gauge("store_healthy", healthy, merged="livemin")
-        verified = "1 if what samples is known to be the folder's model."
+        verified = "1 if the engine is verified to serve the model in the folder."
         self.model_verified = self._gauge("engine_model_verified", verified, merged="livemin")
         names = ("version", "engine", "engine_version", "model")
         self.build = self._gauge("build_info", "Always 1.", *names, merged="livemax")
@@ -207,7 +207,7 @@ class Metrics:
         request_seconds.observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics in the text format that the `Accept` header asks for, and its content type."""
+        """Return all metrics in the text format that the `Accept` header requests, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self.whole()), content_type
 
@@ -220,7 +220,7 @@ class Metrics:
         return registry
 
     def follow(self, gauge: Gauge, value: Callable[[], float]) -> None:
-        """Make `gauge` show the result of `value()` whenever metrics are read."""
+        """Set `gauge` to the result of `value()` whenever metrics are read."""
         if self._together:
             self._followed.append((gauge, value))
         else:
@@ -228,7 +228,7 @@ class Metrics:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Update the followed gauges regularly during the context, if other processes can read them."""
+        """Update the followed gauges regularly during the `with` block, if other processes can read them."""
 
         async def note() -> None:
             while self._together:
@@ -278,7 +278,7 @@ class OpenTelemetrySpans:
     def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
         """Open a server span as a child of the span in the headers (`traceparent`).
 
-        Values put into the yielded dict become its attributes; `http.route` also becomes part of its name.
+        Values put into the yielded dict become span attributes; `http.route` also becomes part of the span's name.
         """
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
@@ -295,7 +295,7 @@ class OpenTelemetrySpans:
 
     @contextmanager
     def stage(self, name: str, *, client: bool = False) -> Iterator[Span]:
-        """Open a span. On failure it has the exception's type, but not its text, which may quote a prompt."""
+        """Open a span. On failure, record the exception's type, but not its text, which may quote a prompt."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
@@ -311,9 +311,9 @@ class OpenTelemetrySpans:
 
     @contextmanager
     def inference(self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]) -> Iterator[None]:
-        """Open the span of an engine call, with the attributes of OpenTelemetry's GenAI conventions (1.37).
+        """Open the span for an engine call, with attributes from OpenTelemetry's GenAI conventions (1.37).
 
-        The id of the conversation and all texts are left out.
+        The conversation id and all texts are omitted.
         """
         sampling = prompt.sampling
         request: dict[str, Any] = {
@@ -337,8 +337,8 @@ class LiveDrift:
     """Measures drift while serving: decodes and re-tokenizes a fraction `share` of completions, and counts changes.
 
     It runs in a background thread, and no call waits for it. If its queue is full, completions are counted as dropped.
-    Text is encoded as the renderer encodes it, with control tokens separate from text that spells them, so that no
-    second tokenizer is kept in memory.
+    Text is encoded with the renderer's tokenizer, which separates control tokens from text that spells them, so that
+    no second tokenizer is kept in memory.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics, share: float) -> None:
@@ -347,11 +347,11 @@ class LiveDrift:
         self._thread = BackgroundThread("tokentape-drift", self._try, WAITING)
         # Created in the thread, because it is slow.
         self._retokenizer = cache(lambda: Retokenizer(tokenizer, apart=True))
-        # The draws need not be secret.
+        # The random numbers need not be secure.
         self._random = random.Random()
 
     def offer(self, completion_ids: TokenIds) -> None:
-        """Draw whether to measure this completion, and queue it if so. Doesn't wait."""
+        """Decide at random whether to measure this completion, and queue it if so, without waiting."""
         drawn = self._random.random() < self._share and len(completion_ids)
         if drawn and not self._thread.offer(completion_ids):
             self._metrics.drift_dropped.inc()
@@ -387,7 +387,7 @@ _Item = TypeVar("_Item")
 
 
 class BackgroundThread(Generic[_Item]):
-    """Calls `work` on each item in a thread, which starts with the first item. At most `most` items are queued."""
+    """Calls `work` with each item in a thread, which starts at the first item. At most `most` items are queued."""
 
     def __init__(self, name: str, work: Callable[[_Item], None], most: int) -> None:
         self._name = name
@@ -401,7 +401,7 @@ class BackgroundThread(Generic[_Item]):
         return self._waiting.full()
 
     def offer(self, item: _Item) -> bool:
-        """Queue an item. Return False, without queueing it, if the queue is full or this is closed."""
+        """Queue an item. Return False, without queueing it, if the queue is full or the thread is closed."""
         if self.closed:
             return False
         if self._thread is None:
@@ -414,7 +414,7 @@ class BackgroundThread(Generic[_Item]):
         return True
 
     def close(self, seconds: float = threading.TIMEOUT_MAX) -> None:
-        """Stop after the queued items. Skip those not begun within `seconds`."""
+        """Stop after the queued items. Skip items that have not begun within `seconds`."""
         self.closed = True
         if self._thread is not None:
             hurry = threading.Timer(seconds, lambda: setattr(self, "_over", True))

@@ -1,8 +1,8 @@
 """One turn, from messages to a committed record.
 
-The path of a request: the session finds the deepest turn that the messages continue, the renderer bridges (or renders),
-the engine samples, the parser reads the reply, the invariants are checked, the store commits, and only then does the
-client learn that the turn is done.
+The path of a request: the session finds the deepest turn that the messages continue, the renderer bridges (appends ids
+to that turn) or renders, the engine samples, the parser reads the reply, the invariants are checked, the store commits,
+and only then does the client learn that the turn is done.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _log = logging.getLogger("tokentape.gateway")
 class Turns:
     """Samples and records the turns of sessions. It is the only writer of records. Call its methods on one event loop.
 
-    `history` says what stays in context of earlier turns: `sampled`, everything that was sampled; or `template`, what
-    the template keeps (it may drop old reasoning at a new user message), to train what a stateless server serves. With
-    `template` a turn starts a new branch if the template rewrites its history.
-    `stop_mismatch` says what to do if a turn ended with another stop token than the template renders: `keep` the
+    `history` selects what stays in context from earlier turns: `sampled`, everything that was sampled; or `template`,
+    what the template keeps (it may drop old reasoning at a new user message), to train what a stateless server serves.
+    With `template`, a turn starts a new branch if the template rewrites its history.
+    `stop_mismatch` selects what to do if a turn ended with a different stop token than the template renders: `keep` the
     sampled token and the branch; or `fork` a new branch with the template's token (docs/decisions/0006). It has no
     effect with `capture`.
     With `payloads`, the engine's per-token data besides logprobs (routed experts) are requested and recorded if the
-    engine supports them. `supports` is the largest support to record: the ids that truncation keeps at a token.
-    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see
+    engine supports them. `supports` is the largest support (the ids that truncation keeps at a token) to record.
+    `on_abort` selects what to do with a completion that the engine aborts, for example for new weights; see
     `CompletionSampler`.
     `pins` are sampling parameters that callers can't change, and defaults.
-    `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
-    `BridgeChecks`. None checks no bridge, and then verdicts don't mention checks.
-    With `enforce_tools`, forced tool choices and strict tools are enforced by the engine or refused, and not only
+    `check_bridges` selects which bridges are compared with the template's own rendering while the gateway runs; see
+    `BridgeChecks`. With None, no bridge is checked, and verdicts don't mention checks.
+    With `enforce_tools`, forced tool choices and strict tools are enforced by the engine or refused, instead of only
     reported. It has no effect with `capture`.
     With `capture`, which must be the engine, the server renders the messages; see `ServerRenderedCall`.
-    The `owner` that methods take is the name of the caller's API key, or None for a key that may see everything.
+    The argument `owner` of methods is the name of the caller's API key, or None for a key that may see everything.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Turns:
         self.takes_images = "image" in engine.info.media and renderer.images is not None
         """Whether messages can have images: the engine supports them, and an image processor counts their tokens."""
         self.vocab_size = min(engine.info.vocab_size, renderer.tokenizer.vocab_size)
-        """Ids at or above this are neither sent nor accepted."""
+        """Ids greater than or equal to this are neither sent nor accepted."""
         self.store = store
         self.limits = limits or Limits()
         self.calls = CallsPerKey(self.limits)
@@ -114,7 +114,7 @@ class Turns:
         self._recorder = Recorder(store, self.sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
         if payloads and not self._payloads:
-            _log.warning("%s returns no payloads per token: none are recorded", engine.info)
+            _log.warning("%s returns no per-token payloads, so none are recorded", engine.info)
         self._sampler = CompletionSampler(
             engine,
             renderer.tokenizer,
@@ -126,27 +126,27 @@ class Turns:
         )
         self._supports = supports if "supports" in engine.info.sampling else 0
         if supports and not self._supports:
-            _log.warning("%s does not report which ids truncation keeps: none are recorded", engine.info)
+            _log.warning("%s does not report which ids truncation keeps, so no supports are recorded", engine.info)
 
     async def prepare(self) -> None:
-        """Make or load the certificate of requests without template kwargs, so that no request waits for it.
+        """Create or load the certificate for requests without template kwargs, so that no request waits for it.
 
         Raises `TemplateRefused` if the template can't render a question and an answer.
         """
         await asyncio.to_thread(self._prompts.certify)
 
     async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Wait, at most `seconds`, for the pending bridge checks of these sessions. None stands for all sessions."""
+        """Wait, at most `seconds`, for pending bridge checks of these sessions. None means all sessions."""
         if self.checks is not None and seconds:
             await self.checks.wait(session_ids, seconds)
 
     def _loaded(self, opened: OpenSession, stored: StoredSession, whole: bool) -> None:
         if self.checks is not None:
-            # For turns that another gateway has added, that gateway does the checks.
+            # The gateway that added a turn runs its checks.
             self.checks.loaded(opened, stored.turns, stored.events, stored.setups if whole else {})
 
     async def abort_all(self, cause: str = "shutdown") -> None:
-        """Abort every call in flight, and record its tokens as aborted turns with this `cause`."""
+        """Abort every call in flight, and record the tokens as aborted turns with this `cause`."""
         calls = [call for opened in self.sessions for call in opened.calls]
         for call in calls:
             call.abort(cause)
@@ -155,7 +155,7 @@ class Turns:
         await self.unread.written()
 
     async def _interrupt_all(self) -> None:
-        """Interrupt every engine call, for new weights. Completions that can be resumed wait until the gate opens."""
+        """Interrupt every engine call, for a weight update. Completions that can be resumed wait for the gate."""
         if self._capture is not None or self._on_abort == "resample":
             await self.abort_all("paused")
         else:
@@ -166,7 +166,7 @@ class Turns:
         return len(self.sessions)
 
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
-        """Create a session. Raises `Conflict` if the id is taken, `LimitReached`, and like `Pins.with_session`."""
+        """Create a session. Raises `Conflict` if the id is in use, `LimitReached`, and like `Pins.with_session`."""
         self.pins.with_session(metadata).check(self.engine.info)
         return await self.sessions.create(session_id, metadata, owner)
 
@@ -188,7 +188,7 @@ class Turns:
         return {opened.session_id for opened in self.sessions if opened.calls or opened.lock.locked()}
 
     def forget(self, session_ids: Iterable[str]) -> None:
-        """Remove sessions from memory that were dropped from the record. Their calls in flight are not recorded."""
+        """Remove sessions that were dropped from the record from memory. Their calls in flight are not recorded."""
         gone = set(session_ids)
         for opened in self.sessions:
             if opened.session_id in gone:
@@ -196,7 +196,7 @@ class Turns:
                 self.sessions.drop(opened)
 
     async def conversation(self, session_id: str, reply_id: str, owner: str | None = None) -> tuple[Message, ...]:
-        """Return the conversation up to a reply, with the reply's first choice as its end. Raises `NotFound`."""
+        """Return the conversation up to and including a reply's first choice. Raises `NotFound`."""
         opened = await self.sessions.get(session_id, owner)
         answer = opened.answers.get(reply_id)
         if answer is None:
@@ -208,9 +208,9 @@ class Turns:
         return tuple(message for turn in path for message in (*turn.messages, turn.reply))
 
     async def count_context(self, request: TurnRequest, owner: str) -> int:
-        """Count the tokens of the context that a turn would have, even if it is too long. Nothing is recorded.
+        """Count the context tokens that a turn would have, even if they exceed the limit. Nothing is recorded.
 
-        Raises `TemplateRefused`, and `NotFound` for a session of another key.
+        Raises `TemplateRefused`, and `NotFound` for a session that belongs to a different key.
         """
         opened = await self.sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
@@ -219,14 +219,14 @@ class Turns:
         return len(prompt.ids)
 
     async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Start a call of `n` turns, and return an iterator of its events. Read it at once, or close it.
+        """Start a call with `n` turns, and return an iterator over its events. Read it at once, or close it.
 
         The events are a `TurnStarted`, deltas as they arrive, and a `TurnDone` for each turn.
 
-        A missing session is created if `request.begins_session`. A call that repeats another (see `Attempt`) joins it,
-        or is answered from the record. Closing the iterator leaves the call. A call that all clients have left is
-        aborted, after `Limits.retry_grace` seconds if none has read any of its reply. Its tokens are then recorded as
-        an aborted turn, which is in no trajectory.
+        A missing session is created if `request.begins_session`. A retry (see `Attempt`) joins the call that it
+        repeats, or is answered from the record. Closing the iterator leaves the call. Once all clients have left, the
+        call is aborted, after `Limits.retry_grace` seconds if no client has read any of its reply. Its tokens are then
+        recorded as an aborted turn, which is in no trajectory.
 
         Raises `EngineError`, `TemplateRefused`, `InvalidRequest`, `NotFound`, `LimitReached`, `StoreError` and their
         subclasses.
@@ -265,7 +265,7 @@ class Turns:
         self.sessions.drop_unused(opened)
 
     async def _run_call(self, call: InFlightCall, opened: OpenSession, request: TurnRequest) -> None:
-        """Build the prompt of a call, sample its choices, record them, and publish the events."""
+        """Build a call's prompt, sample its choices, record them, and publish the events."""
         with self.telemetry.call():
             session = opened.session
             request, setup, point = await self._locate(request, session)
@@ -293,17 +293,17 @@ class Turns:
                 choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
                 if captured is not None:
                     choices[0].request_id = captured.request_id
-                # Count the tokens even if all clients have left the call.
+                # Count the tokens even if all clients have disconnected.
                 stack.callback(
                     lambda: self.calls.spend(request.owner, [prompt.ids, *(choice.ids for choice in choices)])
                 )
                 await self._sample(call, opened, request, prompt, choices, stack)
 
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
-        """Return a request with its images received, its setup, and the point of the session that it continues.
+        """Return the request with its images received, its setup, and the point in the session that it continues.
 
-        If a harness has changed the ids of tool calls, the returned request has the recorded ids. This is done only if
-        the conversation renders to the same text with both, so that the model never sees an id the caller didn't send.
+        If a harness has changed tool call ids, the returned request has the recorded ids. This is done only if the
+        conversation renders to the same text with both, so that the model never sees an id that the caller didn't send.
         """
         setup = self._prompts.setup(session, request)
         if self.takes_images:
@@ -380,7 +380,7 @@ class Turns:
         if "session_id" in self.engine.info.sampling:
             changes["session_id"] = request.session_id
         if self._payloads:
-            # The parent's last id has not been an input before, so its row comes with this call.
+            # The parent's last id has not been an input before, so this call returns its row.
             changes["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
         if self._supports and truncates(sampling):
             changes["supports"] = self._supports
@@ -407,7 +407,7 @@ class Turns:
         return self.renderer.parser(setup, stops, context_ids)
 
     def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyParser:
-        """Return a new reader for a recorded completion, equal to the one that it was parsed with."""
+        """Return a new parser for a recorded completion, equal to the parser that was used when it was sampled."""
         setup, stop_ids = self._prompts.setup(session, request), turn.sampling["stop_token_ids"]
         return self._reader(request, setup, stop_ids, session.context_before(turn.seq))
 

@@ -1,4 +1,4 @@
-"""The viewer of a gateway's own record, protected by the gateway's keys."""
+"""The viewer for a gateway's own record, protected by the gateway's keys."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
     API + "/about": {"summary": "What the viewer shows, and what it can't"},
     API + "/overview": {"summary": "Values of all metrics"},
     API + "/measures": {
-        "summary": "Measure the verdicts, roles, weights and drift of sessions",
+        "summary": "Measure sessions: verdicts, roles, weights and drift",
         "query": {"ids": {"type": "string"}},
     },
     API + "/run": {
-        "summary": "Figures of the sessions of a list over the versions of the weights, and groups",
+        "summary": "Statistics of listed sessions by weight version and by group",
         "query": {**LISTING_QUERY, "group": {"type": "string"}},
     },
     API + "/sessions": {"summary": "Search, filter and sort sessions", "query": LISTING_QUERY},
     SESSION: {"summary": "A session's tree of turns and its leaves"},
     LEAF: {"summary": "A trajectory as packed arrays", "media": (PACKED,), "query": {"from": WHOLE_NUMBER}},
-    ALTERNATIVES: {"summary": "What else was likely at each sampled token of a turn, where it was asked for"},
+    ALTERNATIVES: {"summary": "The most likely alternatives at each sampled token of a turn, where requested"},
     LEAF + "/comparison": {
-        "summary": "A trajectory next to a branch of any session, or to what re-tokenizing or rendering it gives",
+        "summary": "Compare a trajectory with a branch of any session, or with its re-tokenized or rendered form",
         "media": (PACKED,),
         "query": {"with": {"type": "string", "pattern": f"^({'|'.join(AGAINST)}|{BRANCH})$"}},
     },
@@ -45,9 +45,9 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Return the routes of the page at /view and of its data. The page needs no key, since only data are private.
+    """Return the routes for the page at /view and its data. The page needs no key, because only the data are private.
 
-    A key sees its own sessions, a session key its session, an admin key all sessions and the metrics.
+    An API key shows its own sessions, a session key its session, an admin key all sessions and the metrics.
     """
     turns = gateway.turns
 
@@ -65,7 +65,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 def _values(metrics: Metrics) -> dict[str, Any]:
-    """Return the values of counters and gauges and the sums and counts of histograms, by their names in /metrics."""
+    """Return counter and gauge values, and sums and counts of histograms, by their names in /metrics."""
     return {
         sample.name: [
             {"labels": value.labels, "value": value.value} for value in family.samples if value.name == sample.name

@@ -1,7 +1,7 @@
 """Serve one port with several worker processes: start, restart, drain and stop them.
 
-Each worker has its own socket on the shared port, so that the kernel distributes connections among them.
-docs/decisions/0020 says why uvicorn's supervisor is not used.
+Each worker has its own socket on the shared port, so that the kernel distributes connections among workers.
+docs/decisions/0020 explains why uvicorn's supervisor is not used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _log = logging.getLogger("tokentape.workers")
 
 _START_SECONDS = 120.0
 _KILL_SECONDS = 15.0
-"""Time for a worker to exit, in addition to the drain's seconds."""
+"""Time for a worker to exit, in addition to the drain time."""
 _PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before a dead worker is restarted, by the number of times in a row that it died before it was ready."""
+"""Seconds before a dead worker is restarted, indexed by how often in a row it died before it was ready."""
 _TICK_SECONDS = 0.2
 
 _spawn = get_context("spawn")
 
 Serve: TypeAlias = Callable[[Any, socket.socket, Callable[[], None]], None]
-"""Function that serves with settings on a socket, calls the callback when it is ready, and returns after SIGTERM."""
+"""Function that serves with settings on a socket, calls the callback when ready, and returns after SIGTERM."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Worker:
     """A shared byte: 1 once the worker answers requests."""
     failures: int = 0
     start_at: float = 0.0
-    """Seconds of the monotonic clock."""
+    """When to start it, in seconds of the monotonic clock."""
 
 
 class _Descriptor:
@@ -61,10 +61,10 @@ class _Descriptor:
 
 
 class Supervisor:
-    """Runs one worker process per listener until a signal. Use it in the main thread of a process of its own.
+    """Runs one worker process per listener until a signal. Use it in the main thread of a separate process.
 
-    Each worker calls `serve` with `settings`, inherits the file descriptors `inherited` and gets the additional
-    variables `environment`. `on_end` is called with the pid of each worker that has ended.
+    Each worker calls `serve` with `settings`, inherits the file descriptors `inherited` and the additional environment
+    variables `environment`. `on_end` is called with the pid of each worker that has exited.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Start the workers, call `on_ready` when all of them answer, and return after a signal has ended them.
+        """Start the workers, call `on_ready` when all of them accept requests, and return after a signal ended them.
 
-        Raises `TokentapeError` if a worker fails to start, after it has ended all of them.
+        Raises `TokentapeError` if a worker fails to start, after ending all workers.
         """
         handlers = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         ready = False
@@ -110,7 +110,7 @@ class Supervisor:
         self._signals.append(number)
 
     def _all_ready(self) -> bool:
-        """Wait until all workers answer. Return False if a signal arrives first."""
+        """Wait until all workers accept requests. Return False if a signal arrives first."""
         deadline = time.monotonic() + _START_SECONDS
         while not all(worker.answers.value for worker in self._workers):
             time.sleep(_TICK_SECONDS)
@@ -132,18 +132,18 @@ class Supervisor:
                     worker.start_at = time.monotonic() + pause
                     how = f"with exit code {status}" if status >= 0 else f"by signal {signal.Signals(-status).name}"
                     who = f"worker {worker.number} (process {worker.process.pid})"
-                    _log.error("%s ended %s; it is restarted%s", who, how, f" in {pause:g} s" if pause else "")
+                    _log.error("%s ended %s; restarting it%s", who, how, f" in {pause:g} s" if pause else "")
                     self._on_end(worker.process.pid)
                     worker.process = None
             time.sleep(_TICK_SECONDS)
 
     def _end(self, *, drain: bool) -> None:
-        """End the workers with SIGTERM, and kill those that take too long.
+        """End the workers with SIGTERM, and kill workers that take too long.
 
-        Without `drain` they get no time for calls in flight, and another signal kills them at once.
+        Without `drain` they get no time for calls in flight, and a further signal kills them at once.
         """
         for worker in self._workers:
-            # Close this process's copy, so that a socket closes when its worker ends.
+            # Close this process's copy, so that the socket closes when its worker exits.
             worker.listener.close()
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + _KILL_SECONDS + (self._drain_seconds if drain else 0.0)
@@ -157,7 +157,7 @@ class Supervisor:
                 seen += len(newer)
                 self._send(signal.SIGINT)
         for process in self._living():
-            _log.error("%s does not end; it is killed", process.name)
+            _log.error("%s does not exit; killing it", process.name)
         self._send(signal.SIGKILL)
         for worker in self._workers:
             if worker.process is not None:
@@ -188,7 +188,7 @@ class Supervisor:
 
 
 def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _: list[_Descriptor]) -> None:
-    """Run one worker in its own process until SIGTERM or until the supervisor process ends."""
+    """Run a worker in its own process until SIGTERM or until the supervisor process exits."""
     os.setpgrp()
     supervisor = parent_process()
     assert supervisor is not None
@@ -202,11 +202,11 @@ def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _:
 
 
 def bind_all(host: str, port: int, count: int, *, has_keys: bool) -> tuple[str, list[socket.socket]]:
-    """Return the base URL, and `count` sockets on the same port. `port` 0 takes a free port.
+    """Return the base URL, and `count` sockets on the same port. `port` 0 selects a free port.
 
-    Raises like `serve`, and `OSError` if anything else uses the port.
+    Raises like `serve`, and `OSError` if the port is in use.
     """
-    # Shared sockets could also share the port with another gateway. An unshared socket on it fails in that case.
+    # Shared sockets could also share the port with another gateway. Binding an unshared socket fails in that case.
     with bind(host, port, has_keys) as alone:
         alone.listen(1)
         port = alone.getsockname()[1]

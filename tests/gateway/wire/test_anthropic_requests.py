@@ -250,7 +250,7 @@ def test_deep_objects_are_refused() -> None:
         {"chat_template_kwargs": deep},
         {"messages": [USER, {"role": "assistant", "content": [{**USE, "input": deep}]}, USER]},
     ):
-        with pytest.raises(InvalidRequest, match="nests deeper"):
+        with pytest.raises(InvalidRequest, match="nested too deeply"):
             decode(**fields)
 
 

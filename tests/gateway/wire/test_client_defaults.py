@@ -87,7 +87,7 @@ def test_a_harness_s_own_session_header_is_a_hint_beside_a_session_key(served: S
 
 def test_path_against_session_key_is_a_conflict(served: Served) -> None:
     client = served.openai("/sessions/other/v1", served.session_key("k"))
-    with pytest.raises(openai.BadRequestError, match="different sessions"):
+    with pytest.raises(openai.BadRequestError, match="different session ids"):
         client.chat.completions.create(model="m", messages=[USER])
 
 

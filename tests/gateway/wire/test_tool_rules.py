@@ -151,7 +151,7 @@ def test_tools_that_are_neither_forced_nor_strict_are_not_constrained(served: Se
 def test_an_engine_that_takes_no_tags_refuses_with_what_to_do_instead(served: Served) -> None:
     served.engine.info = replace(served.engine.info, sampling=ScriptedEngine.EVERYTHING - {"structural_tag"})
     for ask in (lambda: chat(served, tool_choice="required"), *strict_calls(served)):
-        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="say in a message"):
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="in a message"):
             ask()
     assert served.engine.asked == []
 
