@@ -297,7 +297,7 @@ CASES = (
         "qwen3",
         "added token",
         unknown("<tool_call>", "</tool_call>"),
-        says="'<tool_call>' and 1 more are added tokens of A and not of B",
+        says="'<tool_call>' and 1 more are added tokens in A but not in B",
     ),
     Case(
         11,
