@@ -141,7 +141,7 @@ def test_a_trajectory_is_read_from_a_line(tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ("3", "expected an object or a list"),
-        ('{"text": "a"}', "no column of ids: looked for token_ids"),
+        ('{"text": "a"}', "no column of ids: expected one of token_ids"),
         ('{"ids": ["a"]}', "expected a list of token ids"),
         ('{"ids": [1.5]}', "expected a list of token ids"),
         ('{"ids": [-1]}', "expected a list of token ids"),

@@ -60,7 +60,7 @@ def test_scores_are_of_the_adapter_that_sampled_and_other_turns_are_named(
     assert done.exit_code == 0, done.output
     whose = {name: f"adapter {name!r}" for name in "ab"} | {None: "the model without an adapter"}
     for name, other in whose.items():
-        said = f"not scored: 2 turns: sampled with {other}, and scores are of {whose[adapter]}"
+        said = f"not scored: 2 turns: sampled with {other}, but scored with {whose[adapter]}"
         assert (said in done.stdout) == (name != adapter)
     added = {} if adapter is None else write_adapter(tmp_path / "again", "ab".index(adapter))
     forward = forward_with(added)
@@ -87,12 +87,12 @@ def test_logprobs_are_checked_with_the_adapter_that_sampled(run: Run, runs: Path
         bare = run("check-logprobs", location, "--model", MODEL, *EXACT)
         assert bare.exit_code == 0, bare.output
         for name in "ab":
-            said = f"tokens: sampled with adapter {name!r}, and scores are of the model without an adapter"
+            said = f"tokens: sampled with adapter {name!r}, but scored with the model without an adapter"
             assert said in bare.stdout
         own = run("check-logprobs", location, "--model", MODEL, "--adapter", f"a={runs / 'a'}", *EXACT)
         assert own.exit_code == 0, own.output
         assert "sampled with adapter 'a'" not in own.stdout
-        assert "sampled with the model without an adapter, and scores are of adapter 'a'" in own.stdout
+        assert "sampled with the model without an adapter, but scored with adapter 'a'" in own.stdout
         swapped = run("check-logprobs", location, "--model", MODEL, "--adapter", f"a={runs / 'b'}", *EXACT)
         assert (swapped.exit_code, "cause: weights" in swapped.stdout) == (1, True), swapped.output
 
@@ -104,4 +104,4 @@ def test_an_adapter_needs_a_name_a_folder_and_a_model(run: Run, runs: Path, copi
     url = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:1")
     refused = run("score", copied, *url, "--adapter", f"a={runs / 'a'}")
     assert refused.exit_code != 0
-    assert "a server scores without LoRA adapters" in " ".join(refused.stderr.split())
+    assert "a server can't score with a LoRA adapter" in " ".join(refused.stderr.split())

@@ -450,7 +450,7 @@ def test_a_server_with_other_ids_is_refused_without_a_way_around(
     assert done.exit_code == 1
     assert "the server has different token ids than the folder: " in done.stderr
     assert "seems to serve" not in done.stderr
-    assert done.stderr.count("The server serves another model than the folder's") == 1
+    assert done.stderr.count("The server serves a different model than the folder's") == 1
     assert "tokenizer files differs from the folder's (compare their sha256)" in " ".join(done.stderr.split())
     assert re.search(r"\(tokens in all: \d+ here, \d+ at the server\)", done.stderr)
     assert f"It serves m, {cached}; the folder is {cached}. Give the gateway the folder" in done.stderr
@@ -480,7 +480,7 @@ def test_another_template_of_the_server_is_logged_and_not_refused(
 
     with running(server.app) as url:
         asyncio.run(open_and_close(url))
-        said = f"{url}: the server's chat template gives other ids for a question: "
+        said = f"{url}: the server's chat template gives different ids for a question: "
         assert any(line.startswith(said) and "--chat-template" in line for line in caplog.messages) is other
 
 

@@ -27,13 +27,13 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 
 _NEAR = 3.0
-"""Prefixes share a batch with the best one if they are less probable by at most this, in nats."""
+"""Prefixes that are at most this many nats less probable than the best one share its batch."""
 _BATCH = 16
 _DONE = 1e-6
 
 
 class TokenModel(Protocol):
-    """A model after a fixed context."""
+    """A language model with a fixed context, which comes before all ids passed to it."""
 
     def next_logprobs(self, prefixes: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
         """Return the natural-log probability of every id after the context and each prefix, [prefixes, ids]."""
@@ -46,10 +46,10 @@ class TokenModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A lower and an upper bound of a log-probability."""
+    """A lower and an upper bound on a log-probability."""
 
     lower: float
-    """Natural log of the summed probability of the spellings found; minus infinity if there is none."""
+    """Natural log of the summed probability of the spellings found; minus infinity if none was found."""
     upper: float
     exact: bool
     """True if every spelling was found; then the bounds are equal."""
@@ -64,13 +64,13 @@ class Price:
     sampled: float
     """The log-probability of the sampled ids."""
     canonical: float | None
-    """The log-probability of the ids of the encoded text; None if there are none: not UTF-8, or encoding changes it."""
+    """The log-probability of the encoded text's ids; None if the bytes are not UTF-8 or encoding changes them."""
     text: Bounds
-    """Bounds of the log-probability of the bytes, summed over all spellings."""
+    """Bounds on the log-probability of the bytes, summed over all spellings."""
 
     @property
     def drift(self) -> float | None:
-        """`canonical - sampled` in nats, the error of a trainer that encodes again. 0 without drift."""
+        """`canonical - sampled` in nats, the error of a trainer that encodes the text again. 0 without drift."""
         return None if self.canonical is None else self.canonical - self.sampled
 
 
@@ -109,7 +109,7 @@ class Spellings:
 
 
 def canonical_only(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Return a filter for `bytes_logprob`: ids that encoding their text returns, a partial last character aside."""
+    """Return a filter that accepts ids that encoding their text returns, ignoring a partial last character."""
 
     def canonical(ids: Sequence[int]) -> bool:
         pieces = [tokenizer.token_bytes(token_id) for token_id in ids]
@@ -138,7 +138,7 @@ def bytes_logprob(
         text: the bytes.
         spellings: the index of the model's tokenizer.
         stop_ids: if given, the completion is `text` followed by one of these ids; else it begins with `text`.
-        allowed: a filter of sequences of ids, such as `canonical_only`.
+        allowed: a filter for sequences of ids, such as `canonical_only`.
         max_evaluations: the largest number of contexts to compute, one forward pass each.
         tolerance: the search ends when the bounds are this close, in nats.
 
@@ -194,12 +194,12 @@ def price(
     If `sampled` ends with one of `stop_ids`, all three include the stop token. Otherwise the log-probability of the
     bytes covers all completions that begin with them, so it is above that of the sampled ids.
 
-    Raises `InvalidRequest` if there is no text, or if a control token, which has no bytes, is among the ids.
+    Raises `InvalidRequest` if the ids spell no text or contain a control token, which has no bytes.
     """
     body = list(sampled)
     end = [body.pop()] if body and body[-1] in frozenset(stop_ids) else []
     if any(tokenizer.control_by_id(token_id) is not None for token_id in body):
-        raise InvalidRequest("the ids contain a control token: price the texts before and after it one by one")
+        raise InvalidRequest("the ids contain a control token: price the texts before and after it separately")
     spelled = b"".join(map(tokenizer.token_bytes, body))
     bounds = bytes_logprob(model, spelled, spellings, stop_ids=end, max_evaluations=max_evaluations, tolerance=_DONE)
     try:
@@ -212,7 +212,7 @@ def price(
 
 
 class TransformersModel:
-    """A causal language model of transformers after one context, which is computed once.
+    """A `transformers` causal language model with a fixed context, which is computed once.
 
     >>> model = TransformersModel.load("path/to/model", context_ids)            # doctest: +SKIP
     >>> bytes_logprob(model, b"hello", Spellings.of(tokenizer))                 # doctest: +SKIP

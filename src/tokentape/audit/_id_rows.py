@@ -1,7 +1,7 @@
 """Read sequences of ids from a record, a file of trajectories, or other Parquet and JSON files.
 
-Spans mark the sampled tokens. Tokentape's formats have turns; in other files they come from a mask, from a completion
-column beside a prompt column, or cover the whole row. One row is in memory at a time, or a small batch of Parquet.
+Spans mark the sampled tokens. They come from turns in Tokentape's formats, from a mask or a completion column in other
+files, or cover the whole row. One row is in memory at a time, or a small batch of Parquet.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _Row: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a file in another format. A column that is None is looked for by its usual names."""
+    """Column names of a file that Tokentape did not write. A column that is None is found by its usual names."""
 
     ids: str | None = None
     mask: str | None = None
-    """1 where a token was sampled. With a prompt column, the mask may cover `ids` alone."""
+    """1 where a token was sampled. With a prompt column, the mask may cover only `ids`."""
     prompt: str | None = None
     """The column of prompt ids, which come before `ids` and were not sampled."""
     name: str | None = None
@@ -62,7 +62,7 @@ class IdRow:
     """One sequence of ids."""
 
     name: str
-    """The name of the row: `SESSION:LEAF`, or the value of a column, or its number from 1."""
+    """`SESSION:LEAF` (the branch's last turn), the value of the name column, or the row's number from 1."""
     ids: TokenIds
     spans: tuple[Span, ...]
     """The ranges of sampled tokens, in order. Each sampled token is in one row only."""
@@ -72,15 +72,15 @@ class IdRow:
     mask: npt.NDArray[np.bool_] | None = None
     """True for tokens that carry loss; None if the source has no mask. Shape [tokens]."""
     logprobs: Logprobs | None = None
-    """NaN for tokens without a logprob; None if the source has none, or a wrong number of them. Shape [tokens]."""
+    """NaN for tokens without a logprob; None if the source has not one value per token. Shape [tokens]."""
     session: str = ""
-    """The row's session, else its name. Rows of the same session are not statistically independent."""
+    """The row's session, or its name if it has no session. Rows of one session are not statistically independent."""
 
 
 def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[IdRow]:
     """Yield the sequences of a record, or of a file named `.parquet`, `.jsonl` or `.json`.
 
-    Raises `InvalidRequest` for a file of another type, without a column of ids, or with damaged rows, and for a record
+    Raises `InvalidRequest` for a file of any other type, without a column of ids, or with invalid rows; for a record,
     the errors of `open_record`.
     """
     if is_record(location):
@@ -107,7 +107,7 @@ def store_rows(store: Store) -> Iterator[IdRow]:
 
 
 def session_rows(stored: StoredSession) -> Iterator[IdRow]:
-    """Yield a row for each branch of a session. A turn that branches share is in the spans of the first only."""
+    """Yield a row for each branch of a session. A turn that several branches share is only in the first one's spans."""
     return trajectory_rows(stored.trajectories(), {turn.seq: turn.sampling.get("temperature") for turn in stored.turns})
 
 
@@ -131,7 +131,7 @@ def trajectory_rows(
 
 
 def _turn_label(n: int) -> str:
-    """Return the range of turn numbers, from 1, that turn `n`, from 0, is counted in: 1, 2, 3-4, 5-8 and so on."""
+    """Return the bucket of turn `n`, counted from 0. Buckets count turns from 1: 1, 2, 3-4, 5-8 and so on."""
     for last in (1, 2, 4, 8, 16, 32, 64):
         if n < last:
             first = last // 2 + 1
@@ -190,7 +190,7 @@ def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
     explicit = (columns.ids, columns.mask, columns.prompt, columns.name, *columns.by)
     absent = [name for name in explicit if name is not None and name not in names]
     if absent:
-        raise InvalidRequest(f"{where}: no column {', '.join(absent)}; there are {', '.join(names)}")
+        raise InvalidRequest(f"{where}: no column {', '.join(absent)}; choose from {', '.join(names)}")
 
     def first(requested: str | None, usual: Sequence[str]) -> str | None:
         return requested or next((name for name in usual if name in names), None)
@@ -199,8 +199,8 @@ def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
     ids = first(columns.ids, ("completion_ids",) if paired else IDS_COLUMNS)
     if ids is None:
         raise InvalidRequest(
-            f"{where}: no column of ids: looked for {', '.join(IDS_COLUMNS)}, found {', '.join(names)}; name it with "
-            "--ids-column"
+            f"{where}: no column of ids: expected one of {', '.join(IDS_COLUMNS)}, found {', '.join(names)}; pass its "
+            "name as --ids-column"
         )
     prompt = columns.prompt or ("prompt_ids" if paired and ids == "completion_ids" else None)
     return Columns(ids, first(columns.mask, MASK_COLUMNS), prompt, first(columns.name, NAME_COLUMNS), columns.by)
@@ -215,7 +215,7 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
     if mask is not None and len(mask) == len(own):
         mask = np.concatenate([np.zeros(len(prompt), np.bool_), mask])
     if mask is not None and len(mask) != len(ids):
-        raise InvalidRequest(f"{where}: {len(mask)} values of {columns.mask} for {len(own)} ids")
+        raise InvalidRequest(f"{where}: {len(mask)} values of {columns.mask} for {len(own)} ids; expected one per id")
     sampled = np.arange(len(ids)) >= len(prompt) if mask is None else mask
     codes = np.where(sampled, Provenance.SAMPLED, Provenance.TEMPLATE).astype(np.uint8)
     labels = {name: str(value.get(name)) for name in columns.by}
@@ -233,7 +233,7 @@ def _foreign_row(value: _Row, columns: Columns, number: int, where: str) -> IdRo
 
 
 def _logprobs(values: Any, tokens: int, prompt: int) -> Logprobs | None:
-    """Return logprobs for a prompt and `tokens` ids, NaN if missing. Return None if `values` don't fit their number."""
+    """Return logprobs for a prompt and `tokens` ids, NaN if missing. Return None if there is not one value per id."""
     try:
         logprobs = np.asarray(values, np.float32)  # null in JSON is NaN here
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Compare recorded log-probabilities with an engine's scores of the same ids, and find the cause of differences.
 
-If one temperature, or one truncation, turns the scores into the recorded logprobs, that is the cause. With other
-weights, logprobs differ from the first sampled token on. If they agree at first, the weights saw other ids from there.
+If one temperature, or one truncation, turns the scores into the recorded logprobs, that is the cause. With different
+weights, logprobs differ from the first sampled token on. If they differ only from a later token on, the ids differed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokentape.engines._scoring import Scores
 from tokentape.types import Logprobs, Trajectory
 
 TOP = 4096
-"""The number of alternatives per position to ask for; servers return fewer."""
+"""The number of alternatives per position to request; servers return fewer."""
 
 LOOK_TOP = 512
 """The number of alternatives when a sequence is scored again. Fewer than `TOP`, because hundreds of rules are tried."""
@@ -29,7 +29,7 @@ _LOOKED_AT = 4
 """The number of sequences of each group to score again, with alternatives."""
 _TOKENS = 256
 _SEQUENCES = 256
-"""The number of sequences per group to keep all logprobs of."""
+"""The number of sequences per group of which all logprobs are kept."""
 
 _CERTAIN = 0.01
 """A token with a logprob above minus this is certain: neither temperature nor weights change its logprob much."""
@@ -51,9 +51,9 @@ class Precision:
     """The differences that rounding in a precision may cause between two correct computations."""
 
     delta: float
-    """The difference of one token, in nats."""
+    """The usual limit for one token, in nats."""
     share: float
-    """The share of tokens with a larger difference."""
+    """The share of tokens that may exceed `delta`."""
     mean: float
     """The mean absolute difference, in nats."""
 
@@ -62,12 +62,12 @@ PRECISIONS = {
     "float32": Precision(delta=1e-3, share=0.0, mean=1e-4),
     "bfloat16": Precision(delta=0.3, share=0.03, mean=0.06),
 }
-"""Limits by the lower precision of both sides. docs/how-to/score.md has the measurements."""
+"""Limits by precision, the lower one if two sides differ. docs/how-to/score.md has the measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The causes of differences beyond rounding, for turns of one version of the weights and one distribution."""
+    """The causes of differences beyond rounding, for turns with the same weight version and distribution."""
 
     causes: tuple[Cause, ...]
     """Several if all of them apply, or if it is unknown which of them does."""
@@ -101,7 +101,7 @@ class _Tokens:
 
 @dataclass
 class _Group:
-    """Tokens with the same distribution and the same version of the weights."""
+    """Tokens with the same distribution and weight version."""
 
     declared: Rule
     sampled: set[Rule] = field(default_factory=set)
@@ -130,7 +130,7 @@ class Mismatch:
     def __init__(self, precision: str, vocab_size: int, adapter: str | None = None) -> None:
         self._limits = PRECISIONS[precision]
         self.adapter = adapter
-        """The LoRA adapter that the scores are of; None for the model itself."""
+        """The LoRA adapter that computed the scores; None for the model itself."""
         self._vocab = vocab_size
         self._groups: dict[tuple[str, Rule], _Group] = {}
         self.not_comparable: Counter[str] = Counter()
@@ -152,7 +152,7 @@ class Mismatch:
         scores: Scores,
         sampling: Sampling | None = None,
     ) -> Logprobs:
-        """Compare the tokens in `mask` with `scores` from `start` on. Return what was expected."""
+        """Compare the tokens in `mask` with `scores` from `start` on. Return the expected logprobs."""
         expected = np.full(len(trajectory.token_ids), np.nan, np.float32)
         for n, rule in enumerate(self.rules(trajectory, sampling)):
             first, last = int(trajectory.completion_starts[n]), int(trajectory.completion_ends[n])
@@ -167,7 +167,7 @@ class Mismatch:
             value, error = under(scores.logprobs[positions - start], top, rule, self._vocab)
             reliable = error <= self._limits.delta / 10
             if not reliable.all():
-                why = f"{rule}: this engine returns too few alternatives to normalize by"
+                why = f"{rule}: this engine returns too few alternatives to normalize with"
                 self.not_comparable[why] += int((~reliable).sum())
             positions, value = positions[reliable], value[reliable]
             expected[positions] = value
@@ -232,10 +232,10 @@ class Mismatch:
             # Every rule gives nearly the same logprob to a token that is nearly certain.
             if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
                 few = f"this engine returns too few alternatives to try {tried}"
-                return ("temperature", "truncation", "weights"), f"{few}; score with transformers to tell them apart"
+                return ("temperature", "truncation", "weights"), f"{few}; use transformers to tell the causes apart"
         others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
         if others and not any(others) and group.apart > group.tokens / 4:
-            return ("weights",), "the logprobs of other versions of the weights agree"
+            return ("weights",), "the logprobs of the other weight versions agree"
         if self._limits.share == 0 and _like_rounding(group.sequences, self._limits):
             small = "sequences differ from their first tokens on, by no more than rounding in bfloat16 explains"
             return ("kernels", "weights"), small
@@ -293,7 +293,7 @@ class _Explaining:
         return Rule(cut[0], top_p=np.nan) if cut else None
 
     def _never_lower(self, rule: Rule) -> bool:
-        """Return True if no recorded logprob is below that under a rule: any truncation raises what it keeps."""
+        """Return True if no recorded logprob is lower than under `rule`: any truncation raises what it keeps."""
         value, error = self._under(rule)
         above = (self._tokens.recorded - value)[(error <= self._limits.delta) & (value < -_CERTAIN)]
         if len(above) < 30 or (above > self._limits.delta).mean() < 0.25:
@@ -303,7 +303,7 @@ class _Explaining:
         return bool(within.mean() >= 1 - self._limits.share - 0.02)
 
     def _explained(self, rule: Rule) -> float:
-        """Return the share of tokens that a rule explains, or of agreeing tokens that it keeps, if that is smaller."""
+        """Return the share of differing tokens that a rule explains, or of others that still agree, if smaller."""
         value, error = self._under(rule)
         reliable = np.isfinite(error) & (error < 0.3)
         distance = np.abs(self._tokens.recorded - value)
@@ -334,7 +334,7 @@ class _Explaining:
 
 
 def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision) -> bool:
-    """Return True if sequences differ from their first tokens on, unlike with other ids, and only as in bfloat16."""
+    """Return True if sequences differ from the start, unlike after a change of ids, and only by bfloat16 rounding."""
     coarse = PRECISIONS["bfloat16"]
     apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]
     together = np.concatenate(apart)
@@ -346,7 +346,7 @@ def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision
 def _ids_or_weights(
     sequences: Iterable[tuple[Values, Values]], limits: Precision, versions_known: bool
 ) -> tuple[tuple[Cause, ...], str]:
-    """Return the cause and the reason. With `versions_known`, the record names all sequences' weights."""
+    """Return the cause and the reason. `versions_known`: the record names the weights of all sequences."""
     clean = broken = within = 0
     for recorded, expected in sequences:
         telling = (recorded < -_CERTAIN) | (expected < -_CERTAIN)
@@ -359,11 +359,11 @@ def _ids_or_weights(
         thick = [n for n in np.flatnonzero(apart) if apart[n : n + 4].mean() >= 0.5] if limits.share else []
         within += (int(thick[0]) if thick else int(np.argmax(apart))) >= 3
     if within * 2 >= max(broken, 1):
-        return ("ids",), f"{within} of {broken} sequences agree at first and differ from some token on"
+        return ("ids",), f"{within} of {broken} sequences agree at first and differ from a later token on"
     if clean and versions_known:
         return ("ids",), f"{clean} sequences of the same weights agree, {broken} differ from their first token on"
     if clean:
         where = f"{clean} sequences agree, {broken} differ from their first sampled token on"
         return ("ids", "weights"), f"{where}; the record does not say which weights sampled them"
     first = "all sequences differ from their first sampled token on"
-    return ("weights",), f"{first}; other ids before that token in all of them would look the same"
+    return ("weights",), f"{first}; different ids before that token in all of them would look the same"

@@ -27,7 +27,7 @@ ROWS = "config.json vocab_size"
 """The key of `model_configuration` for the number of embedding rows."""
 MAX_LENGTH = f"{CONFIG} model_max_length"
 _NO_LIMIT = 10**20
-"""transformers reads a larger `model_max_length` as no limit, and writes 10^30 for it."""
+"""transformers treats a larger `model_max_length` as no limit, and writes no limit as 10^30."""
 SAMPLED = (
     "stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_decoder_ids",
 )  # fmt: skip
@@ -44,7 +44,7 @@ def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tupl
 
 
 def model_configuration(folder: Path) -> dict[str, Any] | None:
-    """Return ids, stop strings and rows in `CONFIG_FILES` or `text_config`, by file and key; None without files."""
+    """Return ids, stop strings and rows in `CONFIG_FILES` and `text_config`, by file and key; None without files."""
     present = [name for name in CONFIG_FILES if (folder / name).is_file()]
     configuration: dict[str, Any] = {}
     for name in present:
@@ -71,7 +71,7 @@ def _ids(value: Any) -> list[Any]:
 
 
 def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return settings, by file, with which transformers may change the tokenizer of `spec`, and no repetitions."""
+    """Return settings, by file, that may change how transformers loads `spec`, without those that repeat `spec`."""
     config = read_json(folder / CONFIG)
     by_file = {CONFIG: config}
     if "added_tokens_decoder" not in config:
@@ -124,13 +124,13 @@ def require_known_files(settings: Settings) -> None:
     """Raise `ValueError` if settings belong to an unknown file, or if a template's name is a path."""
     expected = (*_FILES, TEMPLATES)
     if unknown := [file for file in settings if file not in expected]:
-        raise ValueError(f"it has settings of {', '.join(unknown)}, expected only {', '.join(expected)}")
+        raise ValueError(f"unknown settings files: {', '.join(unknown)}; expected only {', '.join(expected)}")
     if paths := [name for name in settings.get(TEMPLATES, ()) if "/" in name or "\\" in name]:
-        raise ValueError(f"it names templates {', '.join(paths)}, expected names without / and \\")
+        raise ValueError(f"invalid template names: {', '.join(paths)}; expected names without / and \\")
 
 
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
-    """Describe the settings that differ. `words` is the format of one: name, value in `ours`, value in `theirs`."""
+    """Describe the settings that differ. `words` formats a name and its values in `ours` and `theirs`."""
     flat = ({f"{file} {key}": v for file, keys in side.items() for key, v in keys.items()} for side in (ours, theirs))
     differences = [words.format(name, *map(_brief, pair)) for name, pair in unlike(*flat).items()]
     more = len(differences) - _SHOWN
@@ -146,7 +146,7 @@ def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder
     """Write files to `folder` from which `AutoTokenizer` loads what it would load from `like` with these settings."""
     config = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
     for file, keys in {**settings, **config}.items():
-        if file in _FILES:  # a lock from elsewhere may name any path: write only known files
+        if file in _FILES:  # an untrusted lock may name any path, so write only known files
             (folder / file).write_text(json.dumps(keys), encoding="utf-8")
     for name in ("tokenizer.json", "config.json"):
         if (like / name).is_file():

@@ -1,7 +1,7 @@
 """Count tokens per byte and per character of a corpus, by language and script, for several tokenizers.
 
-The *premium* of a language is its number of tokens divided by that of a baseline language, on translations line by line
-(Petrov et al. 2023, arXiv 2305.15425). It tells how much more context, time and money the language takes.
+The *premium* of a language is its number of tokens divided by that of a baseline language, on line-by-line translations
+(Petrov et al. 2023, arXiv 2305.15425). It shows how much more context, time and money the language takes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PremiumRow:
-    """The tokens of one tokenizer for one language, or for one script."""
+    """One tokenizer's counts for one language or script."""
 
     tokenizer: str
     name: str
@@ -49,7 +49,7 @@ class PremiumRow:
     characters: int
     bytes: int
     tokens: float
-    """Not whole for scripts: a token with letters of two scripts is split between them by bytes."""
+    """Fractional for scripts, because a token with letters of two scripts is split between them by bytes."""
     tokens_per_character: float
     tokens_per_byte: float
     premium: float | None = None
@@ -58,7 +58,7 @@ class PremiumRow:
 
 @dataclass(frozen=True, slots=True)
 class Premium:
-    """Rows by language and by script. Tokenizers keep their order; the most tokens per character come first."""
+    """Rows by language and by script. Tokenizers keep their order; each begins with its most tokens per character."""
 
     languages: tuple[PremiumRow, ...]
     scripts: tuple[PremiumRow, ...]
@@ -72,8 +72,8 @@ _Counts = dict[tuple[str, str], "np.ndarray[Any, Any]"]
 def read_corpus(paths: Iterable[str | Path], most_lines: int | None = None) -> Iterator[Line]:
     """Yield the lines of text files, named by their language (`de.txt`), and of JSON lines files.
 
-    A JSON line has `text`, and may have `language` or `lang`; the default is the file's name. Of a folder, all files
-    are read. Empty lines are skipped. At most `most_lines` lines of each file are read.
+    A JSON line is an object with `text`, and optionally `language` or `lang` (default: the file's name). A path to a
+    folder reads all its files. Empty lines are skipped. At most `most_lines` lines of each file are read.
 
     Raises `InvalidRequest` for a JSON line without `text`, and for a file that is not UTF-8.
     """
@@ -92,11 +92,11 @@ def measure_premium(
 ) -> Premium:
     """Count tokens of a corpus, by language and by script, for each tokenizer.
 
-    The premium is relative to the language `baseline`. All languages need the same number of lines, because line n of
-    one must be the translation of line n of another.
+    The premium is relative to the language `baseline`. It needs the same number of lines in all languages, because
+    line n of each language must translate line n of the baseline.
 
-    Raises `NothingToMeasure` if the corpus is empty, `InvalidRequest` if there is no such baseline, or if lines don't
-    match.
+    Raises `NothingToMeasure` if the corpus is empty, `InvalidRequest` if it lacks the baseline or a language has a
+    different number of lines.
     """
     languages: _Counts = defaultdict(lambda: np.zeros(4))
     scripts: _Counts = defaultdict(lambda: np.zeros(4))
@@ -110,7 +110,7 @@ def measure_premium(
                 for script, tokens in _shares(text, ids, list(sizes), tokenizer).items():
                     scripts[name, script] += (1, *sizes[script], tokens)
     if not languages:
-        raise NothingToMeasure("the corpus has no text")
+        raise NothingToMeasure("the corpus has no text: every line is empty")
     base = {} if baseline is None else _baseline(languages, baseline)
     return Premium(tuple(_rows(languages, base)), tuple(_rows(scripts, {})), baseline)
 
@@ -130,7 +130,7 @@ def premium_layout(premium: Premium) -> Report:
         blocks += [Heading(name), *tables]
     plots = [(f"By {what}", rows, "tokens per character", "tokens_per_character") for what, rows in kinds.items()]
     if premium.baseline is not None:
-        over = f"tokens over those of {premium.baseline}"
+        over = f"tokens relative to {premium.baseline}"
         plots.append((f"Premium over {premium.baseline}", premium.languages, over, "premium"))
     for title, rows, unit, field in plots:
         bars = [
@@ -163,7 +163,7 @@ def _line(path: Path, text: str) -> Line:
         valid = [value.encode("utf-8", "replace").decode() for value in (language, fields["text"])]
         return Line(*valid)
     except (ValueError, TypeError, LookupError, AttributeError):
-        raise InvalidRequest(f'{path} has a line that is not {{"text": …}}') from None
+        raise InvalidRequest(f'{path}: expected an object like {{"text": "…"}} on every line') from None
 
 
 @cache
@@ -186,7 +186,7 @@ def script_of(char: str) -> str:
 
 
 def scripts_of(text: str) -> list[str]:
-    """Return a script per character. Characters without one get that of the letter before, or else of the next."""
+    """Return each character's script. Characters without a script get that of the letter before, else after them."""
     scripts = [script_of(char) for char in text]
     last = next((script for script in scripts if script != COMMON), COMMON)
     for index, script in enumerate(scripts):
@@ -224,11 +224,11 @@ def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: To
 def _baseline(languages: _Counts, baseline: str) -> dict[str, float]:
     lines = {language: int(counts[0]) for (_, language), counts in sorted(languages.items(), key=itemgetter(0))}
     if baseline not in lines:
-        raise InvalidRequest(f"there is no language {baseline!r} in the corpus; there are {', '.join(sorted(lines))}")
+        raise InvalidRequest(f"the corpus has no language {baseline!r}; choose from {', '.join(sorted(lines))}")
     for language, many in lines.items():
         if many != lines[baseline]:
             counts = f"{baseline} has {lines[baseline]} lines, {language} has {many}"
-            raise InvalidRequest(f"a premium needs translations, line by line: {counts}")
+            raise InvalidRequest(f"{counts}; for a premium, line n of each must translate line n of {baseline}")
     return {name: counts[3] for (name, language), counts in languages.items() if language == baseline}
 
 

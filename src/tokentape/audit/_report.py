@@ -77,7 +77,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Sequences of token ids below each other, by name. The positions `differs` (start, end) are marked."""
+    """Named sequences of token ids, one below the other. The positions `differs` (start, end) are highlighted."""
 
     rows: Mapping[str, Sequence[int]]
     differs: tuple[int, int] = (0, 0)
@@ -104,7 +104,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars from zero, none of them below. The axis ends at `highest`, or fits the values."""
+    """Horizontal bars from zero, without negative values. The axis ends at `highest`, or fits the values."""
 
     bars: Sequence[Bar]
     unit: str
@@ -114,7 +114,7 @@ class Bars:
     def __post_init__(self) -> None:
         tops = [max(bar.value, bar.high or 0.0) for bar in self.bars]
         if not all(map(math.isfinite, tops)) or any(bar.value < 0 for bar in self.bars):
-            raise InvalidRequest("bars need finite values that are not below zero")
+            raise InvalidRequest("bar values must be finite and at least 0")
         highest = self.highest if self.highest is not None else max(tops, default=0.0)
         object.__setattr__(self, "ticks", round_numbers(highest or 1.0))
 
@@ -136,7 +136,7 @@ def round_numbers(highest: float) -> list[float]:
 
 
 def escape_invisible(text: str) -> str:
-    r"""Return text with invisible characters as escapes (`\x1b`), except new lines, tabs and joiners of scripts."""
+    r"""Return text with invisible characters as escapes (`\x1b`), except new lines, tabs and zero-width joiners."""
     hidden = (char not in _KEPT and unicodedata.category(char) in _INVISIBLE for char in text)
     pairs = zip(text, hidden, strict=True)
     return "".join(char.encode("unicode_escape").decode() if is_hidden else char for char, is_hidden in pairs)
@@ -319,7 +319,7 @@ def ci_report(
     cases: Iterable[CiCase],
     fail_on: Literal["error", "warning"] = "error",
 ) -> str:
-    """Return cases about `uri` as `kind`: junit (the level `fail_on` fails), sarif (with all `rules`) or github."""
+    """Return cases about the file `uri` as junit (`fail_on`: lowest failing level), sarif (with `rules`) or github."""
     match kind:
         case "junit":
             return _junit(tool, cases, fail_on)
@@ -329,7 +329,7 @@ def ci_report(
 
 
 def _junit(tool: str, cases: Iterable[CiCase], fail_on: str) -> str:
-    """Return JUnit XML with a test case per case, which is failed, skipped or passed, with the case's findings."""
+    """Return JUnit XML with a failed, skipped or passed test case for each case, with its findings."""
     suite = ElementTree.Element("testsuite", name=tool)
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for case in cases:

@@ -1,7 +1,7 @@
-"""Compute log-probabilities under temperature, top-k, top-p and min-p, with bounds of their error.
+"""Compute log-probabilities under temperature, top-k, top-p and min-p, with bounds on their error.
 
-Engines score with the model's own distribution and return only the likeliest alternatives of each position. The error
-from missing alternatives is bounded, so that only logprobs that are known well enough are compared.
+Engines score with the model's own distribution and return only the likeliest alternatives at each position. The error
+from missing alternatives is bounded, so that only logprobs that are known precisely enough are compared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tokentape.types import TokenDistribution, Trajectory
 Values: TypeAlias = npt.NDArray[np.float64]
 
 _ROUNDING = 2e-6
-"""The largest error of the sum of the probabilities that an engine returns."""
+"""The largest rounding error in the sum of the probabilities that an engine returns."""
 
 _EDGE = 1e-5
-"""The distance from a limit within which a probability may be on either side of it."""
+"""A probability this close to a cutoff, relative to it, may be on either side of the cutoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ RAW = Rule()
 
 
 def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -> tuple[Values, Values]:
-    """Return log-probabilities under a rule, and the largest error of each, infinite if it is unknown.
+    """Return each token's log-probability under a rule, and its largest possible error (infinite if unknown).
 
     `own` has the tokens' log-probabilities under the model's own distribution, shape [tokens], `top` the largest
-    log-probabilities of each position, best first, shape [tokens, alternatives]. A token that the rule excludes gets
+    log-probabilities at each position, best first, shape [tokens, alternatives]. A token that the rule excludes gets
     minus infinity.
     """
     own, top = np.asarray(own, np.float64), np.asarray(top, np.float64)
@@ -66,7 +66,7 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
     if missing > 0:
         rest = 1 - np.exp(top).sum(1)
         # Bound the sum over missing tokens, none of which is likelier than the last returned one, by two extremes: the
-        # remaining probability is on as few tokens as possible, or even on all of them.
+        # remaining probability is on as few tokens as possible, or spread evenly over all of them.
         sizes = [np.maximum(rest - _ROUNDING, 0), np.maximum(rest, 0) + _ROUNDING]
         spread = [
             (size * np.exp(top[:, -1] * (power - 1)), size**power * float(missing) ** (1 - power)) for size in sizes
@@ -83,7 +83,7 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
 def _truncated(
     own: Values, scaled: Values, norm: Values, error: Values, rule: Rule, more: bool
 ) -> tuple[Values, Values]:
-    """Return what `under` does after truncation. `norm` may be off by `error`. `more`: `scaled` lacks likely tokens."""
+    """Return `under` for a rule that truncates. `norm` may be off by `error`. `more`: `scaled` lacks tokens."""
     likely = np.exp(scaled - norm[:, None])
     floor = rule.min_p * likely[:, :1]
     included = likely >= floor
@@ -93,7 +93,7 @@ def _truncated(
         included[:, rule.top_k :] = False
     if rule.min_p or rule.top_k:
         total = np.where(included, likely, 0).sum(1, keepdims=True)
-        # If tokens beyond the returned ones would be kept, the total that top-p refers to is unknown.
+        # If the rule may keep tokens that were not returned, the total that top-p refers to is unknown.
         unsure = np.where(included[:, -1:] & more, np.inf, _EDGE)
     if rule.top_p < 1:
         before = np.cumsum(likely, 1) - likely
@@ -109,7 +109,7 @@ def _truncated(
 def recorded_rules(
     trajectory: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None, adapter: str | None = None
 ) -> list[Rule | str]:
-    """Return, per turn, the rule of its logprobs, or why scores by `adapter` can't be compared."""
+    """Return for each turn the rule behind its logprobs, or why scores by `adapter` can't be compared with them."""
     turns = zip(trajectory.turns, trajectory.logprobs_of, trajectory.adapters, strict=True)
     return [other_adapter(own, adapter) or _rule(of, (sampling or {}).get(turn)) for turn, of, own in turns]
 
@@ -119,7 +119,7 @@ def other_adapter(own: str | None, adapter: str | None) -> str | None:
     if own == adapter:
         return None
     sampled, scored = (f"adapter {name!r}" if name else "the model without an adapter" for name in (own, adapter))
-    return f"sampled with {sampled}, and scores are of {scored}"
+    return f"sampled with {sampled}, but scored with {scored}"
 
 
 def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> Rule | str:
@@ -128,11 +128,11 @@ def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> R
     for what, applied in (("penalties", of.penalties), ("a grammar", of.grammar)):
         if applied is not False:
             verb = "are" if applied else "may be"
-            return f"recorded log-probabilities {verb} those after {what}, and scores are from before it"
+            return f"recorded log-probabilities {verb} taken after {what}, but scores are taken before"
     if of.truncation is False:
         return Rule(of.temperature)
     if of.truncation is None or sampling is None:
-        return "recorded log-probabilities are those after truncation, and scores are from before it"
+        return "recorded log-probabilities are taken after truncation, but scores are taken before"
     cuts: Sequence[tuple[str, float]] = (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0))
     min_p, top_k, top_p = (sampling.get(name, default) for name, default in cuts)
     return Rule(of.temperature, float(min_p), int(top_k), float(top_p))

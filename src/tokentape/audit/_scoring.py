@@ -28,7 +28,7 @@ SCORED = TokenDistribution(penalties=False, temperature=1.0, truncation=False, g
 
 @dataclass(frozen=True, slots=True)
 class SessionToScore:
-    """A session to score."""
+    """A session's trajectories, and which of their turns are already scored."""
 
     session_id: str
     trajectories: Sequence[Trajectory]
@@ -77,10 +77,10 @@ async def score_sessions(
 
     A turn that several branches share is scored once. Turns that already have the column are skipped. At most
     `concurrency` sessions are in memory at a time. With `precision`, a key of `PRECISIONS`, recorded logprobs are
-    compared with the scores, which makes sense if the engine has the weights that sampled. Then turns of other LoRA
-    adapters than `adapter`, the one that the engine scores with, are not scored.
+    compared with the scores, which makes sense only if the engine has the weights that sampled them. Then only turns
+    that were sampled with `adapter`, the LoRA adapter that the engine scores with, are scored.
 
-    Raises `EngineError` as `Scorer.score` does. Columns written before stay.
+    Raises `EngineError` as `Scorer.score` does. Columns that were already written stay.
     """
     report = ScoreReport(str(scorer.info), scorer.info.model, column)
     compared = None if precision is None else Mismatch(precision, scorer.info.vocab_size, adapter)
@@ -141,7 +141,7 @@ async def _score(
         for turn, first, last in scorable:
             values = np.zeros(last - first, np.float32)
             values[max(start - first, 0) :] = scores.logprobs[max(first, start) - start : last - start]
-            # A column has finite numbers. Logprobs of sampled tokens do not come near this bound.
+            # Columns accept finite numbers only. Logprobs of sampled tokens do not come near this bound.
             columns.append(TurnColumn(session.session_id, turn, report.column, np.maximum(values, -1e4), time.time()))
             mask[first:last] = True
         report.turns += len(scorable)
@@ -154,7 +154,7 @@ async def _score(
 
 
 def recorded_sessions(store: Store, column: str, *, again: bool = False) -> Iterable[SessionToScore]:
-    """Yield the sessions of a store, one at a time. With `again`, turns that have the column are scored again."""
+    """Yield the sessions of a store, one at a time. With `again`, turns that have the column are scored too."""
     for stored in store.iter_sessions():
         session_id = stored.info.session_id
         done = frozenset() if again else store.turns_with_column(session_id, column)
@@ -174,12 +174,12 @@ async def open_and_score(
     adapter: tuple[str, Path] | None = None,
     **arguments: Any,
 ) -> ScoreReport:
-    """Open an engine and call `score_sessions` with it and with the further `arguments`.
+    """Open an engine, and pass it with the remaining `arguments` to `score_sessions`.
 
     `kind` is `transformers`, with the weights in the folder `model`, or `vllm` or `sglang` at `url`. The recorded ids
-    must be ids of the tokenizer in `model`; a server with another tokenizer is refused. `engine_model` is the name of
-    the model if the server serves several. `adapter` is the name and folder of a LoRA adapter to score with, not by a
-    server. `options` go to `TransformersEngine.open` or `open_engine`.
+    must come from the tokenizer in `model`; a server with a different tokenizer is refused. `engine_model` is the name
+    of the model if the server serves several. `adapter` is the name and folder of a LoRA adapter to score with, only
+    with `transformers`. `options` are passed to `TransformersEngine.open` or `open_engine`.
 
     Raises `InvalidRequest` and `EngineError`, as opening and scoring do.
     """
@@ -189,7 +189,7 @@ async def open_and_score(
 
         scorer = TransformersEngine.open(model, prefix_cache_bytes=0, merged=adapter and adapter[1], **(options or {}))
     elif adapter is not None:
-        raise InvalidRequest("a server scores without LoRA adapters: use kind transformers for them", "adapter")
+        raise InvalidRequest("a server can't score with a LoRA adapter: pass the kind transformers", "adapter")
     elif url is None:
         raise InvalidRequest(f"an engine of kind {kind} is a server: pass its URL", "url")
     else:
@@ -202,7 +202,7 @@ async def open_and_score(
         if url is not None:
             check = await same_tokenizer(kind, scorer.http, scorer.info.model, renderer)
             if check.status == "fail":
-                raise InvalidRequest(f"the engine's ids are not those of the record: {check.found}", "url")
+                raise InvalidRequest(f"the engine's tokenizer is not the one in {model}: {check.found}", "url")
         return await score_sessions(sessions, scorer, write, adapter=adapter and adapter[0], **arguments)
     finally:
         await scorer.close()

@@ -1,11 +1,11 @@
-"""Check that a server serves the model of a folder, by its vocabulary, its likelihood of a text, and its names.
+"""Check that a server serves a model folder's model: compare vocabularies, score a text, and compare names.
 
 `tokentape doctor` prints the results, and a gateway refuses servers that fail. If a server does not offer what a check
 needs, the result is a warning, never ok.
 
 The vocabulary is compared in a few dozen requests: the server encodes all entries as lines of long texts, with a rare
-character after each if the tokenizer looks words up, and decodes the ids that no text has, such as parts of characters.
-Merges in another order are not found if only other texts show them.
+character after each if the tokenizer looks words up, and decodes the ids that no text encodes to, such as parts of
+characters. A different merge order is not found if it affects only texts other than these.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from tokentape.engines._tokenizing import server_chat_ids, server_text, server_t
 from tokentape.types import Message, TokenIds, Tool
 
 MARGIN = 4.0
-"""The least margin, in nats per token, of the scored text over random ids of similar rank. docs/engines.md has the
-measurement, on true and crossed pairs of folder and server with ten tokenizers."""
+"""How much likelier than random ids of similar rank the scored text must be, in nats per token. docs/engines.md has the
+measurement, with ten tokenizers, on matching and mismatched pairs of folder and server."""
 
 SCORED_TOKENS = 64
 
@@ -50,16 +50,16 @@ _SAMPLES = 4
 """The number of sequences of random ids to compare the text with. The mean of their scores is used."""
 
 _OTHER_FOLDER = (
-    "The server serves another model than the folder's, or its copy of the tokenizer files differs from the folder's "
-    "(compare their sha256), or it loads the tokenizer wrongly."
+    "The server serves a different model than the folder's, or its tokenizer files differ from the folder's (compare "
+    "their sha256), or it loads the tokenizer wrongly."
 )
-_OWN_FOLDER = "Give the gateway the folder, or the name on the Hub, of the model that the server serves."
-_OLDER_FOLDER = "The model folder belongs to another model or to an older revision."
+_OWN_FOLDER = "Pass the gateway the folder or the Hub repo id of the model that the server serves."
+_OLDER_FOLDER = "The model folder belongs to a different model or to an older revision."
 _UNTRAINED = (
-    "The server serves another model, or its model is untrained or trained on a narrow task only; --engine-model does "
-    "not override this check."
+    "The server serves a different model, or its model is untrained or trained on a narrow task only; --engine-model "
+    "does not override this check."
 )
-_ANYWAY = "If it is the right model: --unverified-model serves it, and every verdict then says `model unverified`."
+_ANYWAY = "If it is the right model, pass --unverified-model; every verdict then says `model unverified`."
 
 _SCORED: tuple[Message, ...] = (
     {"role": "user", "content": "What is the capital of France, and what can one see there?"},
@@ -93,7 +93,7 @@ class FolderModel:
     """The names and the configuration of a model folder."""
 
     names: frozenset[str]
-    """Its absolute path, and its name on the Hub if known."""
+    """Its absolute path, and its Hub repo id if known."""
     config: Mapping[str, Any]
 
     @classmethod
@@ -135,28 +135,28 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
         answers = await asyncio.gather(*requests)
         more = None if None in answers else await _more_text(kind, http, model, renderer.tokenizer.vocab_size)
     except errors.TokentapeError as error:
-        return CheckResult(name, "warn", f"not compared: asking the server to tokenize failed: {error}")
+        return CheckResult(name, "warn", f"not compared: the server's tokenize endpoint failed: {error}")
     if None in answers:
-        return CheckResult(name, "warn", "not compared: this server has no endpoint that tokenizes")
+        return CheckResult(name, "warn", "not compared: this server has no tokenize endpoint")
     for text, theirs in zip(texts, answers, strict=True):
         ours = renderer.tokenizer.encode_plain(text)
         if theirs is not None and theirs != ours:
             shown = "the text of all control tokens" if text is controls else repr(text)
             return CheckResult(name, "fail", f"{shown} has the ids {around(ours, theirs)}", _OTHER_FOLDER)
     if more:
-        message = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
+        message = f"the server decodes ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
         return CheckResult(name, "fail", message, _OLDER_FOLDER)
-    return CheckResult(name, "ok", f"the server's ids are ours for {len(TEXTS)} texts and all control tokens")
+    return CheckResult(name, "ok", f"the server's ids equal ours for {len(TEXTS)} texts and all control tokens")
 
 
 _COMPARED: WeakKeyDictionary[HttpClient, tuple[str | int, ServedAs, str]] = WeakKeyDictionary()
-"""For the connections to a server: its process, models and our tokenizer, when their vocabularies were the same."""
+"""By connection: the server's process, its models and our tokenizer when the vocabularies were last found equal."""
 
 
 async def _whole_vocabulary(
     kind: str, http: HttpClient, model: str, renderer: Renderer, served: ServedAs
 ) -> CheckResult:
-    """Compare the whole vocabulary with the server's, unless that was done and nothing has changed since."""
+    """Compare the whole vocabulary with the server's, unless it was found equal and nothing has changed since."""
     name, process = "tokenizer", (await process_start(http) if kind == "vllm" else None) or http.generation
     now = process, served, renderer.tokenizer.sha256
     if _COMPARED.get(http) != now:
@@ -168,11 +168,11 @@ async def _whole_vocabulary(
             return CheckResult(name, status, message, _OTHER_FOLDER if status == "fail" else "")
         _COMPARED[http] = now
     size = renderer.tokenizer.vocab_size
-    return CheckResult(name, "ok", f"the server's ids are ours for texts, control tokens and {size} vocabulary entries")
+    return CheckResult(name, "ok", f"the server's ids equal ours for texts, control tokens, {size} vocabulary entries")
 
 
 async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
-    """Return the server's text of the ids after the folder's last id. If there is any, the server has more tokens."""
+    """Return the server's text of ids beyond the folder's last id. Any text shows that the server has more tokens."""
     if kind not in ("vllm", "sglang"):
         return None
     try:
@@ -184,11 +184,11 @@ async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -
 
 
 async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) -> CheckResult:
-    """Check that the served model finds a plain text, rendered by the folder's template, likely.
+    """Check that the served model gives a plain text, rendered with the folder's template, a high probability.
 
     The score is compared with that of random ids of similar rank that repeat in the same places. To a model with
-    another vocabulary both are noise, even if it copies well and prefers frequent ids. Raises `EngineUnavailable` and
-    `EngineTimeout`.
+    a different vocabulary both are noise, even if it copies well and prefers frequent ids. Raises `EngineUnavailable`
+    and `EngineTimeout`.
     """
     name = "text"
     try:
@@ -196,7 +196,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     except errors.TokentapeError as error:
         return CheckResult(name, "warn", f"not scored: {error}")
     if len(ids) >= info.max_context:
-        return CheckResult(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
+        return CheckResult(name, "warn", f"not scored: {len(ids)} tokens exceed the server's {info.max_context}")
     others = [other_ids(ids, renderer.tokenizer.vocab_size, seed) for seed in range(_SAMPLES)]
     try:
         requests = (server_scores(http, info, row, max(1, len(row) - SCORED_TOKENS)) for row in (ids, *others))
@@ -205,7 +205,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
         return CheckResult(name, "warn", f"not scored: {error}")
     means = [float(scores.logprobs.mean()) for scores in scored if scores is not None]
     if len(means) != len(scored):
-        return CheckResult(name, "warn", "not scored: this server returns no logprobs of a prompt")
+        return CheckResult(name, "warn", "not scored: this server returns no prompt logprobs")
     margin = means[0] - float(np.mean(means[1:]))
     message = f"{margin:.1f} nats per token likelier than random ids (at least {MARGIN} expected)"
     if not margin >= MARGIN:
@@ -226,14 +226,14 @@ def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
 def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> CheckResult:
     name, config = "name", folder.config
     says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
-    advice = "Name the server's own model folder; or say with --engine-model NAME that NAME is the folder's model."
+    advice = "Pass the served model's folder, or confirm with --engine-model NAME that NAME is the folder's model."
     facts = (("model_type", served.model_type), ("hidden_size", served.hidden_size))
     for field, value in facts:
         if value is not None and config.get(field, value) != value:
             return CheckResult(name, "fail", f"{says}: its {field} is {value}, the folder's {config[field]}", advice)
     if expected is not None:
         if expected in served.ids:
-            return CheckResult(name, "ok", f"the server serves {expected}, as it has to")
+            return CheckResult(name, "ok", f"the server serves {expected}, as expected")
         return CheckResult(name, "fail", f"{says}, not {expected}", advice)
     if {_short(label) for label in served.names} & {_short(label) for label in folder.names}:
         return CheckResult(name, "ok", says)
@@ -243,11 +243,11 @@ def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None
     room = config.get("max_position_embeddings")
     if isinstance(room, int) and served.max_model_len is not None and served.max_model_len > room:
         return CheckResult(name, "fail", f"{message}; its context of {served.max_model_len} exceeds {room}", advice)
-    return CheckResult(name, "warn", f"{message}: the names do not show if that is the same model", advice)
+    return CheckResult(name, "warn", f"{message}: the names do not show whether these are the same", advice)
 
 
 def _hub_name(name: str) -> str:
-    """Return the Hub name in a path of the Hub's cache; any other name unchanged."""
+    """Return the Hub repo id in a Hub cache path, and any other name unchanged."""
     cached = re.search(r"models--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name
 
@@ -257,7 +257,7 @@ def _short(name: str) -> str:
 
 
 def _telling(name: str) -> bool:
-    """Return True for a name that identifies a model: a Hub name, or a name with a number of parameters."""
+    """Return True for a name that identifies a model: a Hub repo id, or a name with a parameter count."""
     return bool(
         re.fullmatch(r"[\w.-]+/[\w.-]+", _hub_name(name))
         or re.search(r"(?<![a-z\d])\d+(\.\d+)?b(?![a-z\d])", _short(name))
@@ -265,11 +265,11 @@ def _telling(name: str) -> bool:
 
 
 async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
-    """Compare the server's ids of conversations with ours. Only a difference is a warning with advice."""
+    """Compare the ids that the server and we render for conversations. Only a difference has advice."""
     name = "template"
     advice = (
-        "The gateway renders with the folder's template, so agents that call the server directly get another prompt. "
-        "To have the server's, use its model folder, or give its template with --chat-template."
+        "The gateway renders with the folder's template, so agents that call the server directly get a different "
+        "prompt. To render as the server does, use its model folder, or pass its template with --chat-template."
     )
     compared = 0
     for what, (messages, tools) in _CONVERSATIONS.items():
@@ -279,23 +279,23 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
         except errors.TemplateRefused:
             continue
         except errors.TokentapeError as error:
-            return CheckResult(name, "warn", f"not compared: asking the server to render failed: {error}")
+            return CheckResult(name, "warn", f"not compared: the server's chat rendering failed: {error}")
         if theirs is None:
             continue
         compared += 1
         if theirs != ours:
-            message = f"the server's chat template gives other ids for {what}: {around(ours, theirs)}"
+            message = f"the server's chat template gives different ids for {what}: {around(ours, theirs)}"
             return CheckResult(name, "warn", message, advice)
     if not compared:
         return CheckResult(name, "warn", "not compared: this server renders none of the conversations")
-    return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")
+    return CheckResult(name, "ok", f"the server renders the same ids as we do for {compared} conversations")
 
 
 _ENTRIES = 12_000
 
 _LEADS = (b"", b"\xc3", b"\xe1", b"\xf1")
 _TRAILS = (b"", *(first + b"\x80" * more for more in range(3) for first in (b"\x80", b"\xa0")))
-"""Bytes that complete a part of a character."""
+"""Bytes that complete a partial character."""
 
 Outcome: TypeAlias = tuple[Literal["ok", "warn", "fail"], str]
 
@@ -310,7 +310,7 @@ async def same_vocabulary(kind: str, http: HttpClient, model: str, tokenizer: To
     for sequences in undecoded:
         text = await server_text(kind, http, model, [*chain.from_iterable(sequences)])
         if text is None:
-            return "warn", f"not compared: the server does not decode the {len(sequences)} ids that no text has"
+            return "warn", f"not compared: {len(sequences)} ids that no text encodes to: the server can't decode"
         if difference := _decoded_otherwise(tokenizer, sequences, text):
             return "fail", difference
     return "ok", ""
@@ -318,7 +318,7 @@ async def same_vocabulary(kind: str, http: HttpClient, model: str, tokenizer: To
 
 @lru_cache(maxsize=1)
 def _vocabulary(tokenizer: Tokenizer) -> tuple[list[tuple[list[str], TokenIds]], list[list[list[int]]]]:
-    """Return the parts and ids of long texts, and the ids that no text has, each with those that complete its bytes."""
+    """Return long texts as parts and ids, and ids that no text encodes to, with ids that complete their characters."""
     pieces: dict[int, bytes] = {}
     for token_id in range(tokenizer.vocab_size):
         try:
@@ -349,7 +349,7 @@ def _text(data: bytes) -> str:
 
 
 def _completed(token_id: int, piece: bytes, single: dict[bytes, int]) -> list[int]:
-    """Return an id with those of bytes that complete its characters. Return nothing if its bytes are never UTF-8."""
+    """Return an id with the ids of bytes that complete its characters, or [] if its bytes can't be completed."""
     for lead, trail in product(_LEADS, _TRAILS):
         if _text(lead + piece + trail):
             around = ([single.get(bytes([byte]), -1) for byte in part] for part in (lead, trail))
@@ -374,14 +374,14 @@ async def _encoded_otherwise(
     position = first_difference(ours, theirs)
     shown = text if len(text) < 200 else tokenizer.decode(ours[max(0, position - 3) : position + 4])
     message = f"{shown!r} has the ids {around(ours, theirs)}"
-    # llama.cpp splits some rare texts otherwise. Its tokenizer is not used, so only the meaning of ids counts.
+    # llama.cpp splits some rare texts differently. Its tokenizer is not used, so only the meaning of ids counts.
     if kind == "llamacpp" and await server_text(kind, http, model, ours) == text:
         return "warn", f"{message}, which decodes both to this text"
     return "fail", message
 
 
 def _decoded_otherwise(tokenizer: Tokenizer, sequences: list[list[int]], text: str) -> str:
-    """Describe the first difference in the text of ids, apart from white space; empty if there is none."""
+    """Describe where the text of ids first differs, ignoring white space. Return "" if it does not differ."""
     ours = ["".join(tokenizer.decode(ids).split()) for ids in sequences]
     theirs = "".join(text.split())
     if theirs == "".join(ours):
@@ -390,7 +390,7 @@ def _decoded_otherwise(tokenizer: Tokenizer, sequences: list[list[int]], text: s
     ends = [*accumulate(map(len, ours))]
     n = min(bisect_right(ends, offset), len(ours) - 1)
     there = theirs[ends[n] - len(ours[n]) :][: len(ours[n]) + 8]
-    return f"the ids {sequences[n]} are {ours[n]!r} here and begin {there!r} at the server"
+    return f"the ids {sequences[n]} decode to {ours[n]!r} here and to {there!r}... at the server"
 
 
 def around(ours: Sequence[int], theirs: Sequence[int]) -> str:

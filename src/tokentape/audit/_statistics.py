@@ -3,8 +3,8 @@
 Turns and tokens of one session, or trials of one sentence, are not independent. So the variance of a share is a
 jackknife estimate over these clusters, each left out once. It gives an effective number of independent trials; the
 interval is Wilson's for that number, with a quantile of Student's t. It covers the true share in 93 to 97 % of
-simulations with 50 sessions of very different lengths (tests/audit/test_intervals.py), a bootstrap in 77 to 94 %. If a
-few long sessions hold most of the turns and change more than short ones, no method tried reaches 90 %.
+simulations with 50 sessions of very different lengths (tests/audit/test_intervals.py); a bootstrap interval does in 77
+to 94 %. If a few long sessions have most turns and change more than short sessions, no method tried reaches 90 %.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 ENOUGH = 50
-"""The least number of clusters for an interval."""
+"""The minimum number of clusters for an interval."""
 
 _FEW = 5
-"""If fewer clusters than this have changes, or have none, the correlation within clusters is unknown. Then each cluster
-counts as one trial, which makes the interval too wide rather than too narrow."""
+"""If fewer clusters than this have changed items, or fewer have unchanged items, the correlation within clusters is
+unknown. Then each cluster counts as one trial, which makes the interval too wide rather than too narrow."""
 
 _GROUPS = 4096
 """The number of clusters that are counted separately. Further clusters are merged into these, to bound memory."""
@@ -55,7 +55,7 @@ class Rate:
     def interval(self) -> str:
         """The interval in percent, or the reason why there is none."""
         if self.low is None or self.high is None:
-            return f"(no interval: counted in {self.clusters} independent groups, and one needs {ENOUGH})"
+            return f"(no interval: it needs at least {ENOUGH} independent groups, found {self.clusters})"
         return f"[{self.low:.3%}, {self.high:.3%}]"
 
 
@@ -127,11 +127,11 @@ K3_CLAMP = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Differences of logprobs over trained tokens: trainer - recorded, in nats."""
+    """Statistics of logprob differences (trainer - recorded, in nats) over trained tokens."""
 
     tokens: int = 0
     not_finite: int = 0
-    """The number of tokens with NaN or minus infinity in the trainer. The other fields leave them out."""
+    """The number of tokens with NaN or minus infinity in the trainer. The other fields ignore these tokens."""
     mean: float = 0.0
     """Mean of the absolute difference."""
     max: float = 0.0
@@ -141,7 +141,7 @@ class Numbers:
     ess_tokens: float = 1.0
     """Effective sample size of the importance weights exp(d), one per token, as a share of the tokens."""
     ess_sequences: float = 1.0
-    """The same with one weight per sequence, the product of its tokens' weights."""
+    """Effective sample size with one weight per sequence, the product of its tokens' weights."""
 
 
 class NumbersTally:
@@ -185,7 +185,7 @@ class NumbersTally:
     def numbers(self) -> Numbers:
         if not self._tokens:
             return Numbers(not_finite=self._not_finite)
-        # (sum of weights)^2 / (sum of squares) is from 1 to their number; logs of 1e15 round to a value outside.
+        # (sum of weights)^2 / (sum of squares) is between 1 and their number, but with logs of 1e15 it rounds beyond.
         effective = np.exp(2 * self._logs[::2] - self._logs[1::2]).clip(1, [self._tokens, self._sequences])
         return Numbers(
             tokens=self._tokens,

@@ -30,31 +30,31 @@ def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> St
 
 
 def store_viewer(store: Store, location: str, model: Path | None = None) -> Viewer:
-    """Return a viewer of the record at `location`, open in `store`. `model` replaces the model served last."""
+    """Return a viewer of the record at `location`, open as `store`. `model` replaces the model served last."""
     source = StoreSource(store, PurePath(shown(location)).name)
     return Viewer(source, reader_of(served_model(location, store), model))
 
 
 def file_viewer(path: Path, model: Path | None = None) -> Viewer:
     """Return a viewer of a file of trajectories, with the tokenizer in `model`. Raises `InvalidRequest`."""
-    reader = RecordReader(why_none="a file of trajectories doesn't say which tokenizer its ids are of")
+    reader = RecordReader(why_none="a file of trajectories does not name its tokenizer")
     return Viewer(FileSource(path), reader if model is None else RecordReader(Tokenizer.load(model)))
 
 
 def key_visit(key: str) -> Visit:
-    """Return a check that a request has this key: its sender sees everything."""
+    """Return an access check that lets requests with this key see everything."""
 
     def visit(request: Request) -> Visitor:
         sent_key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(sent_key.encode(), key.encode()):
-            raise Unauthorized("that is not the key that `tokentape view` printed")
+            raise Unauthorized("wrong key: use the key that `tokentape view` printed")
         return Visitor()
 
     return visit
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    message, code, status = "there is nothing at this path, or not with this method", "not_found", 404
+    message, code, status = "this path does not exist, or does not support this method", "not_found", 404
     if isinstance(error, TokentapeError):
         message, code, status = str(error), error.code, error.status
     elif isinstance(error, HTTPException):

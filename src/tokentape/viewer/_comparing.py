@@ -1,4 +1,4 @@
-"""Show a branch beside another one, or beside its text tokenized again or its messages rendered again."""
+"""Compare a branch with a second branch, with its text tokenized again, or with its messages rendered again."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tokentape.viewer._views import pack
 RETOKENIZED = "retokenized"
 RERENDERED = "rerendered"
 AGAINST = (RETOKENIZED, RERENDERED)
-"""What a trajectory is compared with: its text encoded again, or its messages through the template again."""
+"""What a trajectory is compared with: its text encoded again, or its messages rendered again."""
 
 BRANCH = "leaf-([0-9]{1,18})(?:-of-(.+))?|session-(.+)"
-"""A branch to compare with: by its last turn and, in another session, by that; or the newest main one of a session."""
+"""A branch to compare with: by its last turn and, if needed, its session; or a session's newest main branch."""
 
 _TO_READERS = {
     "cut": "the other side ends earlier",
     "missing": "text that the other side lacks",
     "extra": "text that only the other side has",
 }
-"""Kinds that `KINDS` describes from the view of a checker."""
+"""Kinds whose meaning in `KINDS` assumes an expected and a recorded side."""
 
 _MEANINGS = {
     **{kind: _TO_READERS.get(kind, meaning) for kind, meaning in KINDS.items()},
@@ -51,13 +51,13 @@ class RecordReader:
 
     tokenizer: Tokenizer | None = None
     renderer: Renderer | None = None
-    """The renderer that the record was made with."""
+    """The renderer that made the record."""
     why_none: str = ""
-    """The reason if there is no tokenizer."""
+    """Why there is no tokenizer."""
 
 
 def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordReader:
-    """Return the reader of `folder` or of the model served last. Its renderer has to be the record's, bit for bit."""
+    """Return the reader of `folder` or of the model served last, with its renderer only if that made the record."""
     tokenizer = served_tokenizer(served) if folder is None else Tokenizer.load(folder)
     if isinstance(tokenizer, str):
         return RecordReader(why_none=tokenizer)
@@ -69,14 +69,14 @@ def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordR
 
 
 def against(source: ViewerSource, reader: RecordReader) -> list[str]:
-    """Return which of `AGAINST` are possible."""
+    """Return the members of `AGAINST` that can be compared with."""
     if reader.tokenizer is None:
         return []
     return list(AGAINST) if source.keeps_messages and reader.renderer is not None else [RETOKENIZED]
 
 
 def recorded_side(side: str) -> tuple[str | None, int | None] | None:
-    """Return session and leaf of a `BRANCH`, None where it names none; None for `AGAINST`. Raises `InvalidRequest`."""
+    """Return the session and leaf in a `BRANCH`, each None if absent; None for `AGAINST`. Raises `InvalidRequest`."""
     if side in AGAINST:
         return None
     match = re.fullmatch(BRANCH, side, re.DOTALL)
@@ -103,13 +103,13 @@ def comparison(
     """
     tokenizer = reader.tokenizer
     if tokenizer is None:
-        raise InvalidRequest("there is no tokenizer to compare with: " + reader.why_none)
+        raise InvalidRequest("comparing needs a tokenizer: " + reader.why_none)
     recorded = recorded_side(side)
     of_session = other_view or view
     branch = recorded and _branch(of_session, recorded[1])
     if side == RERENDERED:
         if view.stored is None or reader.renderer is None:
-            raise InvalidRequest("there are no messages or no template to render again here", "with")
+            raise InvalidRequest(f"{RERENDERED} needs recorded messages and the renderer that made the record", "with")
         path = view.stored.tree().path(shown.leaf)
         other_ids = through_messages(reader.renderer, path, view.stored.setups[path[-1].setup])
     elif branch is not None:
@@ -143,7 +143,7 @@ def comparison(
 
 
 def _branch(view: SessionView, leaf: int | None) -> Trajectory:
-    """Return the branch that ends with a turn or has grown since, or the newest main one."""
+    """Return the newest branch that contains a turn, or the newest main branch if `leaf` is None."""
     if leaf is None:
         mains = [trajectory for trajectory in view.trajectories if trajectory.role in ("", "main")]
         branches = mains or [*view.trajectories]
@@ -156,7 +156,7 @@ def _branch(view: SessionView, leaf: int | None) -> Trajectory:
 
 
 def _described(difference: Difference) -> dict[str, Any]:
-    """Return what the page shows of a difference: of ids, where the boundary moved; of text, its kind."""
+    """Return what the page shows about a difference: for ids, where the boundary moved; for text, its kind."""
     name = difference.artifact or difference.kind
     label = ARTIFACTS[name].kind if difference.artifact is not None else name
     return {"class": label, "name": name, "meaning": _MEANINGS[name]}

@@ -1,7 +1,7 @@
-"""Export a session or a run as one HTML file: the page with the server's answers in it. It needs no server.
+"""Export a session or a run as one HTML file that needs no server: the page with the server's answers.
 
-The answers are compressed and in base64, so that text of prompts can't become markup. The policy of the file allows
-only its own script and style, by their hashes.
+The answers are compressed and base64-encoded, so prompt text can't become markup. The file's content security policy
+allows only its own script and style, by hash.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tokentape.viewer._source import SessionView
 from tokentape.viewer._views import FOLDER, pack
 
 MAX_BYTES = 64 * 2**20
-"""Sessions of a run are added, newest first, until the file is about so large."""
+"""A run's sessions are added, newest first, until the file is about this large."""
 
 _MAX_KEYS = 8
-"""Keys of the metadata that a run can be grouped by in the file: that of its groups, and those with fewest values."""
+"""The maximum number of metadata keys to group a run by in the file. Keys with the fewest values are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Exported:
 
     html: bytes
     whole: int
-    """Sessions with their tokens."""
+    """Sessions that are included with their tokens."""
     listed: int
-    """Sessions that are listed: these, and some without their tokens."""
+    """Sessions that are listed, with or without their tokens."""
     total: int
-    """Sessions of the record."""
+    """Sessions in the record."""
     unreadable: int
-    """Sessions of the run that can't be read."""
+    """Sessions in the run that can't be read."""
 
 
 def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = MAX_BYTES) -> Exported:
@@ -69,7 +69,7 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
         sessions = list(measured.values())
         first = run_of(sessions)
         keys: dict[str, int] = first["keys"]
-        # The key that groups are made by unless another one is chosen is one of them.
+        # Always keep the key that groups the run by default.
         fewest = sorted(keys, key=lambda key: (key != first["group"], keys[key]))[:_MAX_KEYS]
         for group in ["", *fewest]:
             figures = run_of(sessions, group, aborts_recorded=source.grows)
@@ -91,7 +91,7 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
 
 
 def _within(answers: Iterator[tuple[str, bytes]], room: float) -> dict[str, str] | None:
-    """Return answers compressed, None if they are larger than `room` bytes."""
+    """Return compressed answers, or None if they take more than `room` bytes."""
     texts: dict[str, str] = {}
     for path, body in answers:
         texts[path] = _compressed(body)
@@ -116,7 +116,7 @@ def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator
             try:
                 yield f"{leaf}/comparison?{side}", comparison(viewer.reader, view, trajectory, side)
             except (InvalidRequest, TemplateRefused):
-                # A template that refuses these messages: the page says that the file does not have it.
+                # If the template refuses these messages, the page says that the file lacks the comparison.
                 continue
     for turn in view.turns:
         recorded = views.alternatives(view, turn.seq, tokenizer)
@@ -132,7 +132,7 @@ def _page(answers: dict[str, str]) -> bytes:
     )
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     page = re.sub(r"\s*<(link|script)\b[^>]*>(</script>)?", "", page)
-    # A path is quoted and a value is base64, but for `'()*!~.-_`: neither has a `<`.
+    # Paths are percent-encoded (except `'()*!~.-_`) and values are base64, so neither contains `<`.
     data = f'<script type="application/json" id="answers">{json.dumps(answers)}</script>'
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}" /><style>{style}</style>'
     page = page.replace("<title>", f"{head}\n    <title>")
@@ -144,7 +144,7 @@ def _hash(text: str) -> str:
 
 
 def _bundle() -> str:
-    """Return the modules of the page as one script: each is a function that returns what it exports."""
+    """Return the page's modules as one script, in which each module is a function that returns its exports."""
     modules: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -163,5 +163,5 @@ def _bundle() -> str:
 
 
 def _spelled(text: str) -> str:
-    """Return text as the page's encodeURIComponent writes it."""
+    """Percent-encode text as the page's encodeURIComponent does."""
     return quote(text, safe="-_.!~*'()", errors="replace")

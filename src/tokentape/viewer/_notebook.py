@@ -21,12 +21,12 @@ from tokentape.types import Provenance, Trajectory
 from tokentape.viewer._texts import whole_characters
 
 _HEAD, _TAIL = 1200, 400
-"""The number of first and last tokens that are shown of a longer trajectory."""
+"""How many tokens of a longer trajectory are shown at its start and its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTrajectory:
-    """A trajectory with its tokenizer, to be the last value of a notebook cell."""
+    """A trajectory with its tokenizer, which a notebook shows as the last value of a cell."""
 
     trajectory: Trajectory
     tokenizer: Tokenizer
@@ -47,10 +47,10 @@ class ShownTrajectory:
 
 
 def shown_with(trajectory: Trajectory, tokenizer: Tokenizer) -> ShownTrajectory:
-    """Return the trajectory for a notebook to show: who wrote each token, which are trained, how likely each was.
+    """Return the trajectory for a notebook, which shows who wrote each token, which are trained, and logprobs.
 
-    Only the first and last tokens of a long one. Showing it raises `InvalidRequest` for ids that `tokenizer` doesn't
-    have.
+    Of a long trajectory, only the first and last tokens are shown. Showing it raises `InvalidRequest` for ids that
+    `tokenizer` lacks.
     """
     return ShownTrajectory(trajectory, tokenizer)
 
@@ -61,13 +61,13 @@ def _template() -> Template:
 
 
 _Token: TypeAlias = tuple[str, str, str]
-"""The classes, title and text of a token."""
+"""A token's CSS classes, title and text."""
 
 
 def _rows(
     trajectory: Trajectory, tokenizer: Tokenizer, start: int, end: int
 ) -> Iterator[tuple[Provenance, list[_Token]]]:
-    """Yield the writer and the tokens of each run within a turn."""
+    """Yield the writer and the tokens of each run of one writer within a turn."""
     cuts = {start, end, *(1 + np.flatnonzero(np.diff(trajectory.provenance))).tolist()}
     cuts |= {*trajectory.completion_starts.tolist(), *trajectory.completion_ends.tolist()}
     for first, stop in pairwise(sorted(cut for cut in cuts if start <= cut <= end)):
@@ -84,6 +84,6 @@ def _tokens(trajectory: Trajectory, tokenizer: Tokenizer, start: int, end: int) 
             logprob = float(trajectory.logprobs[i:j].min())
             classes += f" tt-l{max(0, min(7, int(-logprob)))}"
             title += f" · logprob {logprob:.4g}"
-        # A row ends its own line, so the last new line is only marked.
+        # A row already ends its line, so a final newline is only marked.
         last = j == end and text.endswith("\n")
         yield classes, title, text.removesuffix("\n" if last else "").replace("\n", "↵\n") + "↵" * last

@@ -1,7 +1,7 @@
 """Serve the viewer's page at /view, to which / redirects, and its data below /view/api.
 
-The application that mounts the routes decides with a `Visitor` per request who may see what. Sessions that do not exist
-and sessions that a visitor may not see get the same answer.
+The application that mounts the routes returns a `Visitor` per request, which limits what the sender may see. Hidden
+sessions get the same answer as sessions that do not exist.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ALTERNATIVES = SESSION + "/turns/{turn}/alternatives"
 
 MAX_PAGE = 500
 MAX_MEASURED = 50
-"""The largest number of sessions that a request to /measures may name."""
+"""The maximum number of sessions in a request to /measures."""
 
 MAX_COMPARED = 10_000
-"""The number of newest sessions that are measured for the run page, and for filters by measures."""
+"""The maximum number of sessions, newest first, that the run page and filters by measures use."""
 
 MEASURING_SECONDS = 0.5
-"""The time that a request may spend measuring. The page asks again until all sessions are measured."""
+"""How long a request may spend measuring. The page repeats it until all sessions are measured."""
 
 LISTING_QUERY: Mapping[str, Any] = {
     "search": {"type": "string"},
@@ -62,23 +62,23 @@ LISTING_QUERY: Mapping[str, Any] = {
     "offset": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
 }
-"""Schemas of the query parameters of a list."""
+"""Schemas of a list's query parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """The access of the sender of a request."""
+    """What the sender of a request may see."""
 
     owner: str | None = None
-    """Only sessions of this API key are visible; None means all."""
+    """Only sessions that belong to this owner (an API key) are visible; None means all."""
     session_id: str | None = None
     """Only this session is visible; None means all."""
     metrics: bool = True
-    """True if the metrics of the gateway are visible."""
+    """True if the gateway's metrics are visible."""
 
 
 Visit: TypeAlias = Callable[[Request], Visitor]
-"""Returns the access of the sender of a request. Raises `Unauthorized`."""
+"""Returns what the sender of a request may see. Raises `Unauthorized`."""
 
 Overview: TypeAlias = Callable[[], Mapping[str, Any]]
 """The current values of all counters and gauges: name -> [{labels, value}]."""
@@ -86,24 +86,24 @@ Overview: TypeAlias = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The data that a viewer shows, and its access check."""
+    """The data that the viewer shows, and its access check."""
 
     source: ViewerSource
     reader: RecordReader
-    """The tokenizer and renderer of the ids."""
+    """The record's tokenizer and renderer."""
     visit: Visit = lambda request: Visitor()
     overview: Overview | None = None
     """None if no gateway is running."""
 
 
 def routes(viewer: Viewer) -> list[Route]:
-    """Return the endpoints of a viewer."""
+    """Return the viewer's endpoints."""
     source, reader = viewer.source, viewer.reader
 
-    # A page asks for several parts of a session.
+    # A page requests several parts of a session.
     @lru_cache(maxsize=8)
     def load(session_id: str, version: str) -> SessionView:
-        """Load a session in this version, or in a newer one."""
+        """Load a session in this version or a newer version."""
         return source.load(session_id)
 
     measures = Measures(source, reader)
@@ -151,7 +151,7 @@ def routes(viewer: Viewer) -> list[Route]:
         names = request.query_params.get("ids", "").split(",")
         ids = {name for name in names if name and "\0" not in name}
         if len(ids) > MAX_MEASURED:
-            raise InvalidRequest(f"at most {MAX_MEASURED} sessions are measured at once", "ids")
+            raise InvalidRequest(f"too many sessions: at most {MAX_MEASURED} are measured per request", "ids")
         if visitor.session_id is not None:
             ids &= {visitor.session_id}
 
@@ -164,7 +164,7 @@ def routes(viewer: Viewer) -> list[Route]:
         return _json(await asyncio.to_thread(answer))
 
     def of_session(answer: Callable[[Request, SessionView], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint for the session in the path: status 304 if the page has this version."""
+        """Return an endpoint for the session in the path, with status 304 if the page has its version."""
 
         async def endpoint(request: Request) -> Response:
             session_id = request.path_params["session_id"]
@@ -195,15 +195,15 @@ def routes(viewer: Viewer) -> list[Route]:
         if other_id is None:
             return _binary(comparison(reader, view, _shown(view, request), side), view.version)
         other_view = load(other_id, _version(source, viewer.visit(request), other_id))
-        # Without an ETag: that is of one session.
+        # No ETag, because an ETag covers one session only.
         return _binary(comparison(reader, view, _shown(view, request), side, other_view))
 
     async def overview(request: Request) -> Response:
         visitor = viewer.visit(request)
         if viewer.overview is None:
-            raise NotFound("no gateway is running here; its overview is at the /view of a gateway")
+            raise NotFound("there is no overview without a gateway: open /view on a running gateway")
         if not visitor.metrics:
-            raise Forbidden("metrics are for admin keys")
+            raise Forbidden("metrics need an admin key")
         return _json(viewer.overview())
 
     endpoints = {
@@ -241,9 +241,9 @@ def about_of(viewer: Viewer, visitor: Visitor) -> dict[str, Any]:
 
 
 def _version(source: ViewerSource, visitor: Visitor, session_id: str) -> str:
-    """Return a session's version. Raises the same `NotFound` for unknown ids and for others' sessions."""
+    """Return a session's version. Raises the same `NotFound` for unknown ids and for other owners' sessions."""
     missing = NotFound(f"there is no session {session_id!r}")
-    # No database holds a name with NUL.
+    # No database contains a name with NUL.
     if "\0" in session_id or visitor.session_id not in (None, session_id):
         raise missing
     try:
@@ -271,7 +271,7 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
             raise InvalidRequest(f"{name} must be one of {', '.join(schema['enum'])}", name)
     for name in ("search", "fork", "weights", "metadata"):
         if "\0" in query.get(name, ""):
-            raise InvalidRequest(f"{name} holds a NUL character", name)
+            raise InvalidRequest(f"{name} contains a NUL character: remove it", name)
     sort = query.get("sort") or "created"
     limits: dict[str, Any] = {name: _real(request, name) for name in ("reward_min", "reward_max", "since", "until")}
     texts: dict[str, Any] = {name: query.get(name, "") for name in ("search", "fork", "weights")}
@@ -289,7 +289,7 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
 
 
 def listed_lines(source: ViewerSource, measures: Measures, sessions: Sequence[SessionSummary]) -> list[dict[str, Any]]:
-    """Return the lines of a list of sessions, with the measures of their current versions if those are known."""
+    """Return a list's lines, with the measures of the sessions' current versions if already measured."""
     ids = [session.info.session_id for session in sessions]
     versions = source.versions(Listing(session_ids=ids, limit=MAX_PAGE)) if ids else {}
     lines = []
@@ -332,7 +332,7 @@ def _measured_page(
 
 
 def _chosen(measured: Mapping[str, SessionMeasures], query: Mapping[str, str]) -> list[SessionMeasures]:
-    """Return the sessions that match the verdict, role, drift and group of a query."""
+    """Return the sessions that match a query's verdict, role, drift and group."""
     verdict, role, drift, key = (query.get(name, "") for name in ("verdict", "role", "drift", "group_key"))
     return [
         session
@@ -352,7 +352,7 @@ def _drifts(session: SessionMeasures) -> str:
 
 
 def _cache(values: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the tokens of prompts that a gateway sent, and those that its engine had cached."""
+    """Return how many prompt tokens a gateway sent, and how many of them its engine had cached."""
     names = {"prompt_tokens": "tokentape_prompt_tokens_total", "cached_tokens": "tokentape_cached_prompt_tokens_total"}
     if not all(values.get(name) for name in names.values()):
         return None
@@ -360,7 +360,7 @@ def _cache(values: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def _words(verdict: str) -> list[str]:
-    """Return a verdict, the word that it begins with, and its reservations."""
+    """Return the texts that a filter may match a verdict by: itself, its first part or word, its reservations."""
     first, *reservations = verdict.split(", ")
     return [verdict, first, first.partition(":")[0], *reservations]
 
@@ -368,7 +368,7 @@ def _words(verdict: str) -> list[str]:
 def _pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [line.partition("=") for text in texts for line in text.split("\n") if line]
     if any(not key or not equals for key, equals, _ in pairs):
-        raise InvalidRequest("metadata must be KEY=VALUE, one a line", "metadata")
+        raise InvalidRequest("metadata must be KEY=VALUE, one pair per line", "metadata")
     return [(key, value) for key, _, value in pairs]
 
 
@@ -395,7 +395,7 @@ def _real(request: Request, name: str) -> float | None:
 
 
 _PRIVATE = {**SECURITY, "Cache-Control": "private, no-cache"}
-"""Headers of replies that only the browser may cache, and that it has to revalidate each time."""
+"""Headers of replies that only the browser may cache and must revalidate on each use."""
 
 
 def _etag(version: str) -> str:

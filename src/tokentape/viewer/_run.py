@@ -1,6 +1,6 @@
-"""Measure sessions, and sum them up as a run: figures per version of the weights, and groups with their rewards.
+"""Measure sessions, and aggregate them as a run: figures per weight version, and groups with their rewards.
 
-A session is loaded once per version of it. The numbers come from the functions that `tokentape drift` and `tokentape
+Each version of a session is loaded once. The numbers come from the functions that `tokentape drift` and `tokentape
 export` use, over the trajectories that `export` writes.
 """
 
@@ -31,7 +31,7 @@ from tokentape.viewer._comparing import RecordReader
 from tokentape.viewer._source import SessionView, TurnNode, ViewerSource
 
 TRAINER_LOGPROBS = "trainer_logprobs"
-"""The column that a trainer annotates with its own logprobs: importance ratios are computed from it."""
+"""The column into which a trainer writes its own logprobs, from which importance ratios are computed."""
 
 _MOST_KEPT = 100_000
 
@@ -40,18 +40,18 @@ _DRIFT = ("drift_tokens", "drift_changed")
 
 @dataclass(slots=True)
 class WeightsTally:
-    """Counts over the turns that began with one version of the weights."""
+    """Counts over the turns that began with one weight version."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """turns; sampled_tokens; ended: turns with a known finish reason, without aborted ones; truncated: those among them
+    """turns; sampled_tokens; ended: turns with a known finish reason that were not aborted; truncated: those of them
     that ran out of tokens; drift_tokens, drift_changed."""
     forks: Counter[str] = field(default_factory=Counter)
     aborts: Counter[str] = field(default_factory=Counter)
     resumes: Counter[str] = field(default_factory=Counter)
     not_comparable: Counter[str] = field(default_factory=Counter)
-    """Turns with a trainer's logprobs that can't be compared with the recorded ones, by reason."""
+    """Turns whose trainer logprobs can't be compared with the recorded logprobs, by reason."""
     begun_at: float = math.inf
-    """The latest known time before sampling began; infinite if times are not recorded, like the next two."""
+    """The latest known time before sampling began. The times are infinite if they are not recorded."""
     first_at: float = math.inf
     """When the first turn was recorded."""
     last_at: float = -math.inf
@@ -81,21 +81,21 @@ class WeightsTally:
 
 @dataclass(frozen=True, slots=True)
 class SessionMeasures:
-    """The measures of one version of a session."""
+    """Measures of one version of a session."""
 
     info: SessionInfo
     version: str
     verdicts: tuple[str, ...]
-    """One per trajectory that `export` writes."""
+    """One verdict per trajectory that `export` writes."""
     roles: tuple[str, ...]
     """The roles of these trajectories, each once."""
     reward: float | None
     """Mean over the trajectories that train a token and have a reward, as in GRPO's advantages."""
     sampled_tokens: int
     drift: Mapping[str, Any] | None
-    """None without a tokenizer, or with one that lacks an id."""
+    """None if there is no tokenizer, or the tokenizer lacks an id."""
     weights: Mapping[str, WeightsTally]
-    """By version, in the order of turns."""
+    """Counts by weight version, in the order of turns."""
 
     def shown(self) -> dict[str, Any]:
         """Return the measures for a list."""
@@ -104,14 +104,14 @@ class SessionMeasures:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A session that can't be read in this version."""
+    """A version of a session that can't be read."""
 
     version: str
     why: str
 
 
 class Measures:
-    """Measures of sessions, kept until a session has changed. Methods block, and may be called from any thread."""
+    """Measures sessions, and caches results until a session changes. Methods block, and are thread-safe."""
 
     def __init__(self, source: ViewerSource, reader: RecordReader) -> None:
         self._source, self._reader = source, reader
@@ -123,14 +123,14 @@ class Measures:
         return None if self._reader.tokenizer is None else RowMeter(self._reader.tokenizer)
 
     def known(self, session_id: str, version: str) -> SessionMeasures | Unreadable | None:
-        """Return the measures of this version of a session, or why there are none; None if it was not measured."""
+        """Return the measures of this version of a session, or why it can't be read; None if it was not measured."""
         latest = self._known.get(session_id)
         return latest if latest is not None and latest.version == version else None
 
     def measured(
         self, versions: Mapping[str, tuple[str, str]], seconds: float | None = None
     ) -> tuple[dict[str, SessionMeasures], dict[str, str]]:
-        """Return measures by session, and why others can't be read. After `seconds` no further session is measured."""
+        """Return measures by session, and by session why it can't be read. Stop measuring after `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         measured, unreadable = {}, {}
         for session_id, (_, version) in versions.items():
@@ -167,7 +167,7 @@ class Measures:
         weights: dict[str, WeightsTally] = {}
         recorded_at = {turn.seq: turn.created_at for turn in view.turns}
         for turn in view.turns:
-            # A turn is sampled after the one that it continues was recorded.
+            # A turn is sampled after the turn that it continues was recorded.
             before = None if turn.parent is None else recorded_at.get(turn.parent)
             begun_at = view.info.created_at if before is None else before
             weights.setdefault(turn.weight_version, WeightsTally()).add(turn, begun_at)
@@ -180,7 +180,7 @@ class Measures:
             version=view.version,
             verdicts=tuple(trajectory.verdict for trajectory in exported),
             roles=tuple(dict.fromkeys(trajectory.role for trajectory in exported if trajectory.role)),
-            # Exact: equal rewards have this mean, whatever their number.
+            # Exact: the mean of equal rewards is that reward, whatever their number.
             reward=statistics.mean(rewards) if rewards else None,
             sampled_tokens=sum(turn.sampled_tokens for turn in view.turns),
             drift=drift,
@@ -196,7 +196,7 @@ class Measures:
         try:
             rows = list(self._meter.measure(trajectory_rows(exported, {})))
         except InvalidRequest:
-            # The tokenizer lacks an id: the record is of another model.
+            # The tokenizer lacks an id: the record is from a different model.
             return None
         for row in rows:
             for key, many in row.counts.items():
@@ -208,7 +208,7 @@ class Measures:
 
 
 def _add_ratios(weights: Mapping[str, WeightsTally], trajectory: Trajectory) -> None:
-    """Add the trainer's logprobs minus the recorded ones, of the trained tokens that have both, where they compare."""
+    """Add trainer minus recorded logprobs of the trained tokens that have both, if they can be compared."""
     trainers = trajectory.columns.get(TRAINER_LOGPROBS)
     if trainers is None:
         return
@@ -229,14 +229,14 @@ def _add_ratios(weights: Mapping[str, WeightsTally], trajectory: Trajectory) -> 
 MAX_GROUPS = 500
 MAX_VERSIONS = 2000
 MAX_REWARDS = 64
-"""The largest number of rewards to send per group."""
+"""The maximum number of rewards to send per group."""
 
 GROUP_KEYS = ("group", "group_id", "prompt_id", "task", "problem_id")
-"""Keys of the metadata that name a group, in order of preference, unless another one is asked for."""
+"""Metadata keys that name a group by default, in order of preference."""
 
 
 def run_of(measured: Sequence[SessionMeasures], group: str = "", *, aborts_recorded: bool = True) -> dict[str, Any]:
-    """Return the figures of sessions, newest first. None stands for what is not recorded."""
+    """Return the figures of sessions, which are passed newest first. A figure that is not recorded is None."""
     keys = _keys(measured)
     group = group or next((key for key in GROUP_KEYS if key in keys), "")
     return {
@@ -248,7 +248,7 @@ def run_of(measured: Sequence[SessionMeasures], group: str = "", *, aborts_recor
 
 
 def _keys(measured: Sequence[SessionMeasures]) -> dict[str, int]:
-    """Return the number of values of each key of the metadata."""
+    """Return the number of distinct values of each metadata key."""
     values: dict[str, set[str]] = {}
     for session in measured:
         for key in session.info.metadata:
@@ -257,13 +257,13 @@ def _keys(measured: Sequence[SessionMeasures]) -> dict[str, int]:
 
 
 def group_value(session: SessionMeasures, key: str) -> str:
-    """Return the value of a key as `assemble` names a group by it."""
+    """Return a metadata value as the name of a group, as `assemble` does."""
     value = session.info.metadata[key]
     return value if isinstance(value, str) else canonical_json(value)
 
 
 def _versions(measured: Sequence[SessionMeasures], aborts_recorded: bool) -> list[dict[str, Any]]:
-    """Return the figures of each version of the weights, in the order in which they were first used."""
+    """Return the figures of each weight version, in the order of first use."""
     tallies: dict[str, WeightsTally] = {}
     begun: dict[str, list[SessionMeasures]] = {}
     for session in reversed(measured):
@@ -279,12 +279,12 @@ def _versions(measured: Sequence[SessionMeasures], aborts_recorded: bool) -> lis
 
 
 def _of_sessions(sessions: Sequence[SessionMeasures]) -> dict[str, Any]:
-    """Return the figures of sessions, with mean and standard deviation of rewards as GRPO takes them in a group."""
+    """Return figures of sessions, with the mean and standard deviation of rewards that GRPO uses in a group."""
     length = float(np.mean([session.sampled_tokens for session in sessions])) if sessions else None
     values = [session.reward for session in sessions if session.reward is not None]
     least, most = min(values, default=None), max(values, default=None)
     sd = 0.0 if values else None
-    if least != most:  # Of equal rewards numpy's deviation may be 1e-17.
+    if least != most:  # numpy may return 1e-17 for equal rewards.
         sd = float(np.std(values))
     mean = float(np.mean(values)) if values else None
     rewards = {"rewarded": len(values), "mean": mean, "sd": sd, "least": least, "most": most}
@@ -318,7 +318,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _groups(measured: Sequence[SessionMeasures], key: str) -> dict[str, Any]:
-    """Return the groups that the values of a key make, newest first."""
+    """Return the groups of sessions with the same value of a key, newest first."""
     groups: dict[str, list[SessionMeasures]] = {}
     for session in measured:
         if key in session.info.metadata:

@@ -1,4 +1,4 @@
-"""Sources of the viewer: sessions with their trees and trajectories, from a store or from a file."""
+"""The viewer's sources: sessions with their trees and trajectories, from a store or from a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tokentape.types import LineageEdge, SessionInfo, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TurnNode:
-    """A turn of the tree. Fields that only a store has are None for files."""
+    """A turn in the session's tree. Fields that only a store has are None for files."""
 
     seq: int
     parent: int | None
@@ -48,7 +48,7 @@ class TurnNode:
     reward: float | None = None
     digest: str | None = None
     resumes: tuple[str, ...] = ()
-    """The reason of each abort after which another call continued the turn."""
+    """The reason for each abort after which a later call continued the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class SessionView:
     """Changes whenever the session changes."""
     turns: tuple[TurnNode, ...]
     trajectories: tuple[Trajectory, ...]
-    """One per leaf, in order of commits."""
+    """One trajectory per leaf (last turn of a branch), in the order of commits."""
     stored: StoredSession | None = None
     """The recorded session with its messages; None for files."""
     edges: tuple[LineageEdge, ...] = ()
 
     def exported(self) -> Sequence[Trajectory]:
-        """Return the trajectories that `tokentape export` writes: without those that no client read."""
+        """Return the trajectories that `tokentape export` writes, without those that no client read."""
         return self.trajectories if self.stored is None else self.stored.trajectories(edges=self.edges)
 
     def trajectory(self, leaf: int) -> Trajectory | None:
@@ -75,7 +75,7 @@ class SessionView:
 
 
 class StoreSource:
-    """A store, to which a gateway may be writing. All methods block, and may be called from any thread."""
+    """A store that a gateway may be writing to. All methods block, and may be called from any thread."""
 
     grows = True
     """True if sessions may be added."""
@@ -92,7 +92,7 @@ class StoreSource:
             return list_page(connection, listing)
 
     def versions(self, listing: Listing) -> dict[str, tuple[str, str]]:
-        """Return by session its owner and version, newest first."""
+        """Map session ids to owner and version, newest session first."""
         with self._store.reading() as connection:
             by_id = extents(connection, listing)
         return {name: (owner, "-".join(map(str, astuple(extent)))) for name, (owner, extent) in by_id.items()}
@@ -105,7 +105,7 @@ class StoreSource:
         return versions[session_id]
 
     def load(self, session_id: str) -> SessionView:
-        """Return a session as it is recorded, its hash chain checked."""
+        """Return the recorded session, after checking its hash chain."""
         # Read the version first: if the session grows meanwhile, the next request finds a newer version and loads it.
         _, version = self.version(session_id)
         stored = self._store.load_session(session_id, per_token=True)
@@ -132,26 +132,26 @@ _OF_TURN = (
     *("seq", "parent", "digest", "created_at", "fork", "weight_version", "engine"),
     *("finish_reason", "stop", "abort_cause"),
 )
-"""The fields of a node that are a turn's."""
+"""The fields of a node that are copied from the turn."""
 
 
 @dataclass(slots=True)
 class _FileSession:
-    """A session of a file, without its tokens."""
+    """A session in a file, without its tokens."""
 
     info: SessionInfo
     nodes: dict[int, TurnNode] = field(default_factory=dict)
     paths: list[tuple[int, int]] = field(default_factory=list)
-    """The leaf of each trajectory, and its row group or the offset of its line."""
+    """Each trajectory's leaf, and its row group or the offset of its line."""
     causes: list[str | None] = field(default_factory=list)
     """Why each trajectory forked."""
     reward: float | None = None
-    """The last one of a trajectory."""
+    """The reward of the last trajectory that has a reward."""
 
     def add(self, trajectory: Trajectory, place: int) -> None:
         word, _, why = trajectory.verdict.split(", ")[0].partition(": ")
         cause = why if word == "forked" else None
-        # A path's verdict tells its last fork: the first of its turns that no earlier path has.
+        # A path's verdict shows its last fork: the first of its turns that no earlier path has.
         new = next((seq for seq in trajectory.turns if seq not in self.nodes), None)
         parent, before = None, 0
         for n, (seq, start, end) in enumerate(trajectory.completions()):
@@ -173,7 +173,7 @@ class _FileSession:
 
 
 class FileSource:
-    """The trajectories of a file, which is read through once and does not change."""
+    """A file of trajectories, which is scanned once and must not change."""
 
     grows = False
     keeps_messages = False
@@ -184,7 +184,7 @@ class FileSource:
         self._path = path
         self._parquet = path.suffix == ".parquet"
         if not self._parquet and path.suffix != ".jsonl":
-            raise InvalidRequest(f"{path.name} is neither a .parquet nor a .jsonl file of trajectories")
+            raise InvalidRequest(f"{path.name}: expected a .parquet or .jsonl file of trajectories")
         self._sessions: dict[str, _FileSession] = {}
         for place, trajectory in self._all():
             if trajectory.session_id not in self._sessions:
@@ -194,7 +194,7 @@ class FileSource:
         self._listed = [_summary(n, session) for n, session in enumerate(self._sessions.values())]
 
     def page(self, listing: Listing) -> ListedPage:
-        """Return a page of sessions. Sessions of a file have no owner."""
+        """Return a page of sessions. Sessions in a file have no owner."""
         summaries = [summary for summary in self._listed if self._matches(summary, listing)]
         # Sessions without a value come last in either order.
         summaries.sort(key=lambda summary: summary.position, reverse=listing.descending)
@@ -203,12 +203,12 @@ class FileSource:
         return ListedPage(len(summaries), tuple(summaries[listing.offset : listing.offset + listing.limit]))
 
     def versions(self, listing: Listing) -> dict[str, tuple[str, str]]:
-        """Return by session its owner and version, the last ones first."""
+        """Map session ids to owner and version, the file's last session first."""
         ids = [summary.info.session_id for summary in reversed(self._listed) if self._matches(summary, listing)]
         return dict.fromkeys(ids[listing.offset : listing.offset + listing.limit], ("", "file"))
 
     def version(self, session_id: str) -> tuple[str, str]:
-        """Return no owner and a constant version. Raises `NotFound`."""
+        """Return an empty owner and a constant version. Raises `NotFound`."""
         if session_id not in self._sessions:
             raise NotFound(f"there is no session {session_id!r}")
         return "", "file"
@@ -226,7 +226,7 @@ class FileSource:
         if not self._parquet:
             yield from read_jsonl_places(self._path)
             return
-        # Raises for a file of something else, even without a row group.
+        # Raise if the file contains something else, even if it has no row group.
         next(iter_parquet(self._path), None)
         for group in range(open_parquet(self._path).num_row_groups):
             for trajectory in iter_parquet(self._path, row_group=group):
@@ -251,7 +251,7 @@ class FileSource:
             and (not listing.fork or listing.fork in (*session.causes, ANY_FORK if summary.forks else NO_FORK))
             and (listing.reward_min is None or (reward is not None and reward >= listing.reward_min))
             and (listing.reward_max is None or (reward is not None and reward <= listing.reward_max))
-            and (listing.since, listing.until) == (None, None)  # a file has no times
+            and (listing.since, listing.until) == (None, None)  # a file has no timestamps
             and (not listing.weights or any(listing.weights == node.weight_version for node in session.nodes.values()))
             and all(any(text.casefold() in metadata for text in metadata_spellings(*pair)) for pair in listing.metadata)
         )

@@ -1,4 +1,4 @@
-"""Decode ids to the bytes of each token, and mark control tokens and text that only spells one."""
+"""Decode ids to the bytes of each token, and mark control tokens and text that only spells a control token."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tokentape.errors import InvalidRequest
 
 
 class Mark(IntFlag):
-    """A label for tokens that their bytes do not explain."""
+    """A property of a token that its bytes do not show."""
 
     CONTROL = 1
     """A control token."""
     UNKNOWN = 2
     """An id that the tokenizer does not have. It has no bytes."""
     LETTERS = 4
-    """A token of text that spells a control token, or a part of one."""
+    """Text that spells a control token or a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTexts:
-    """The bytes of a sequence of tokens."""
+    """The bytes of a token sequence."""
 
     ends: npt.NDArray[np.int32]
     """Offset after each token's last byte, shape [tokens]."""
     data: bytes
-    """The bytes of all tokens; of a control token, its spelling."""
+    """The bytes of all tokens. Control tokens are spelled out."""
     marks: npt.NDArray[np.uint8]
     """`Mark`s, shape [tokens]."""
 
@@ -44,7 +44,7 @@ class TokenTexts:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> TokenTexts:
-    """Return the bytes of `ids`. An id that the tokenizer lacks is marked: the record may be of another model."""
+    """Return the bytes of `ids`. Ids that the tokenizer lacks are marked: the record may be from a different model."""
     pieces: list[bytes] = []
     marks = np.zeros(len(ids), np.uint8)
     controls: list[int] = []
@@ -58,7 +58,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> TokenTexts:
             marks[n] = Mark.UNKNOWN
     marks[controls] = Mark.CONTROL
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int32)
-    # Control tokens become a byte that no text has, so that only text that spells them is found.
+    # Replace control tokens by a byte that no text has, so that only text that spells them is found.
     blank = set(controls)
     letters = b"".join(b"\xff" * len(piece) if n in blank else piece for n, piece in enumerate(pieces))
     for match in _spelled(tokenizer).finditer(letters):
@@ -69,9 +69,9 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> TokenTexts:
 
 
 def whole_characters(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """Yield the fewest neighbouring tokens that spell whole characters together, as (start, end, text).
+    """Yield the shortest runs of tokens that together spell whole characters, as (start, end, text).
 
-    Bytes that are no UTF-8 show as U+FFFD. Raises `InvalidRequest` for an id that the tokenizer doesn't have.
+    Invalid UTF-8 becomes U+FFFD. Raises `InvalidRequest` for an id that the tokenizer doesn't have.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     start, text = 0, ""

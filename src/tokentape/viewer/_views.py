@@ -1,6 +1,6 @@
-"""What the pages get: lists and trees as JSON, trajectories as arrays, and the files of the page itself.
+"""Make what pages fetch: lists and trees as JSON, trajectories as arrays, and the page's own static files.
 
-Pages insert text of prompts as text only.
+Pages insert prompt text only as text, never as markup.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pack(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> byt
     for name, array in arrays.items():
         kind = {"b": "u1", "u": "u1", "i": "i4", "f": "f4"}[array.dtype.kind]
         if array.dtype.itemsize not in (1, 4) or (kind == "u1") != (array.dtype.itemsize == 1):
-            raise ValueError(f"array {name!r} is of {array.dtype}, none of the types that are sent")
+            raise ValueError(f"array {name!r} has type {array.dtype}; expected uint8, bool, int32 or float32")
         data = np.ascontiguousarray(array, _KINDS[kind]).tobytes()
         layout[name] = {"dtype": kind, "offset": offset, "length": array.size}
         pieces += [data, bytes(-len(data) % _ALIGNED)]
@@ -65,7 +65,7 @@ def as_json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
-        # Metadata may hold half of a surrogate pair, which only an escape can spell.
+        # Metadata may contain half of a surrogate pair, which only an escape can represent.
         return json.dumps(msgspec.to_builtins(value)).encode()
 
 
@@ -97,7 +97,7 @@ def tree(view: SessionView) -> dict[str, Any]:
 
 
 def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> list[Any] | None:
-    """Return the alternatives of each sampled token of a turn, as [id, logprob, text]; None if none are recorded."""
+    """Return the alternatives of each sampled token of a turn, as [id, logprob, text]; None if not recorded."""
 
     def text(token_id: int) -> str | None:
         try:
@@ -118,7 +118,7 @@ def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
 def trajectory(
     view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None, start: int = 0
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Return the header and the arrays of a trajectory, the arguments of `pack`. Without a tokenizer there is no text.
+    """Return a trajectory's header and arrays, the arguments of `pack`. Without a tokenizer there is no text.
 
     Arrays that never change (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) begin at token
     `start`. The loss mask and the columns are whole, because a branch that is recorded later can train these turns, and
@@ -159,7 +159,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
         node = nodes[seq]
         sampled, recorded = shown.sampled_from[n], shown.logprobs_of[n]
         logprobs = shown.logprobs[completion_start:end]
-        # Turns of supervised fine-tuning have no logprobs. JSON has no NaN.
+        # Supervised fine-tuning turns have no logprobs. JSON has no NaN.
         mean_logprob = float(logprobs.mean()) if len(logprobs) else math.nan
         reward = float(shown.turn_rewards[n])
         turns.append(
@@ -199,13 +199,13 @@ SECURITY = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of all replies of the viewer: no other origins, no inline scripts."""
+"""Headers of all viewer replies. They forbid other origins and inline scripts."""
 
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def static_file(request: Request, name: str) -> Response:
-    """Return a file of the page. Raises `NotFound`."""
+    """Return a static file of the page. Raises `NotFound`."""
     file = _files().get(name)
     if file is None:
         raise NotFound("there is nothing at this path")

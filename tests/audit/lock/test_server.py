@@ -63,7 +63,7 @@ def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, rend
     assert first is not None
     server.reset(tokenizing(renderer, lock, bos=first[0]))
     (change,) = compare(lock, asyncio.run(observe_server(lock, server.url)), {}).changes
-    assert change.cause.startswith("a beginning-of-sequence token twice")
+    assert change.cause.startswith("two beginning-of-sequence tokens")
 
 
 def test_a_server_that_tells_nothing_is_not_taken_for_unchanged(server: FakeServer, lock: Lock) -> None:

@@ -178,7 +178,7 @@ def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) ->
         results = keeping.results
     assert json.loads(path.read_text().splitlines()[0]) == made
     assert sorted(result.trial.name for result in results) == sorted(one.name for one in asked)
-    with pytest.raises(InvalidRequest, match=r"results of another probe \(temperature differ\)"):
+    with pytest.raises(InvalidRequest, match=r"results of a different probe \(temperature differ\)"):
         ProbeFile(path, {**made, "temperature": 1.0})
 
 

@@ -297,7 +297,7 @@ CASES = (
         "qwen3",
         "added token",
         unknown("<tool_call>", "</tool_call>"),
-        says="'<tool_call>' and 1 more are added tokens of A and not of B",
+        says="'<tool_call>' and 1 more are added tokens in A but not in B",
     ),
     Case(
         11,
@@ -337,7 +337,7 @@ CASES = (
         TINY,
         "control text",
         running(KeepsText),
-        says="A turns text of messages into control tokens",
+        says="A turns message text into control tokens",
     ),
     Case(
         20, "a space behind [INST]", "mistral_v3_spm", "template", edited(("'[INST] '", "'[INST]'")), template=MISTRAL
@@ -385,7 +385,7 @@ CASES = (
         "loss mask",
         edited(("{%- generation %}", ""), ("{%- endgeneration %}", "")),
         template=TRAINING,
-        says="only the template of A marks",
+        says="only A's template marks",
         severity="caution",
     ),
     Case(
@@ -401,7 +401,7 @@ CASES = (
             )
         ),
         template=TRAINING,
-        says="mark different tokens|text of other roles",
+        says="mark different tokens|other roles' text",
     ),
     Case(34, "clean-up when decoding", TINY, "decode clean-up", running(CleansUp), says="B removes spaces"),
     Case(

@@ -95,7 +95,7 @@ def test_a_gguf_with_no_split_or_another_one_is_found(unnormalized: Any, tmp_pat
 def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(TokenizerUnusable, match=r"a\.gguf is damaged or no GGUF file"):
+    with pytest.raises(TokenizerUnusable, match=r"a\.gguf is corrupt or not a GGUF file"):
         open_backend(str(tmp_path / "a.gguf"))
 
 

@@ -90,7 +90,7 @@ def test_a_vocabulary_that_no_text_shows_is_shown_by_an_id_that_the_sides_decode
 def test_each_added_token_that_one_side_lacks_is_shown() -> None:
     one, other = facts_shown(token_with_a_space)
     assert (one.example, other.example) == ("<tr>", "<tr> ")
-    assert other.cause == "'<tr> ' is an added token of B and not of A, which reads it as text"
+    assert other.cause == "'<tr> ' is an added token in B but not in A, which reads it as text"
     assert (len(other.a.ids), len(other.b.ids)) == (2, 1)
 
 
@@ -158,7 +158,7 @@ def test_rows_without_a_token_are_a_caution(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
     report = audit(open_json("A", tmp_path, BackendOptions()), healthy(TINY))
     assert [(one.kind, one.severity) for one in report.findings] == [("embedding rows", "caution")]
-    assert report.findings[0].cause == "ids 4000 to 4095 are rows of the embedding of A without a token"
+    assert report.findings[0].cause == "ids 4000 to 4095 have embedding rows in A, but no token"
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"model": {"type": "BPE"}}'])

@@ -62,7 +62,7 @@ def test_the_page_holds_the_findings_and_loads_nothing(skewed: Path, tmp_path: P
     assert done.exit_code == 1
     text = page.read_text()
     assert "NFC in A and none in B" in text
-    assert "have other ids on the serving side" in text
+    assert "get different ids on the serving side" in text
     assert "<script" not in text
     assert "http" not in text.replace("http-equiv", "")
 

@@ -192,7 +192,7 @@ def test_a_difference_of_vocabularies_names_no_added_token() -> None:
     }
     causes = [one.cause for one in audit(own.side("A"), own.side("B", spec=other)).findings if one.kind == "vocabulary"]
     assert causes
-    assert "2 differ, as 'Ġof'" in causes[0]
+    assert "2 differ, for example 'Ġof'" in causes[0]
 
 
 def test_files_of_processors_that_differ_are_listed_as_not_covered(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_what_a_side_does_not_have_is_not_compared_and_said(tokenizer: Tokenizer
     said = list(printed(found, "text", "b", 20))
     assert said == [
         "0 of 1 rows differ",
-        *(f"not compared: {n} of 1 rows, which a side does not have" for n in _VALUES),
+        *(f"not compared: {n} of 1 rows, because one side lacks them" for n in _VALUES),
     ]
 
 

@@ -1,1 +1,1 @@
-"""Measure drift: how often encoding the text of sampled ids gives other ids, and what that would cost."""
+"""Measure drift: how often encoding the text of sampled ids gives different ids, and what that would cost."""

@@ -1,7 +1,7 @@
-"""Measure how often encoding the text of sampled ids gives other ids, where, and what that would cost.
+"""Measure how often encoding the text of sampled ids gives different ids, where, and what that would cost.
 
-Regions are found by delimiters in wide use and not by a model's template, so that files without a template can be
-measured too. Text without delimiters is prose. The script of a token is that of its first letter.
+Regions, such as reasoning or code, are found by widely used delimiters, not by a model's template, so that files
+without a template can be measured too. Text without delimiters is prose. A token's script is that of its first letter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH_TOKENS = 2**17
 EXAMPLES = 3
 
 VALUES = 40
-"""The largest number of values per dimension. Further values are counted as `other`."""
+"""The maximum number of values per dimension. Further values are counted as `other`."""
 
 _SEAM = 16
 """The number of tokens to encode on each side of a seam, the boundary between context and completion."""
@@ -57,9 +57,9 @@ class RowDrift:
     counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Sampled tokens by key; completions by `completions` and key; completions that begin within a text as `_SEAMS`."""
     changed: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """How many of them changed."""
+    """How many of the counted tokens or completions changed."""
     sums: Counter[str] = field(default_factory=Counter)
-    """Numbers of rows, ids, unknown tokens, completions of other text, forks, and ids of the rows that forks begin."""
+    """Numbers of rows, ids, unknown tokens, completions whose text changed, forks, and ids in the forked rows."""
     stretches: list[tuple[str, int, int, int, reports.Example | None]] = field(default_factory=list)
     """Per stretch: artifact, numbers of sampled tokens, retokenized tokens and bytes, and an example or None."""
     logprobs: list[tuple[float, int]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class RowMeter:
         self._forward, self._forwards_left = forward, forward_limit
 
     def measure(self, rows: Iterable[IdRow]) -> Iterator[RowDrift]:
-        """Yield the counts of each row. Raises `InvalidRequest` for ids outside of the tokenizer's vocabulary."""
+        """Yield the counts of each row. Raises `InvalidRequest` for ids that are not in the tokenizer's vocabulary."""
         waiting: list[IdRow] = []
         size = 0
         for row in rows:
@@ -157,7 +157,7 @@ class RowMeter:
             row_drift.logprobs.append((sums[0] - sums[1], int(changes.changed().sum())))
 
     def _seams_held(self, completions: list[tuple[IdRow, Span]]) -> list[bool | None]:
-        """Return, per completion, if encoding again keeps the boundary before it; None if that is forced."""
+        """Return for each completion if encoding again keeps the boundary before it; None if that was not tested."""
         windows: dict[int, tuple[TokenIds, int]] = {}
         for n, (row, span) in enumerate(completions):
             context = row.ids[max(span.start - _SEAM, 0) : span.start]
@@ -178,7 +178,7 @@ class RowMeter:
 
 
 class DriftTally:
-    """Sums the counts of rows for a report."""
+    """Adds up the counts of rows for a report."""
 
     def __init__(self) -> None:
         self._shares = Shares()
@@ -233,7 +233,7 @@ class DriftTally:
         )
 
     def _key(self, key: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the key with its value, which is `_OTHER` if the dimension has too many values."""
+        """Return the key, with `_OTHER` as its value if the dimension already has `VALUES` values."""
         if key == _SEAMS:
             return key
         *before, dimension, value = key
@@ -268,7 +268,7 @@ def measure_drift(
     """Measure the drift of all `rows`.
 
     With `forward`, also compute the logprobs of up to `forward_limit` drifted completions, sampled and retokenized.
-    Raises `InvalidRequest` for ids outside of the tokenizer's vocabulary.
+    Raises `InvalidRequest` for ids that are not in the tokenizer's vocabulary.
 
     >>> measure_drift(iter_rows("runs/serve"), Tokenizer.load("path/to/model")).tokens.share      # doctest: +SKIP
     0.0031
@@ -304,7 +304,7 @@ SCRIPTS: tuple[str, ...] = (
     "cjk", "hiragana", "katakana", "hangul", "other letter", "control",
 )  # fmt: skip
 
-"""`bytes`: parts of characters. `punctuation`: all characters but letters, digits and spaces, so also emoji."""
+"""`bytes`: incomplete characters. `punctuation`: everything but letters, digits and spaces, including emoji."""
 
 _PROSE, _REASONING, _CALL, _CODE = range(4)
 
@@ -322,7 +322,7 @@ _FIRST = re.compile(rb"[<`\[]")
 
 
 def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """Return an index into `REGIONS` per token; None if all tokens are prose. A prompt may have opened reasoning."""
+    """Return each token's index in `REGIONS`, or None if all tokens are prose. The prompt may open the reasoning."""
     edges, kinds = [0], [_CALL if content.startswith((b'{"name"', b'[{"name"')) else _PROSE]
     for first in _FIRST.finditer(content):
         # Searching the whole text with `_DELIMITER` would take longer than encoding it.

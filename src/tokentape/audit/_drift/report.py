@@ -13,7 +13,7 @@ from tokentape.audit._statistics import Rate
 
 @dataclass(frozen=True, slots=True)
 class Stratum:
-    """Drift of the tokens, and completions, with one value of a dimension."""
+    """The drift of tokens and completions that share one value of a dimension."""
 
     dimension: str
     """`region`, `script`, `turn`, `temperature`, `weights`, or the name of a column."""
@@ -57,15 +57,15 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a trainer that keeps text and tokenizes again would pay, by two strategies: forking and realigning."""
+    """The cost for a trainer that keeps text and tokenizes it again, if it forks rows or realigns ids."""
 
     rows: int
     """The number of rows with exact ids: one per sequence."""
     rows_if_forked: int
-    """The number of rows if each drifted completion with a later turn starts a new row."""
+    """The number of rows if every drifted completion that a turn follows starts a new row."""
     tokens: int
     tokens_if_forked: int
-    """The number of tokens of the forked rows, context included."""
+    """The number of tokens in all rows, including the contexts that forked rows repeat."""
     masked_if_realigned: int
     """The number of sampled tokens to mask if the trainer keeps one row, with its own ids."""
 
@@ -91,13 +91,13 @@ class DriftReport:
     completions: Rate
     """P(encode(decode(ids)) != ids), over completions."""
     tokens: Rate
-    """Sampled tokens that encoding does not return as the same id for the same bytes."""
+    """Sampled tokens for which encoding does not return the same id for the same bytes."""
     seams: Rate
-    """Completions with a first token that would merge with the context if both were one text. Not in `tokens`."""
+    """Completions whose first token would merge with the context if both were encoded as one text. Not in `tokens`."""
     unknown_tokens: int
-    """Tokens with parts of characters at the cut ends of completions. Not in `tokens`."""
+    """Tokens with incomplete characters where completions were cut off. Not in `tokens`."""
     other_text: int
-    """Completions that come back as other text: bytes that are not UTF-8, another normal form."""
+    """Completions whose text changes too: bytes that are not UTF-8, or a different normal form."""
     artifacts: tuple[ArtifactCount, ...]
     """Most frequent first."""
     same_count: int
@@ -105,7 +105,7 @@ class DriftReport:
     fewer_tokens: int
     span_tokens: Lengths
     resync_bytes: Lengths
-    """Lengths in bytes: the distance until both sides have a token boundary again."""
+    """Distances in bytes until both sides have a token boundary again."""
     strata: tuple[Stratum, ...]
     cost: Cost
     examples: tuple[Example, ...]
@@ -119,8 +119,8 @@ def drift_layout(report: DriftReport, source: str) -> Report:
 
 def _blocks(report: DriftReport) -> Iterator[Block]:
     yield Paragraph(
-        "How often decoding and encoding sampled ids gives other ids. Brackets are 95 % intervals over sessions, since "
-        "turns of one session are not independent."
+        "How often decoding and encoding sampled ids gives different ids. Brackets are 95 % intervals over sessions, "
+        "because turns of one session are not independent."
     )
     if report.completions.low is not None:
         yield Paragraph(
@@ -201,9 +201,9 @@ def _rerendered(again: Rerendered) -> Iterator[Block]:
     yield Heading("Rendered again from messages")
     yield Facts(
         {
-            "later turns with another context": _rate(again.turns),
+            "later turns with a different context": _rate(again.turns),
             "sampled tokens changed in them": f"{again.changed_sampled_tokens:,} of {again.sampled_tokens:,}",
-            "branches with another first context already": f"{again.unlike_roots:,}",
+            "branches whose first context already differs": f"{again.unlike_roots:,}",
             "turns that the template refuses": f"{again.refused:,}",
         }
     )

@@ -31,21 +31,21 @@ class Rerendered:
     turns: Rate
     """Turns with a rendered context that differs from the recorded context."""
     refused: int
-    """Turns with messages that the template refuses. No other number includes them."""
+    """Turns with messages that the template refuses. The other counts exclude them."""
     kinds: Mapping[str, int]
-    """The number of turns with a difference of each kind, of `tokendiff.KINDS`. A turn may have several kinds."""
+    """The number of turns by kind of difference, a key of `tokendiff.KINDS`. A turn may have several kinds."""
     first_kinds: Mapping[str, int]
     """The number of turns by the kind of their first difference, where a cached prefix or a row would end."""
     sampled_tokens: int
     """Sampled tokens in the contexts. A turn's tokens count in each later context."""
     changed_sampled_tokens: int
     unlike_roots: int
-    """First turns with a context that already renders differently, because another renderer made the record. Their
+    """First turns whose context already renders differently, because a different renderer made the record. Their
     differences are not counted again for later turns."""
 
 
 class RerenderMeter:
-    """Renders up to `most` later turns of the added sessions, and keeps counts."""
+    """Renders up to `most` later turns of the added sessions, and counts differences."""
 
     def __init__(self, renderer: Renderer, most: int = 1000) -> None:
         self._renderer = renderer
@@ -94,7 +94,7 @@ class RerenderMeter:
     def _compared(
         self, trajectory: Trajectory, n: int, messages: Sequence[Message], setup: Setup
     ) -> Sequence[Difference] | None:
-        """Render `messages` and compare the context of turn `n` with them; None if the template refuses them."""
+        """Compare the context of turn `n` with the rendered `messages`. Return None if the template refuses them."""
         try:
             ids = self._renderer.render([with_objects(message) for message in messages], setup).ids
         except TokentapeError:
@@ -127,7 +127,7 @@ def _place(difference: Difference) -> tuple[object, ...]:
 
 
 def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds:
-    """Return a branch's ids as a stateless server has them: messages rendered, the last completion encoded again."""
+    """Return a branch's ids as a stateless server sees them: messages rendered, the last completion encoded again."""
     *before, last = path
     messages = [*_said(before), *map(with_objects, last.messages)]
     return np.concatenate([renderer.render(messages, setup).ids, retokenized(renderer.tokenizer, last.completion_ids)])
@@ -155,7 +155,7 @@ def with_objects(message: Message) -> Message:
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call["function"]
     if not isinstance(function["arguments"], str):
-        return call  # the record already has objects for calls that a client sent
+        return call  # the record already has objects in calls that a client sent
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except ValueError:

@@ -1,7 +1,7 @@
 """Locks: record a model's tokenization in a lockfile, and check it wherever the model is used.
 
 `tokentape lock MODEL -o tokentape.lock` writes a lockfile to commit. `tokentape check tokentape.lock MODEL` checks it
-in CI, and `tokentape.check("tokentape.lock", tokenizer)` at the start of a training script. Whatever can't be observed,
+in CI, and `tokentape.check("tokentape.lock", tokenizer)` at the start of a training script. What can't be observed,
 such as the parts of a server's tokenizer, is reported as not compared, never as unchanged.
 """
 
@@ -45,7 +45,7 @@ def check(
     chat_template: str | Path | None = None,
     strict: bool = False,
 ) -> None:
-    """Raise `TokenizationChanged` if a tokenizer or a server no longer does what a lockfile recorded.
+    """Raise `TokenizationChanged` if a tokenizer or a server no longer matches a lockfile.
 
         tokentape.check("tokentape.lock", tokenizer)              # a transformers tokenizer or a processor
         tokentape.check("tokentape.lock", "path/to/model")
@@ -53,23 +53,21 @@ def check(
 
     Args:
         lockfile: a file written by `tokentape lock`.
-        tokenizer: a model folder, or a tokenizer or processor object, as trainers take it.
-        engine: the address of a vLLM, SGLang or llama.cpp server, or of a gateway, to compare its ids too.
-        template_kwargs: the template kwargs of the run; by default those of the lock.
+        tokenizer: a model folder, or a transformers tokenizer or processor, as passed to trainers.
+        engine: the URL of a vLLM, SGLang or llama.cpp server, or of a gateway, whose ids are compared too.
+        template_kwargs: the run's template kwargs; by default the lock's.
         chat_template: a template file to use instead of the folder's.
-        strict: True to fail also if only the version of a library, or the bytes of a file, changed.
+        strict: True to fail also if only a library's version or a file's bytes changed.
 
     Raises:
-        TokenizationChanged: something changed. The message names the part, the first input with other ids, the ids
-            expected and found, and a likely cause. The attribute `report` has them as fields.
+        TokenizationChanged: something changed. The message names the part, the first input whose ids differ, the
+            expected and found ids, and a likely cause. The attribute `report` has them as fields.
         InvalidRequest: the lockfile can't be read, or neither `tokenizer` nor `engine` is given.
         TokenizerUnusable, EngineError: the tokenizer can't be loaded, or the server does not answer.
 
     """
     if tokenizer is None and engine is None:
-        raise InvalidRequest(
-            "there is nothing to compare: pass a model folder, a tokenizer or the address of an engine"
-        )
+        raise InvalidRequest("there is nothing to compare: pass a model folder, a tokenizer or the URL of an engine")
     lock = read_lock(lockfile)
     if tokenizer is not None:
         _raise_if_changed(examine(lock, tokenizer, template_kwargs, chat_template, strict=strict), lockfile)
@@ -114,7 +112,7 @@ def examine_server(
     strict: bool = False,
     **server: str | None,
 ) -> LockReport:
-    """Compare the ids of a running server with a lock. `server` has its `kind`, `model` and `api_key`, if given."""
+    """Compare a running server's ids with a lock. `server` may contain its `kind`, `model` and `api_key`."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
     return compare(lock, asyncio.run(observe_server(lock, url, **server)), kwargs, strict=strict)
 
@@ -148,7 +146,7 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
             files={},
             **_lockfile.spec_parts(json.loads(source_of())),
             special_tokens={key: str(value) for key, value in special_tokens.items() if value is not None},
-            eos_ids=lock.components.eos_ids,  # a tokenizer in memory has none
+            eos_ids=lock.components.eos_ids,  # a tokenizer in memory has no eos ids to compare
             template=tuple(compiled.source.splitlines()),
             template_sha256=compiled.sha256,
         )
@@ -159,7 +157,7 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
 async def observe_server(
     lock: Lock, url: str, *, kind: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> Observed:
-    """Observe the ids that a running server of `kind` returns for `model`; both are detected if not given."""
+    """Observe the ids that a running server of `kind` returns for `model`. Both are detected if not passed."""
     http = HttpClient(url, api_key=api_key)
     observed_ids: dict[str, tuple[int, ...] | None] = {}
     unknown: dict[str, list[str]] = {}
@@ -176,7 +174,7 @@ async def observe_server(
     finally:
         await http.close()
     if not observed_ids:
-        raise NothingToMeasure(f"the server at {url} returns no ids for texts or conversations: nothing was compared")
+        raise NothingToMeasure(f"the server at {url} returns no ids for texts or conversations: nothing to compare")
     not_compared = ["parts, template and certificate: a server returns only ids"]
     for why, names in unknown.items():
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
@@ -187,12 +185,12 @@ async def observe_server(
 async def _server_ids(
     kind: str, http: HttpClient, model: str, lock: Lock, golden: LockGolden
 ) -> tuple[str, tuple[int, ...] | None]:
-    """Return the reason why a golden input can't be compared, or an empty string, and its ids."""
+    """Return the reason why a golden input can't be compared (else an empty string), and its ids."""
     if not golden.messages:
         ids = await server_text_ids(kind, http, model, golden.text, special=golden.special, controls=True)
-        return "" if ids is not None else "the server has no endpoint for texts", _ints(ids)
+        return "" if ids is not None else "the server has no tokenize endpoint", _ints(ids)
     if lock.certificate.get("date printed"):
-        return "the template prints the date, and a server prints its own", None
+        return "the template prints the date, which a server takes from its clock", None
     if golden.ids is None:
         return "the template refuses them", None
     ids = await server_chat_ids(kind, http, model, golden.messages, golden.tools, template_kwargs=lock.template_kwargs)
@@ -202,7 +200,7 @@ async def _server_ids(
 def _live_chat_ids(
     tokenizer: Any, template: str, date: str, template_kwargs: Mapping[str, Any], golden: LockGolden
 ) -> tuple[int, ...] | None:
-    # transformers gives templates its own clock.
+    # transformers passes its own clock to templates.
     shown = datetime.fromisoformat(date).strftime
     dated = _NOW.sub(lambda match: json.dumps(shown(match[2])), template)
     options = {"chat_template": dated, "add_generation_prompt": True, "tokenize": True, **template_kwargs}

@@ -1,4 +1,4 @@
-"""Compare observations with a lock, and report each change with its cause and the first input with other ids."""
+"""Compare observations with a lock, and report each change with its cause and the first input whose ids differ."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ _LINE = 200
 
 _CAUSES = {
     "normalizer": "the normalizer was dropped or replaced when the tokenizer was loaded or converted: accents, Hangul, "
-    "ligatures and wide characters get other ids",
-    "pre_tokenizer": "another loader class built the pre-tokenizer anew instead of reading tokenizer.json, as "
-    "transformers 5 does for some classes, or another revision corrected its pattern",
-    "post_processor": "add_bos_token or add_eos_token differs, or another loader class set the special tokens",
-    "decoder": "another loader class or conversion; decoded text differs, and so do replies parsed from it",
-    "model": "settings of the model differ: ignore_merges, byte_fallback, dropout, the unknown token",
-    "vocabulary": "another model's tokenizer, or pieces were replaced in place",
-    "merges": "another model's tokenizer, or a conversion that reordered merges",
-    "added tokens": "training code added tokens or set their flags (add_tokens, add_special_tokens), or it is another "
-    "revision of the tokenizer",
-    "special tokens": "the configuration names other tokens, or training code set pad_token or eos_token",
+    "ligatures and wide characters get different ids",
+    "pre_tokenizer": "a different loader class built its own pre-tokenizer instead of reading tokenizer.json, as "
+    "transformers 5 does for some classes, or a different revision corrected its pattern",
+    "post_processor": "add_bos_token or add_eos_token differs, or a different loader class set the special tokens",
+    "decoder": "a different loader class or conversion; decoded text differs, and so do replies parsed from it",
+    "model": "the model's settings differ: ignore_merges, byte_fallback, dropout, the unknown token",
+    "vocabulary": "a different model's tokenizer, or token strings were replaced in place",
+    "merges": "a different model's tokenizer, or a conversion that reordered merges",
+    "added tokens": "training code added tokens or set their flags (add_tokens, add_special_tokens), or the tokenizer "
+    "has a different revision",
+    "special tokens": "the configuration names different tokens, or training code set pad_token or eos_token",
     "end-of-sequence ids": "generation_config.json or eos_token differs: turns end at different tokens",
-    "configuration": "config.json or generation_config.json is from other weights, or training code rewrote it; or "
-    "code saved a tokenizer with truncation or padding switched on, or with another model_max_length",
-    "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is from another revision, or was "
-    "edited: code that loads the folder with transformers gets another tokenizer",
-    "template": "the template was edited, replaced by a training template, or is another revision",
-    "template kwargs": "conversations are rendered with other kwargs than the lock's",
+    "configuration": "config.json or generation_config.json is from different weights, or training code rewrote it; "
+    "or code saved a tokenizer with truncation or padding enabled, or with a different model_max_length",
+    "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is from a different revision, or "
+    "was edited: code that loads the folder with transformers gets a different tokenizer",
+    "template": "the template was edited, replaced by a training template, or has a different revision",
+    "template kwargs": "conversations are rendered with different kwargs than the lock's",
 }
 
 RULES = {
     **{part: f"the {part} changed" for part in _CAUSES},
-    "certificate": "a finding of the certificate changed",
-    "golden ids": "an input has other ids",
-    "versions and files": "another version, or other bytes of a file",
+    "certificate": "a finding in the certificate changed",
+    "golden ids": "the ids of an input changed",
+    "versions and files": "a library's version or a file's bytes changed",
 }
 
 
@@ -57,29 +57,29 @@ class Observed:
 
     name: str
     ids: Mapping[str, tuple[int, ...] | None]
-    """The ids of each golden input that could be tried, by its name; None if the template refuses it."""
+    """The ids of each golden input that could be encoded, by name; None if the template refuses it."""
     versions: Mapping[str, str]
     components: Components | None = None
     certificate: Mapping[str, Any] | None = None
     source: Callable[[], str | bytes] | None = None
     not_compared: Sequence[str] = ()
-    """Descriptions of what could not be observed, each with the reason."""
+    """What could not be observed, each entry with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockChange:
-    """A change of a part, or of the ids of golden inputs. `what` is a key of `RULES`."""
+    """A change to a part, or to the ids of golden inputs. `what` is a key of `RULES`."""
 
     what: str
     found: str
     cause: str = ""
     golden: LockGolden | None = None
     ids: tuple[int, ...] | None = None
-    """The ids of `golden` now; None if the template refuses it."""
+    """The current ids of `golden`; None if the template refuses it."""
     at: int = 0
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield pairs of label and text: the input that shows the change, the ids expected and found, the cause."""
+        """Yield pairs of label and text: the input that shows the change, the expected and found ids, the cause."""
         if self.golden is not None:
             if not self.golden.messages:
                 yield "text", _short(self.golden.text)
@@ -94,14 +94,14 @@ class LockChange:
 
 @dataclass(frozen=True, slots=True)
 class LockReport:
-    """The result of a check. Changes fail it, notes don't."""
+    """The result of a check, which fails if there are changes; notes don't make it fail."""
 
     compared: str
     inputs: int
     changes: tuple[LockChange, ...]
     notes: tuple[str, ...]
     not_compared: tuple[str, ...] = ()
-    """Descriptions of what the check could not compare, each with the reason."""
+    """What the check could not compare, each entry with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -110,7 +110,7 @@ class LockReport:
 
     @property
     def all_notes(self) -> list[str]:
-        """All notes: first what was not compared."""
+        """All notes, starting with what was not compared."""
         return [*(f"not compared: {what}" for what in self.not_compared), *self.notes]
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def lock_cases(report: LockReport) -> list[CiCase]:
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
-    """Compare observations with a lock. With `strict`, changed library versions and files are changes, else notes."""
+    """Compare observations with a lock. With `strict`, changed library versions and files fail, else they are notes."""
     old, new = lock.components, observed.components
     changes = [_change(what, description) for what, description in _changed_parts(lock, observed, template_kwargs)]
     notes: list[str] = []
@@ -157,13 +157,13 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
     notices = [*moved, *(_files(old, new) if new is not None and not changes else ())]
     certified = _certificate(lock, observed)
     if certified and not parts_differ and lock.certifier != certifier_digest():
-        notices.append(f"another version of the certifier made the certificate of the lock: {certified}")
+        notices.append(f"a different version of the certifier made the certificate in the lock: {certified}")
     elif certified:
         causes = ["the changes above"] * bool(changes) + moved[:1]
         changes.append(LockChange("certificate", certified, ", or ".join(causes)))
     changes += _goldens(lock, observed, [change.what for change in changes], moved)
     if strict:
-        changes += [LockChange("versions and files", notice, "`--strict` takes no other") for notice in notices]
+        changes += [LockChange("versions and files", notice, "`--strict` forbids it") for notice in notices]
     else:
         notes += notices
     not_compared = *observed.not_compared, *_unlocked(old)
@@ -171,13 +171,13 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
 
 
 def _unlocked(old: Components) -> Iterator[str]:
-    """Yield descriptions of the parts that a lock of an older version lacks."""
+    """Yield descriptions of the parts that an older version's lock lacks."""
     if old.configuration is None:
-        yield "config.json, truncation and padding, which this older lock does not hold"
+        yield "config.json, truncation and padding, which this older lock does not contain"
     elif model_files.MAX_LENGTH not in old.configuration:
-        yield "model_max_length, which this older lock does not hold"
+        yield "model_max_length, which this older lock does not contain"
     if old.loading is None:
-        yield "other files than tokenizer.json that transformers reads, which this older lock does not hold"
+        yield "files besides tokenizer.json that transformers reads, which this older lock does not contain"
 
 
 def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -205,7 +205,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
     if old.configuration is not None and new.configuration is not None:
         for key, pair in model_files.unlike(old.configuration, new.configuration).items():
-            # Older locks lack some keys. That does not mean that the keys were unset.
+            # A key that an older lock lacks may have been set.
             lacked = key == model_files.MAX_LENGTH and key not in old.configuration
             if not lacked and (old.loading is not None or not key.endswith(model_files.SAMPLED)):
                 yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
@@ -217,7 +217,7 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
     """Return changes from files other than tokenizer.json, or a note if transformers loads the same tokenizer."""
     was, now = dict(old.loading or {}), dict(new.loading or {})
     templates = model_files.unlike(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
-    changes = [_change("template", f"the one named {name} {_came(*pair)}") for name, pair in templates.items()]
+    changes = [_change("template", f"the template named {name} {_came(*pair)}") for name, pair in templates.items()]
     if was == now:
         return changes, []
     from tokentape.audit._skew.auditor import loaded_findings
@@ -232,7 +232,7 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
     return [*changes, *(_change("loading", finding.cause) for finding in findings)], [note] if note else []
 
 
-def _came(was: object, now: object, otherwise: str = "is another text") -> str:
+def _came(was: object, now: object, otherwise: str = "has different text") -> str:
     return "is new" if was is None else "is gone" if now is None else otherwise
 
 
@@ -252,7 +252,7 @@ def _step_change(was: Any, now: Any) -> str:
 
 
 def _nested_difference(old: Any, new: Any, path: str) -> tuple[str, Any, Any]:
-    """Return the path of the first difference of two nested values, and the values there."""
+    """Return the path to the first difference between two nested values, and the values there."""
     if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("type") == new.get("type"):
         for key in (*old, *new):
             if old.get(key) != new.get(key):
@@ -291,7 +291,7 @@ def _merges_apart(old: Components, observed: Observed) -> str:
 
 
 def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
-    """Describe which merges are gone, new and moved. As few as possible count as moved."""
+    """Describe which merges are gone, new and moved, with as few as possible moved."""
     in_place, before, after = {was[index] for index, _ in anchors(was, now)}, set(was), set(now)
     changes = {
         "gone": [merge for merge in was if merge not in after],
@@ -358,26 +358,26 @@ def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequ
 def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]) -> str:
     expected = golden.ids
     if expected is None:
-        return "the template accepts this conversation now, and refused it before"
+        return "the template now accepts this conversation, which it refused before"
     if ids is None:
-        return "the template refuses this conversation now"
+        return "the template now refuses this conversation"
     if ids == (*expected[:1], *expected):
-        return "a beginning-of-sequence token twice: the template writes one, and the tokenizer adds another"
+        return "two beginning-of-sequence tokens: the template writes one, and the tokenizer adds one"
     if ids == expected[1:]:
         return "the beginning-of-sequence token is missing"
     parts = [part for part in changed if part != "certificate"]
     if parts:
         return f"the changes above: {', '.join(dict.fromkeys(parts))}"
     if moved:
-        return f"no part changed, so the library does: {'; '.join(moved)}"
+        return f"no part changed, so a library's version makes the difference: {'; '.join(moved)}"
     return "no compared part changed: the code that loads or serves the tokenizer treats it differently"
 
 
 def _files(old: Components, new: Components) -> Iterator[str]:
     for name, pair in model_files.unlike(old.files, new.files).items() if new.files else ():
-        processor = "which processors of transformers read: it was not compared"
+        processor = "which transformers processors read: it was not compared"
         looked = processor if name == model_files.PROCESSOR_TEMPLATE else "but nothing that was compared in it changed"
-        yield f"{name} {_came(*pair, 'has other bytes')}, {looked}"
+        yield f"{name} {_came(*pair, 'has different bytes')}, {looked}"
 
 
 def _around(ids: Sequence[int] | None, position: int) -> str:

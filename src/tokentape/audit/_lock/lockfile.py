@@ -1,7 +1,7 @@
 """Make, read and write lockfiles, which record the tokenization of a model as JSON.
 
-Each part has its own line, so that `git diff` shows which parts a new lock changes. Small parts are stored whole, large
-parts as digests of blocks. Settings that change neither ids nor text, such as offsets, are left out.
+Each part has its own line, so that `git diff` shows which parts a new lock changes. Small parts are stored in full,
+large parts as digests of blocks. Settings that affect neither ids nor text, such as offsets, are left out.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MOST_CONTROLS = 8
 
 @dataclass(frozen=True, slots=True)
 class LockGolden:
-    """An input and its ids. `messages` is empty for a text."""
+    """A golden input and its ids: a conversation, or a text if `messages` is empty."""
 
     name: str
     text: str = ""
     special: bool = False
-    """True if the tokenizer adds special tokens to the text, such as BOS."""
+    """True if the tokenizer adds special tokens such as BOS to the text."""
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     ids: tuple[int, ...] | None = None
@@ -65,7 +65,7 @@ class LockGolden:
 def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
     frozen = []
     for golden in (*_texts(renderer.tokenizer), *_conversations()):
-        # Some templates take the arguments of calls only as text.
+        # Some templates accept call arguments only as text.
         tried = (golden, replace(golden, messages=tuple(map(with_text_arguments, golden.messages))))
         attempts = (replace(form, ids=golden_ids(renderer, template_kwargs, form)) for form in tried)
         frozen.append(next((attempt for attempt in attempts if attempt.ids is not None), golden))
@@ -140,33 +140,33 @@ class LockedToken(NamedTuple):
     id: int
     content: str
     flags: str
-    """The flags that are set, of special, lstrip, rstrip, normalized, single_word, separated by spaces."""
+    """The flags that are set, among special, lstrip, rstrip, normalized, single_word, separated by spaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts of a tokenizer and a template. A part is None if unknown, as in older locks."""
+    """The parts of a tokenizer and a template. A part that an older lock lacks is None."""
 
     files: Mapping[str, str]
     """Hex SHA-256 of each file; empty for a tokenizer in memory."""
     steps: Mapping[str, Any]
     """Normalizer, pre-tokenizer, post-processor and decoder, as in `tokenizer.json`, and the model's settings."""
     vocabulary: tuple[str, ...]
-    """A digest of the pieces of each block of `BLOCK` ids."""
+    """A digest of the token strings of each block of `BLOCK` ids."""
     merges: tuple[str, ...]
     added_tokens: tuple[LockedToken, ...]
     special_tokens: Mapping[str, str]
-    """Tokens by their name in the configuration, such as eos_token."""
+    """Tokens by their names in the configuration, such as eos_token."""
     eos_ids: tuple[int, ...]
     template: tuple[str, ...]
     template_sha256: str
     """Hex SHA-256 of the template and its variant for tools."""
     configuration: Mapping[str, Any] | None = None
-    """The result of `model_configuration`, `max_length`, truncation and padding."""
+    """The results of `model_configuration` and `max_length`, and the tokenizer's truncation and padding."""
     merge_list: str | None = None
-    """The merges, see `packed_merges`."""
+    """The compressed merges, see `packed_merges`."""
     loading: model_files.Settings | None = None
-    """Settings in other files that transformers reads, see `loading_settings`, and digests of named templates."""
+    """Settings that transformers reads from other files, see `loading_settings`, and digests of named templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +178,14 @@ class Lock:
     template_kwargs: Mapping[str, Any]
     components: Components
     certificate: Mapping[str, Any]
-    """The findings of the model's certificate, see `certified`."""
+    """The findings in the model's certificate, see `certified`."""
     goldens: tuple[LockGolden, ...]
     date: str = grammar.DATE
     certifier: str | None = None
     """Hex SHA-256 of the source that made the certificate; None in older locks."""
 
     def to_text(self) -> str:
-        """Return the text of the lockfile. Equal locks give equal texts."""
+        """Return the lockfile's text. Equal locks have equal texts."""
         fields = {"format": FORMAT, **asdict(self), "goldens": [golden.written() for golden in self.goldens]}
         for name in ("configuration", "merge_list", "loading"):
             if fields["components"][name] is None:  # as older versions wrote it
@@ -200,7 +200,7 @@ def make_lock(
 ) -> Lock:
     """Make the lock of a model folder: its parts, the findings of its certificate and the golden ids.
 
-    Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load` and `certify`.
+    Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load` and `certify` do.
     """
     folder, kwargs = Path(folder), dict(template_kwargs or {})
     renderer = Renderer.load(folder, chat_template)
@@ -245,7 +245,7 @@ def versions() -> dict[str, str]:
 
 
 def read_lock(path: str | Path) -> Lock:
-    """Read a lockfile. Raises `InvalidRequest` if it is not one or has another format, and `OSError`."""
+    """Read a lockfile. Raises `OSError`, and `InvalidRequest` if it is not a lockfile or has an unknown format."""
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -254,17 +254,17 @@ def read_lock(path: str | Path) -> Lock:
     file_format = document.get("format") if isinstance(document, dict) else None
     if file_format != FORMAT:
         raise InvalidRequest(
-            f"{path} is a lockfile of format {file_format}, and this version of tokentape reads format {FORMAT}. "
-            "Check it with the version that wrote it, or write a new one with `tokentape lock`, which only shows "
-            "changes from now on"
+            f"{path} has lockfile format {file_format}, but this version of tokentape reads format {FORMAT}. Check it "
+            "with the version that wrote it, or write a new lockfile with `tokentape lock`, which shows only later "
+            "changes"
             if isinstance(file_format, int)
-            else f"{path} is not a lockfile: it has no `format`. `tokentape lock MODEL -o {path.name}` writes one"
+            else f"{path} is not a lockfile: it has no `format`. Write one with `tokentape lock MODEL -o {path.name}`"
         )
     try:
         lock = msgspec.convert(document, Lock)
-        # A field that is not written back is unknown: it is misspelled, or from another version.
+        # A field that is not written back is unknown: misspelled, or from a different version.
         if json.loads(lock.to_text()) != document:
-            raise ValueError("it has unknown fields, or lacks some")
+            raise ValueError("it has unknown or missing fields")
         if set(lock.components.steps) != set(_STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
         model_files.require_known_files(lock.components.loading or {})
@@ -274,7 +274,7 @@ def read_lock(path: str | Path) -> Lock:
 
 
 def write_lock(lock: Lock, path: str | Path) -> None:
-    """Write a lockfile atomically: readers see the old file or the new one."""
+    """Write a lockfile atomically: readers see the old file or the new file."""
     write_durably(Path(path), lock.to_text().encode())
 
 
@@ -318,7 +318,7 @@ def components_of(renderer: Renderer, folder: Path) -> Components:
 
 
 def spec_parts(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Components` that a `tokenizer.json` has once `tokenizers` has loaded and saved it."""
+    """Return the fields of `Components` that describe a `tokenizer.json`, as `tokenizers` saves it."""
     vocab, merges, added = spec["model"]["vocab"], merges_of(spec["model"]), spec.get("added_tokens") or []
     if isinstance(vocab, Mapping):
         # Without these tables the library loads it quickly.
@@ -342,7 +342,7 @@ def spec_parts(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(value: Any) -> Any:
-    """Return a step of a tokenizer as a lock stores it: without settings for offsets, long strings as digests."""
+    """Return a tokenizer step as a lock stores it: without offset settings, and with digests of long strings."""
     if isinstance(value, Mapping):
         return {key: _step(part) for key, part in value.items() if key != "trim_offsets"}
     if isinstance(value, list):
@@ -361,7 +361,7 @@ def _digests(entries: Iterable[str]) -> Iterator[str]:
     rest = iter(entries)
     while block := list(islice(rest, BLOCK)):
         joined = "\n".join(block)
-        # Different pieces with line ends could give the same joined text.
+        # Token strings with line breaks could make different blocks equal when joined.
         yield _sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]
 
 
@@ -370,7 +370,7 @@ def _sha256(text: str) -> str:
 
 
 def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | None:
-    """Return merges as compressed text: each result's id and first piece's length; None if a result is no token."""
+    """Return merges compressed to each result's id and its first part's length; None if a result is not a token."""
     ids = [vocab.get("".join(merge)) if len(merge) == 2 else None for merge in merges]
     if None in ids or not ids:
         return None
@@ -382,7 +382,7 @@ def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | No
 
 
 def unpacked_merges(packed: str, vocab: Mapping[str, int]) -> list[Merge]:
-    """Undo `packed_merges`. Raises `ValueError` if the text is damaged, or made with another vocabulary."""
+    """Undo `packed_merges`. Raises `ValueError` if the text is corrupt, or made with a different vocabulary."""
     try:
         data = zlib.decompressobj().decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
         many = len(data) // 6
@@ -390,5 +390,5 @@ def unpacked_merges(packed: str, vocab: Mapping[str, int]) -> list[Merge]:
         pieces = {number: piece for piece, number in vocab.items()}
         tokens = [pieces[number] for number in ids.tolist()]
     except (zlib.error, KeyError) as error:
-        raise ValueError(f"merges of another vocabulary, or damaged: {error}") from None
+        raise ValueError(f"corrupt merges, or merges of a different vocabulary: {error}") from None
     return [(token[:cut], token[cut:]) for token, cut in zip(tokens, cuts.tolist(), strict=True)]

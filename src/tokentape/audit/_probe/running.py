@@ -1,8 +1,8 @@
-"""Run trials on an engine, store their results in a file so that a stopped probe can be continued, and count them.
+"""Run trials on an engine, store results in a file from which a stopped probe continues, and count them.
 
-A phantom edit may be sampled again with its ids banned. This needs only alternatives per token, and is exact: up to the
-first id of the phantom edit, greedy decoding gives the same ids with a ban as without. At that position the likeliest
-other id is used, and decoding continues after it.
+A phantom edit may be sampled again with its ids banned. This needs only top logprobs, and is exact: up to the first id
+of the phantom edit, greedy decoding gives the same ids with a ban as without. At that position the likeliest id that is
+not banned is used, and decoding continues after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Header = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """Sampling settings of a probe. With `ban`, phantom edits are sampled again with their ids banned."""
+    """Sampling settings for a probe. With `ban`, phantom edits are sampled again with their ids banned."""
 
     max_tokens: int = 512
     temperature: float = 0.0
@@ -59,13 +59,13 @@ class ProbeResult:
     completion: tuple[int, ...]
     outcome: Outcome
     banned: Outcome | None = None
-    """The outcome with the phantom edit's ids banned; None without a phantom edit or a ban."""
+    """The outcome with the phantom edit's ids banned; None if no phantom edit was sampled again."""
     bans: tuple[tuple[int, int], ...] = ()
-    """Pairs of a position in the completion and an id banned there."""
+    """Pairs of a position in the completion and the id banned there."""
 
 
 def header(engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings) -> Header:
-    """Return the first line of a result file: the settings that results must share to be counted together."""
+    """Return a result file's first line: the settings that results must share to be counted together."""
     how = asdict(settings)
     del how["concurrency"]
     return {
@@ -81,17 +81,17 @@ def header(engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSett
 async def run_trials(
     trials: Sequence[Trial], engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings
 ) -> AsyncGenerator[ProbeResult, None]:
-    """Yield results as they arrive, with `settings.concurrency` trials at a time.
+    """Yield results as they arrive. At most `settings.concurrency` trials run at a time.
 
-    Raises `InvalidRequest` if ids are to be banned but decoding is not greedy or the engine returns no alternatives,
+    Raises `InvalidRequest` if `settings.ban` is set but decoding is not greedy or the engine returns no top logprobs,
     `TemplateRefused` if the template refuses a question, and `EngineError` as `Engine.sample` does.
     """
     if settings.ban and settings.temperature:
-        raise InvalidRequest("ids are banned in greedy decoding only: set temperature 0", "ban")
+        raise InvalidRequest("banning ids needs greedy decoding: set temperature 0", "ban")
     if settings.ban and "top_logprobs" not in engine.info.sampling:
         raise InvalidRequest(
-            f"the engine {engine.info.name} returns no top logprobs, which a probe with banned ids needs; probe "
-            "without them, or use an engine that does",
+            f"the engine {engine.info.name} returns no top logprobs, which banning ids needs; probe without bans, or "
+            "use an engine that returns them",
             "ban",
         )
     room = asyncio.Semaphore(settings.concurrency)
@@ -139,7 +139,7 @@ async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, s
         likeliest = next((token_id for token_id, _ in tops[position] if token_id not in banned[position]), None)
         if likeliest is None:
             break
-        # Bans at later positions belonged to another continuation.
+        # Drop bans at later positions: they belonged to a different continuation.
         banned = {place: refused for place, refused in banned.items() if place <= position}
         ids, tops = [*ids[:position], likeliest], tops[: position + 1]
         if likeliest not in stops and len(ids) < settings.max_tokens:
@@ -165,7 +165,7 @@ async def _sample(
 
 
 class ProbeFile:
-    """A JSONL file of a header and results, to append to. Drops a cut-off line, refuses results of other settings."""
+    """A JSONL file of a header and results. Drops an incomplete last line, refuses results with other settings."""
 
     def __init__(self, path: str | Path, expected: Header) -> None:
         path = Path(path)
@@ -174,16 +174,16 @@ class ProbeFile:
         try:
             head, *rows = [json.loads(line) for line in content[:whole].splitlines()] or [expected]
             if not whole and not _HEAD.startswith(content[: len(_HEAD)]):
-                raise ValueError("its only line is no header")
+                raise ValueError("its only line is not a header")
             if head.get("format") != expected["format"]:
-                raise ValueError(f"its first line is not that of format {FORMAT}")
+                raise ValueError(f"its first line is not a header of format {FORMAT}")
             self.results = msgspec.convert(rows, list[ProbeResult])
         except (ValueError, TypeError, AttributeError) as error:
-            raise InvalidRequest(f"{path} has no results of a probe: {error}") from None
+            raise InvalidRequest(f"{path} is not a probe's result file: {error}; pass a different file") from None
         if differing := [key for key, value in expected.items() if head.get(key) != value]:
             raise InvalidRequest(
-                f"{path} has results of another probe ({', '.join(differing)} differ); name another file, or move this "
-                "one away"
+                f"{path} has results of a different probe ({', '.join(differing)} differ); pass a different file, or "
+                "move this file away"
             )
         self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
         self._file.truncate(whole)
@@ -217,19 +217,19 @@ class Summary:
     trials: int
     outcomes: Mapping[str, Rate]
     strict: Rate
-    """Phantom edits with the same bytes, as a share of the trials in which the sentence came back."""
+    """Phantom edits with the same bytes, as a share of the trials that returned the sentence."""
     normalised: Rate
     """Phantom edits with the same bytes apart from white space, as a share of the same trials."""
     classes: Mapping[str, Rate]
     """The share of each artifact among the phantom edits of `normalised`."""
     noncanonical: Rate
-    """Completions that change if their text is encoded again."""
+    """Completions whose ids change if their text is encoded again."""
     banned: Mapping[str, Rate]
     """Outcomes, by kind, of phantom edits that were sampled again with banned ids; empty without bans."""
 
 
 def summarise(results: Sequence[ProbeResult]) -> Summary:
-    """Count results. The trials of a sentence are not independent, so intervals are over sentences."""
+    """Count results. Trials of one sentence are not independent, so intervals are over sentences."""
     back = [result for result in results if result.outcome.kind != "other"]
     edits = [result for result in back if result.outcome.kind in _EDITS]
     again = [result for result in results if result.banned is not None]
@@ -258,8 +258,8 @@ def probe_layout(head: Header, results: Sequence[ProbeResult], tokenizer: Tokeni
     blocks: list[Block] = [
         Paragraph(f"{summary.trials} trials"),
         Paragraph(
-            "A model is asked to replace one word of a sentence. A phantom edit returns the same word with other ids: "
-            "the ids changed, and the text did not."
+            "A model is asked to replace one word of a sentence. A phantom edit returns the same word with different "
+            "ids: the ids changed, and the text did not."
         ),
         Facts({key: head[key] for key in ("model", "engine", "temperature")}),
         Heading("Outcomes"),
@@ -278,7 +278,7 @@ def probe_layout(head: Header, results: Sequence[ProbeResult], tokenizer: Tokeni
     if summary.banned:
         blocks += [
             Heading("With the ids of phantom edits banned"),
-            Paragraph("Greedy decoding continued with the likeliest other id."),
+            Paragraph("Greedy decoding continued with the likeliest id that is not banned."),
             _bars(summary.banned),
         ]
     blocks += [Heading("Completions"), _bars({"not canonical": summary.noncanonical})]

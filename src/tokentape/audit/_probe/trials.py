@@ -1,7 +1,7 @@
 """Make the trials of the probe, each a request to replace one word of a sentence, and classify the completions.
 
 The probe follows the tokenization-consistency probe of arXiv 2601.14658, which does not publish its sentences and
-wordings. These are our own, chosen so that every class of phantom edits can occur.
+prompts. Ours are chosen so that every class of phantom edits can occur.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ WORDINGS = {
 OutcomeKind: TypeAlias = Literal["replaced", "unchanged", "phantom", "spacing", "other"]
 
 KINDS: dict[OutcomeKind, str] = {
-    "replaced": "another word is in its place",
+    "replaced": "a different word is in its place",
     "unchanged": "the same word with the same ids",
-    "phantom": "the same bytes with other ids: a phantom edit, byte-strict",
-    "spacing": "the same word with other ids and other white space: a phantom edit only if white space is normalised",
+    "phantom": "the same bytes with different ids: a phantom edit, byte-strict",
+    "spacing": "the same word, different ids and whitespace: a phantom edit only if whitespace is normalised",
     "other": "the sentence did not come back: refused, cut off, or other words changed too",
 }
 
@@ -62,7 +62,7 @@ class Trial:
     after: str
     wording: str
     repetition: int
-    """The number of the sample; at temperature 0 there is only one."""
+    """The sample's number, from 0; at temperature 0 there is only one sample."""
 
     @property
     def text(self) -> str:
@@ -76,17 +76,17 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the model did with the target word, found by comparing ids."""
+    """What the model did with the target word, as found by comparing ids."""
 
     kind: OutcomeKind
     artifact: str | None = None
-    """If it is a phantom edit, one of `tokendiff.ARTIFACTS`."""
+    """For a phantom edit, a key of `tokendiff.ARTIFACTS`."""
     source: tuple[int, ...] = ()
     """The ids of all tokens of the encoded sentence that overlap the word."""
     found: tuple[int, ...] = ()
     """The ids in the word's place in the completion."""
     at: int = -1
-    """Position in the completion of the first id that differs; -1 if none does."""
+    """Position of the first id of the completion that differs; -1 if none differs."""
     canonical: bool = True
     """True if encoding the completion's text returns the completion's ids."""
 
@@ -94,8 +94,8 @@ class Outcome:
 def read_texts(path: str | Path = BUILT_IN, *, seed: int = 0) -> list[Sentence]:
     """Read sentences from a file, one per line.
 
-    A line has its target word in square brackets, or is JSON with `text` and `target`. For any other line, `seed` draws
-    a word of four or more letters that occurs once.
+    A line has its target word in square brackets, or is JSON with `text` and `target`. In any other line, the target
+    is drawn with `seed` from the words of at least four letters that occur once.
 
     Raises `InvalidRequest` if a target is not in its text, or if the file is not UTF-8, and `NothingToMeasure` if no
     line has a target.
@@ -116,7 +116,7 @@ def read_texts(path: str | Path = BUILT_IN, *, seed: int = 0) -> list[Sentence]:
                 sentences.append((line[: word.start()], word[0], line[word.end() :]))
     if not sentences:
         raise NothingToMeasure(
-            f"{path} has no sentence with a word to replace; expected one a line, its word in [brackets]"
+            f"{path} has no sentence with a word to replace; write one sentence per line, its word in [brackets]"
         )
     return sentences
 
@@ -137,17 +137,17 @@ def _from_json(line: str, where: str) -> Sentence:
         target = fields["target"]
         before, middle, after = fields["text"].partition(target)
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise InvalidRequest(f'{where} is not {{"text": …, "target": …}}') from None
+        raise InvalidRequest(f'{where}: expected an object like {{"text": "…", "target": "…"}}') from None
     if not (target and middle):
-        raise InvalidRequest(f"{where}: the target is not in the text")
+        raise InvalidRequest(f"{where}: the text does not contain the target")
     return before, target, after
 
 
 def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Outcome:
-    """Classify a completion without its stop token, by the tokens between the words around the target."""
+    """Classify a completion (without its stop token) by the tokens in the target's place."""
     source = tokenizer.encode_plain(trial.text)
     ours, theirs = ([tokenizer.token_bytes(token_id) for token_id in ids] for ids in (source, completion))
-    # Some tokenizers put a space before a text, so find the word in the spelled bytes.
+    # Some tokenizers put a space before a text, so find the word in the decoded bytes.
     text, spelled, target = b"".join(ours), b"".join(theirs), trial.target.encode()
     canonical = is_canonical(completion, tokenizer)
     place = _place(trial, spelled)
@@ -175,8 +175,8 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
 
 
 def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
-    """Return the last byte range of a completion between the words that surround the target in the sentence."""
-    # Any white space may stand between words.
+    """Return the last byte range of a completion that the words around the target surround."""
+    # Any whitespace may separate words.
     before, after = (rb"\s+".join(map(re.escape, side.encode().split())) for side in (trial.before, trial.after))
     between = rb"(.{0,%d}?)" % _MOST_BETWEEN
     pattern = re.compile((before or rb"(?:\A|\n)") + between + (after or rb"(?=\s*(?:\Z|\n))"), re.DOTALL)
@@ -185,7 +185,7 @@ def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
 
 
 def _stretches(*sides: tuple[Sequence[bytes], tuple[int, int]]) -> list[slice]:
-    """Return, per side, the tokens that cover a byte range, extended until both exceed it equally, or to the end."""
+    """Return each side's tokens that cover its byte range, extended until both exceed it equally, or to the end."""
     edges = [list(accumulate(map(len, pieces), initial=0)) for pieces, _ in sides]
     ranges = [(ends, *place) for ends, (_, place) in zip(edges, sides, strict=True)]
     lefts = set.intersection(*({start - edge for edge in ends if edge <= start} for ends, start, _ in ranges))

@@ -1,4 +1,4 @@
-"""Find out if two backends map the same texts and messages to the same ids, and if not, why."""
+"""Find out if two backends map the same texts and messages to the same ids, and explain any difference."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def audit(
     Args:
         a: the name of a backend to open, see `open_backend`, or an open `Backend`, which stays open. Usually the
             training side.
-        b: the other backend, named or open. Usually the serving side.
+        b: the backend to compare with, by name or open. Usually the serving side.
         corpus: files or folders of text or JSON lines to encode in addition to the battery.
-        options_a: template, template kwargs and date of backend A, if it is opened here.
-        options_b: the same for backend B.
+        options_a: template, template kwargs and date for backend A, if it is passed by name.
+        options_b: the same options for backend B.
         workers: processes that encode the corpus; by default one per core.
         progress: called with a description of each step.
-        compare: the function that compares the corpus. Pass another one to use more machines.
+        compare: the function that compares the corpus. Pass your own to use more machines.
 
     Raises:
         InvalidRequest: no file or folder has that name, or the corpus has no text.
@@ -99,7 +99,7 @@ def audit(
 def loaded_findings(
     a: Path, b: Path, difference: str, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Skew], str]:
-    """Load two folders with transformers. Return findings, or a note; both quote `difference`, that of their files."""
+    """Load two folders with transformers. Return findings or a note, which quote `difference`, found in their files."""
     from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
 
     progress("loading both folders with transformers")
@@ -107,7 +107,7 @@ def loaded_findings(
     run = _Run(ours, theirs, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
     if sides := "; ".join(unlike_sides(ours, theirs)):
-        cause = f"{sides}: ids differ where padding or truncation is asked for"
+        cause = f"{sides}: ids differ if padding or truncation is enabled"
         run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
     elif same_tokenizer(ours, theirs):
         return [], f"{difference}: {by} loads the same tokenizer from both"
@@ -132,13 +132,13 @@ class _Run:
         self.notes: list[str] = []
         self.causes = TextCauses(a, b)
         self.known: tuple[dict[str, list[int]], dict[str, list[int]]] = {}, {}
-        """Ids of the battery's texts of both sides. A server is not asked for them again."""
+        """Both sides' ids of battery texts, which servers are not asked for again."""
         self.longest = 0
         self.own = 0, 0
-        """Counts of the user's conversations: rendered, and rendered differently."""
+        """The number of the user's conversations that were rendered, and that were rendered differently."""
 
     def stability(self) -> bool:
-        """Encode the battery twice with each side. Add a finding and return False if a side gives other ids then."""
+        """Encode the battery twice with each side. Add a finding and return False if a side's ids change."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
         sides = zip("AB", (self.a, self.b), self.known, strict=True)
         unstable = [text_probes.unstable_finding(side, letter, texts, known_ids) for letter, side, known_ids in sides]
@@ -225,12 +225,12 @@ class _Run:
         self.tried["corpus"] = statistics.documents
         if statistics.differing > len(differing):
             more = statistics.differing - len(differing)
-            self.notes.append(f"{more} more documents differ: only {len(differing)} were kept to explain")
+            self.notes.append(f"{more} more documents differ; only {len(differing)} were kept for explanation")
         self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
     def loading(self) -> None:
-        """Load both folders with transformers and compare, if files other than tokenizer.json differ."""
+        """If files besides tokenizer.json differ, load both folders with transformers and compare."""
         ours, theirs = self.a.facts.loading, self.b.facts.loading
         if ours is None or theirs is None or ours == theirs:
             return
@@ -247,24 +247,24 @@ class _Run:
     def uncovered(self) -> Iterator[str]:
         a, b = self.a.facts, self.b.facts
         yield "images, audio and other content parts"
-        yield "template kwargs other than those given"
-        yield "streams, sampling, and the limits of an engine on lengths"
+        yield "template kwargs other than those passed"
+        yield "streams, sampling, and an engine's length limits"
         yield f"texts longer than {self.longest:,} characters"
         for letter, side in (("A", a), ("B", b)):
             if side.spec is None and not (a.tables and b.tables):
-                yield f"the tokenizer's parts in {letter}, {side.kind}: it was compared by inputs alone"
+                yield f"the tokenizer's parts in {letter}, {side.kind}: only its outputs were compared"
             elif side.loading and None in (a.loading, b.loading):
-                yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
+                yield f"what transformers loads from the other files in {letter}: to compare it, pass auto:PATH"
         if refused := sorted({*self.a.refused} & {*self.b.refused}, key=len):
             yield f"{len(refused)} texts that both sides refuse, the shortest of {len(refused[0])} characters"
         for name in PROCESSOR_FILES:
             if a.files.get(name) != b.files.get(name):
-                yield f"{name}, which differs: processors of transformers read it, tokenizers do not"
+                yield f"{name}, which differs: transformers processors read it, tokenizers do not"
         if lacking := [letter for letter, side in (("A", a), ("B", b)) if side.configuration is None]:
             files = " and ".join(CONFIG_FILES)
-            yield f"stop ids and rows of the embedding: {' and '.join(lacking)} has no {files}, or does not show them"
+            yield f"stop ids and embedding rows: {' and '.join(lacking)} has no {files}, or does not show them"
         if not (a.spec or a.tables or b.spec or b.tables):
-            yield "the vocabulary: neither side says what its tokens are"
+            yield "the vocabulary: neither side lists its tokens"
         if not self.tried.get("masks"):
             yield "loss masks: no template marks the tokens that carry loss"
 
@@ -280,7 +280,7 @@ class _Run:
                 self.findings.append(new)
         if unexplained:
             self.notes.append(
-                f"{unexplained} more inputs differ and were not explained: fix the findings, and audit again"
+                f"{unexplained} more inputs differ and were not explained: fix the findings, then audit again"
             )
 
     def _able(self, ability: Ability, probe: Probe, what: str) -> bool:

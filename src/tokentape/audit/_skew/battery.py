@@ -1,7 +1,7 @@
 """The built-in inputs of an audit: texts on which tokenizers are known to differ, texts made from parts, conversations.
 
-Each text is short and tests one thing, named by its group, so a text that fails is nearly minimal.
-Servers and trainers get conversations unchanged, so content is text and arguments are objects, which both accept.
+Each text is short and tests one thing, named by its group, so a text that fails is nearly minimal. Servers and trainers
+receive conversations unchanged, so content is text and arguments are objects, which both accept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AROUND = ("{}", " {}", "{}'s", "x{}", "{}1", "{}.", "({})", "{}\n", "/{}", "_{}
 
 
 def texts() -> dict[str, tuple[str, ...]]:
-    """Return the texts that every pair of backends gets, by group."""
+    """Return the texts that every pair of backends encodes, by group."""
     groups = json.loads(Path(__file__).with_name("battery.json").read_text(encoding="utf-8"))
     composed = [*groups.pop("marks"), *groups["scripts"], *_COMPOSED]
     return {
@@ -45,7 +45,7 @@ def texts() -> dict[str, tuple[str, ...]]:
 
 
 def control_token_texts(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield texts with each control token: alone, between letters, and with white space around it."""
+    """Yield texts with each control token: alone, between letters, and with whitespace around it."""
     for token in tokens:
         yield token
         yield f"a{token}b"
@@ -75,12 +75,12 @@ _RARE = {"L": "\ua66e", "M": "\ua66e", "N": "\ua9d1", "Z": "\u1680", "P": "\u2e1
 
 
 def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return texts by group: the spelling of each token, and texts made for the parts named in `differing`."""
+    """Return texts by group: each token's text, and texts made for the parts named in `differing`."""
     specs = [side.facts.spec for side in (a, b) if side.facts.spec is not None]
     spellings = vocabulary_texts(*specs)
     pieces = [side.facts.tables.get("pieces", {}) for side in (a, b)]
     spellings |= dict.fromkeys(_text(piece, byte_level=False) for piece in {**pieces[0], **pieces[1]})
-    if len(specs) == 1:  # the merges of the other side are not known
+    if len(specs) == 1:  # the other side's merges are unknown
         spellings |= dict.fromkeys(map(merged_text, spellings))
     by_group = {"vocabulary": tuple(spellings)}
     if len(specs) == 1:
@@ -100,14 +100,14 @@ def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, 
 
 
 def token_texts(token: str) -> list[str]:
-    """Return texts that spell a token, alone and next to characters to which its flags or a normalizer react."""
+    """Return texts that spell a token, alone and next to characters that its flags or a normalizer react to."""
     forms = [unicodedata.normalize("NFC", token), token.upper(), token.lower()]
     around = ("{}", "a{}b", " {} ", "a {} b", "{}\u0338", "{}\u0301", "\n{}\n", "{}{}", "\u0338{}")
     return list(dict.fromkeys([*(form.format(token, token) for form in around), *forms]))
 
 
 def vocabulary_texts(*specs: Spec) -> dict[str, None]:
-    """Return the text of each token of the vocabularies, as keys. Tokens that spell no text are left out."""
+    """Return the text of each token in the vocabularies, as keys. Tokens without valid text are left out."""
     spellings: dict[str, None] = {}
     seen: set[tuple[bool, str]] = set()
     for spec in specs:
@@ -121,7 +121,7 @@ def vocabulary_texts(*specs: Spec) -> dict[str, None]:
 
 
 def merged_text(text: str) -> str:
-    """Append a rare character, so that a tokenizer must merge and can't look the whole word up in its vocabulary."""
+    """Append a rare character, so that a tokenizer must merge and can't look up the whole word in its vocabulary."""
     return text + _RARE.get(unicodedata.category(text[-1])[0], "")
 
 
@@ -130,7 +130,7 @@ def _text(piece: str, *, byte_level: bool) -> str:
 
 
 def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
-    """Yield texts in which a merge that moved, or that one side lacks, competes with others."""
+    """Yield texts in which a merge that moved, or that one side lacks, competes with other merges."""
     byte_level = is_byte_level(a)
     ours, theirs = ({merge: n for n, merge in enumerate(part_of(spec, "merges"))} for spec in (a, b))
     lacking = lacking_merges(list(ours), list(theirs))
@@ -149,7 +149,7 @@ def _merge_texts(a: Spec, b: Spec) -> Iterator[str]:
 
 
 def _competing_texts(spec: Spec) -> Iterator[str]:
-    """Yield texts in which a merge competes for a piece with its nearest rivals by rank, which it passes first."""
+    """Yield texts in which a merge competes for a piece with the rivals nearest in rank, which it would pass first."""
     byte_level = is_byte_level(spec)
     at_piece: dict[str, tuple[list[Merge], list[Merge]]] = {}
     applied = [merge for merge in applied_merges(part_of(spec, "merges")) if len(merge) == 2]
@@ -170,7 +170,7 @@ def _competing_texts(spec: Spec) -> Iterator[str]:
 
 
 def _overlapping(changed: Iterable[str], pieces: Iterable[str]) -> Iterator[str]:
-    """Yield texts in which changed pieces compete with others: words in which the ends of two pieces overlap."""
+    """Yield texts in which changed pieces compete with other pieces: words in which two pieces overlap."""
     for piece in islice(changed, _MOST_CHANGED):
         pairs = (pair for neighbor in pieces for pair in ((neighbor, piece), (piece, neighbor)))
         joined = (
@@ -183,7 +183,7 @@ def _overlapping(changed: Iterable[str], pieces: Iterable[str]) -> Iterator[str]
 
 
 def _strings(part: str, spec: Spec) -> Iterator[str]:
-    """Yield the short strings in a part, such as patterns and replacements."""
+    """Yield the short strings that a part contains, such as patterns and replacements."""
     waiting: list[Any] = [part_of(spec, part)] if part not in ("merges", "vocabulary") else []
     while waiting:
         value = waiting.pop()
@@ -197,7 +197,7 @@ def _strings(part: str, spec: Spec) -> Iterator[str]:
 
 @cache
 def _characters() -> tuple[str, ...]:
-    """Return texts with every assigned character up to U+1FFFF, several per text, but few of Hangul and Han."""
+    """Return texts with every assigned character up to U+1FFFF, several per text, but only few of Hangul and Han."""
     characters = [c for c in map(chr, range(0x20, 0x20000)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
     rare = [c for c in characters if not ("\u3400" <= c <= "\u9fff" or "\uac00" <= c <= "\ud7a3") or ord(c) % 29 == 0]
     groups: Iterable[list[str]] = (rare[start : start + _AT_ONCE] for start in range(0, len(rare), _AT_ONCE))
@@ -252,7 +252,7 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
 
 
 def template_conversations(sources: Iterable[str]) -> Iterator[SkewChat]:
-    """Yield conversations with the strings that templates look for or replace in contents, as text of each role."""
+    """Yield conversations in which each role's text has the strings that templates look for or replace."""
     user = _user("What is a questionword?")
     strings = [text for source in sources for text in (*ChatTemplate(source).compared_strings, *_replaced(source))]
     for text in dict.fromkeys(strings):

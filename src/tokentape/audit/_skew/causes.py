@@ -1,9 +1,9 @@
 """Find why two backends give a text different ids, by exchanging one part at a time.
 
-If both tokenizer.json are known, a part of backend B is put into backend A. If that makes B's ids of the text, the part
-is the cause. If only one is known, parts in common use are tried in its place. If neither is known, or nothing helps,
-the text itself is changed and cut. A cause is named only if it makes both sides equal on the text. If a tokenizer.json
-is unknown, it must also leave the ids of texts unchanged on which the sides agree.
+If both tokenizer.json are known, a part of backend B is put into backend A. If A then gives B's ids, the part is the
+cause. If only one is known, widely used parts are tried in it. If neither is known, or no part helps, the text itself
+is changed and cut. A cause is named only if it makes both sides equal on the text. If a tokenizer.json is unknown, the
+cause must also keep the ids of texts on which the sides agree.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _ADDED = "added"
 _MOST_SPELLED = 2
-SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare the hashes here."
+SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare their hashes."
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
 _AROUND = 24
-"""The number of cut positions to try on each side of the first id that differs."""
+"""The number of cut positions to try on each side of the first difference."""
 LOAD_THE_FILE = (
     "Load tokenizer.json itself, with `tokenizers` or PreTrainedTokenizerFast(tokenizer_file=...); a loader that "
     "builds the tokenizer from its class changes it."
@@ -39,7 +39,7 @@ LOAD_THE_FILE = (
 
 
 class TextCauses:
-    """Finds the causes of different ids. Tokenizers with exchanged parts are made when first needed, and kept."""
+    """Finds the causes of different ids. Tokenizers with exchanged parts are built on first use, and kept."""
 
     def __init__(self, a: Backend, b: Backend) -> None:
         self._a, self._b = a, b
@@ -53,7 +53,7 @@ class TextCauses:
         self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if specs_known else {}
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
-        """Return the cause of the different ids of a text. With `special`, the ids include BOS and EOS."""
+        """Return why a text's ids differ. With `special`, the ids include BOS and EOS."""
         a, b = self._a.facts, self._b.facts
         if special or _differ_by_special_only(a_ids, b_ids, a, b):
             around = _special_cause(text, a_ids, b_ids, self._a, self._b)
@@ -86,7 +86,7 @@ class TextCauses:
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
     def _by_library(self, text: str, b_ids: list[int]) -> Cause | None:
-        """Return the cause if both tokenizer.json are equal, and only one side gives the ids of `tokenizers`."""
+        """Return the cause if both tokenizer.json are equal, but only one side encodes as `tokenizers` does."""
         a, b = self._a.facts, self._b.facts
         encoder = self._exchange(())
         plain = encoder([text])[0] if encoder is not None else None
@@ -102,7 +102,7 @@ class TextCauses:
         return Cause("library", what, pin if dict(a.versions) != dict(b.versions) else LOAD_THE_FILE, "library")
 
     def _exchange(self, names: tuple[str, ...]) -> Encoder | None:
-        """Return an encoder: A's tokenizer with the parts `names` of B's. Return None if they don't fit together."""
+        """Return an encoder that is A's tokenizer with B's parts `names`, or None if they don't fit together."""
         if self.tables and names not in self._exchanged:
             self._exchanged[names] = self._a.with_tables(names, self._b)
         elif names not in self._exchanged:
@@ -133,18 +133,18 @@ class TextCauses:
 
     @cached_property
     def _tried(self) -> list[tuple[str, list[int], list[int]]]:
-        """Some texts of the battery with the ids of A and B."""
+        """Some battery texts with the ids of A and B."""
         texts = [text for group in battery.texts().values() for text in group[:4]]
         texts += [*self._a.facts.added, *self._b.facts.added]
         return list(zip(texts, self._a.encode(texts), self._b.encode(texts), strict=True))
 
     @cached_property
     def _agreed(self) -> dict[str, list[int]]:
-        """The ids of battery texts that both backends encode alike. A cause must not change them."""
+        """The ids of battery texts that both backends encode equally. A cause must not change them."""
         return {text: ids for text, ids, other_ids in self._tried if ids == other_ids}
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
-        """Find a part in common use that makes the backend with a known tokenizer.json give the other's ids."""
+        """Find a widely used part with which the known tokenizer.json gives the other backend's ids."""
         known_side, expected, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
         if known_side.facts.spec is None:
             return None
@@ -169,7 +169,7 @@ class TextCauses:
         return _gives(encoder, [*self._agreed], [*self._agreed.values()])
 
     def _by_input(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause:
-        """Find the cause by changing and cutting the text. If nothing fits, return kind `unknown`."""
+        """Find the cause by changing and cutting the text. Return a cause of kind `unknown` if nothing fits."""
         a, b = self._a, self._b
         for letter, gives, plain, expected in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
             for kind, what, change in _CHANGES:
@@ -187,10 +187,10 @@ class TextCauses:
                     return Cause("truncation", f"{letter} {what}", _WHOLE, f"{letter}:{what}", encoder, gives)
         a_pieces, b_pieces = _pieces(a, a_ids), _pieces(b, b_ids)
         if a_pieces and a_pieces == b_pieces:
-            return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
-        what = f"the sides give this text other tokens: {_first_ids_apart(a_ids, b_ids)}"
+            return Cause("vocabulary", "the same tokens have different ids", SAME_FILES, "vocabulary")
+        what = f"the sides give this text different tokens: {_first_ids_apart(a_ids, b_ids)}"
         if a_pieces and "".join(a_pieces) == "".join(b_pieces):
-            what = f"the sides cut this text into other tokens: {_first_ids_apart(a_ids, b_ids)}"
+            what = f"the sides split this text into different tokens: {_first_ids_apart(a_ids, b_ids)}"
         return Cause("unknown", what, SAME_FILES, "unknown")
 
 
@@ -220,7 +220,7 @@ def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b:
         plain = backend.encode([text])[0]
         start = _place(plain, ids) if plain else len(ids)
         if start is None:
-            return "other tokens around"
+            return "different tokens around"
         sides = {"before": ids[:start], "after": ids[start + len(plain) :]}
         parts = [
             f"{' '.join(backend.token(i) or str(i) for i in some)} {where}" for where, some in sides.items() if some
@@ -233,7 +233,7 @@ def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b:
     return Cause(
         "BOS/EOS",
         f"A puts {a_words} the text, B {b_words}",
-        "Let one thing add BOS and EOS. A rendered chat template has its own: encode it with add_special_tokens=False.",
+        "Add BOS and EOS in one place. A rendered chat template has them: encode it with add_special_tokens=False.",
         f"special:{a_words}:{b_words}",
     )
 
@@ -242,7 +242,7 @@ def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
     if any("GGUF" in facts.kind or "llama.cpp" in facts.kind for facts in (a, b)):
         if kind == "pre-tokenizer":
             return (
-                "Convert the GGUF with a converter that knows this model: its tokenizer.ggml.pre names another split."
+                "Convert the GGUF with a converter that knows this model: tokenizer.ggml.pre names a different split."
             )
         own = [(facts.spec or {}).get("normalizer") for facts in (a, b) if "GGUF" in facts.kind]
         if kind == "normalizer" and not any(own):
@@ -265,7 +265,7 @@ def _encode_changed(plain: Backend, change: Callable[[str], str], texts: Sequenc
 
 _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
     ("pre-tokenizer", "puts a space before the text (add_prefix_space, add_dummy_prefix)", lambda text: f" {text}"),
-    ("pre-tokenizer", "takes a space away before the text", lambda text: text.removeprefix(" ")),
+    ("pre-tokenizer", "removes a space before the text", lambda text: text.removeprefix(" ")),
     *(("normalizer", f"reads text {what}", change) for what, change in OF_TEXT),
 )
 
@@ -273,7 +273,7 @@ _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
 def _cut(
     text: str, expected: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
 ) -> Iterator[tuple[str, Encoder]]:
-    """Yield descriptions and encoders of cuts of `plain`'s ids or text. `most`: the most ids of the cutting side."""
+    """Yield descriptions and encoders that cut `plain`'s ids or text. `most`: the cutting side's most ids so far."""
     limit = len(expected)
 
     def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
@@ -314,14 +314,14 @@ def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
 
 
 class Trials:
-    """Variants of a known tokenizer, each with one change. They are made when first needed."""
+    """Variants of a known tokenizer, each with one change, built on first use."""
 
     def __init__(self, spec: tokenizer_parts.Spec) -> None:
         self._spec = spec
         self._made: dict[str, Encoder] = {}
 
     def of(self, text: str) -> Iterator[tuple[Kind, str, Encoder]]:
-        """Yield kind, description and encoder of each variant that may matter for a text."""
+        """Yield the kind, description and encoder of each variant that may matter for a text."""
         for what, part in tokenizer_parts.NORMALIZERS.items():
             yield "normalizer", what, partial(self._swapped, {"normalizer": part})
         for what, part in tokenizer_parts.pre_tokenizers(self._spec).items():
@@ -344,7 +344,7 @@ class Trials:
         return load_spec(self._spec)
 
     def _swapped(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]]:
-        """Swap parts of the loaded tokenizer, encode, and restore its own parts: loading another tokenizer is slow."""
+        """Swap parts of the loaded tokenizer, encode, and restore its parts, because loading a tokenizer is slow."""
         own = {name: getattr(self._tokenizer, name) for name in parts}
         try:
             for name, part in parts.items():

@@ -21,12 +21,12 @@ _MOST_EXAMINED = 16
 _ECHOED = 6
 _TWICE = 8
 _DAYS = ("2001-02-03", "2033-10-27")
-_MASKED = "Marks belong around what the model samples, and around nothing else: mask by the ids that were sampled."
+_MASKED = "Mark exactly what the model samples, and nothing else: make the mask from the sampled ids."
 
 
 @dataclass(slots=True)
 class ChatFound:
-    """The result of comparing conversations: findings, the number of unexplained ones, and counts by what they are."""
+    """The result of comparing conversations: findings, unexplained differences, and counts by kind of conversation."""
 
     findings: list[Skew] = field(default_factory=list)
     left: int = 0
@@ -34,12 +34,12 @@ class ChatFound:
 
 
 _Outcome = Rendering | SkewResult
-"""A rendering, or a result with the reason for the refusal."""
+"""A rendering, or a result that contains the reason for the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcomes:
-    """A conversation with the outcome of each backend."""
+    """A conversation with each backend's outcome."""
 
     conversation: SkewChat
     a: _Outcome
@@ -91,22 +91,22 @@ def chat_findings(
     inputs = [(case.conversation.name, case) for case in differing]
     findings, report.left = explain(inputs, _MOST_EXAMINED, compared.examine, progress)
     if len(differing) == report.counts["render"] and {case.manner for case in differing} <= {"A refuses", "B refuses"}:
-        findings = [replace(finding, severity="skew") for finding in findings]  # no conversation is rendered by both
+        findings = [replace(finding, severity="skew") for finding in findings]  # no conversation renders on both sides
     report.findings += [*findings, *masked.values()]
     marks = [("mask" in side.facts.abilities) for side in (a, b)]
     if marks[0] != marks[1] and not (a.is_server or b.is_server):
         who, lacks = ("A", "B") if marks[0] else ("B", "A")
         cause = (
-            f"only the template of {who} marks the tokens that carry loss ({{% generation %}}); masks made with the "
+            f"only {who}'s template marks the tokens that carry loss ({{% generation %}}); masks made with the "
             f"template of {lacks} are all zeros or all ones, depending on the library's version"
         )
-        fix = "Train with masks from recorded ids, or with the template that marks."
+        fix = "Train with masks from recorded ids, or with the template that marks them."
         report.findings.append(Skew("loss mask", "masks", cause, fix, 1, severity="caution"))
     return report
 
 
 def _unstable_renderings(a: Backend, b: Backend) -> Iterator[Skew]:
-    """Yield findings on sides that render a conversation differently a second time, another day, or with its answer."""
+    """Yield findings on sides that render differently a second time, on a different day, or with the answer."""
     dated = []
     for letter, side in (("A", a), ("B", b)):
         for conversation in islice(conversations(), _TWICE):
@@ -125,7 +125,7 @@ def _unstable_renderings(a: Backend, b: Backend) -> Iterator[Skew]:
     apart = [letter for letter, side in (("A", a), ("B", b)) if _prompt_is_no_prefix(side)]
     if apart:
         what = f"in {' and '.join(apart)}, a prompt is not a prefix of the same conversation with its answer"
-        fix = "Train on recorded ids: masks made from the length of the prompt begin at the wrong token."
+        fix = "Train on recorded ids: masks made from the prompt's length begin at the wrong token."
         yield Skew("generation prompt", "render", what, fix, 1, severity="caution")
 
 
@@ -145,7 +145,7 @@ def _shows_date(facts: BackendFacts) -> bool:
 
 
 def _end_token(a: Backend, b: Backend) -> str | None:
-    """Return a control token that both backends know, preferably the one that ends turns."""
+    """Return a control token that both backends know, preferably the token that ends turns."""
     shared = [content for content, token in a.facts.added.items() if token.special and content in b.facts.added]
     end = a.facts.special_tokens.get("eos_token")
     return end if end in shared else next(iter(shared), None)
@@ -161,11 +161,11 @@ class _ChatComparer:
         self._templates = TemplateCauses(a.facts, b.facts, date, self._write)
 
     def agrees(self, conversation: SkewChat) -> None:
-        """Remember a conversation that both backends render alike: a cause must not change it."""
+        """Remember a conversation that both backends render equally: a cause must not change it."""
         self._templates.agreed.append(conversation)
 
     def rendered(self, conversation: SkewChat) -> _Outcomes | None:
-        """Render a conversation with both backends. Return None if one of them does not support such a request."""
+        """Render a conversation with both backends. Return None if either does not support such a request."""
         a = _render(self._a, conversation)
         b = None if a is None else _render(self._b, conversation)
         return None if a is None or b is None else _Outcomes(conversation, a, b)
@@ -190,7 +190,7 @@ class _ChatComparer:
         return cause.key, finding, lambda others: [self._explains(cause, case) for case in others]
 
     def _explains(self, cause: Cause, outcomes: _Outcomes) -> bool:
-        """Return True if the cause alone explains another difference, of rendered text or of its encoding."""
+        """Return True if the cause alone also explains these outcomes, by rendered text or by its encoding."""
         if cause.encoder is not None:
             source, target = (outcomes.a, outcomes.b) if cause.gives == "b" else (outcomes.b, outcomes.a)
             if isinstance(source, SkewResult) or isinstance(target, SkewResult) or source.text is None:
@@ -234,8 +234,8 @@ class _ChatComparer:
             counts = a_ids.count(token.id), b_ids.count(token.id)
             if content in text and token == self._b.facts.added.get(content) and counts[0] != counts[1]:
                 who = "A" if counts[0] > counts[1] else "B"
-                what = f"{who} turns text of messages into control tokens, such as {content}; the other side does not"
-                fix = "Never let text become control: encode messages without control tokens on both sides."
+                what = f"{who} turns message text into control tokens, such as {content}; the other side does not"
+                fix = "Never let text become control tokens: encode message text without them on both sides."
                 return Cause("control text", what, fix, f"control text:{who}")
         return None
 
@@ -271,13 +271,13 @@ def _render(backend: Backend, conversation: SkewChat) -> _Outcome | None:
 
 def _mask_causes(a: Backend, b: Backend, a_rendering: Rendering, b_rendering: Rendering) -> Iterator[str]:
     if a_rendering.mask is not None and b_rendering.mask is not None and a_rendering.mask != b_rendering.mask:
-        yield "the sides mark different tokens of the same ids"
+        yield "the sides mark different tokens in the same ids"
     for letter, backend, rendering in (("A", a, a_rendering), ("B", b, b_rendering)):
         if rendering.mask is None:
             continue
         trained, whole = backend.decode([_trained(rendering), rendering.ids])
         if any(word in trained for word in ("questionword", "systemword", "resultword", "nextword")):
-            yield f"{letter} marks text of other roles, which no model sampled, as carrying loss"
+            yield f"{letter} marks other roles' text, which no model sampled, as carrying loss"
         if "answerword" in whole and "answerword" not in trained:
             yield f"{letter} does not mark some of the assistant's own text as carrying loss"
 
@@ -289,7 +289,7 @@ def _trained(rendering: Rendering) -> list[int]:
 
 
 def echo_findings(backend: Backend, letter: str) -> tuple[int, list[Skew]]:
-    """Compare prompts that a server samples from with those it renders. Return their number, and a finding."""
+    """Compare the prompts that a server samples from with those that it renders. Return their number, and findings."""
     tried, findings = 0, list[Skew]()
     for conversation in filter(lambda chat: chat.generate, conversations()):
         if tried == _ECHOED:
@@ -302,8 +302,8 @@ def echo_findings(backend: Backend, letter: str) -> tuple[int, list[Skew]]:
             return 0, []
         tried += 1
         if used != shown.ids and not findings:
-            cause = f"{letter} samples from a prompt other than the one that its /tokenize renders"
-            fix = "Compare with the prompt_token_ids of its replies, not with /tokenize."
+            cause = f"{letter} samples from a different prompt than its /tokenize renders"
+            fix = "Compare with the prompt_token_ids in its replies, not with /tokenize."
             results = result(backend, shown.ids), result(backend, used)
             findings.append(Skew("server", "echo", cause, fix, 1, (conversation.name,), conversation, *results))
     return tried, findings

@@ -1,4 +1,4 @@
-"""Encode the user's own corpus, texts and fields of JSON lines or Parquet, with both backends in parallel processes."""
+"""Encode the user's corpus (texts, and fields of JSON lines or Parquet) with both backends in parallel processes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tokentape.errors import InvalidRequest, NothingToMeasure
 
 RANGE_BYTES = 4 << 20
 PIECE_CHARACTERS = 1 << 14
-"""Plain text is compared in pieces of about this length, cut at ends of lines."""
+"""Plain text is compared in pieces of about this length, which end at line ends."""
 
 MOST_KEPT = 2000
-"""The largest number of differing documents that are kept to be explained; the others are counted."""
+"""The maximum number of differing documents that are kept for explanation; the others are only counted."""
 
 MOST_CONVERSATIONS = 2000
 _SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet", ".py", ".rst", ".csv")
@@ -37,7 +37,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The lines of a file that begin at offset `start` or later, and before `end`; or a row group of Parquet."""
+    """The lines of a file that begin in the byte range from `start` to `end`, or a Parquet row group."""
 
     path: Path
     start: int
@@ -50,7 +50,7 @@ Compared: TypeAlias = tuple[Counter[str], list[Differing]]
 
 
 CompareRanges: TypeAlias = Callable[[tuple[str, str], Sequence[Range]], Iterator[Compared]]
-"""Compares ranges with two backends, given by the names that open them, and returns the results in order."""
+"""Compares ranges with two backends, which it opens by name, and yields the results in order."""
 
 
 def compare_corpus(
@@ -63,8 +63,8 @@ def compare_corpus(
 ) -> tuple[CorpusStatistics, list[Differing]]:
     """Encode every document of files and folders with both backends; return what was compared and what differs.
 
-    Ranges are compared by `elsewhere` if it is given, else in `workers` processes. Backends that can't be opened in
-    another process (servers) are used from this one. Raises `NothingToMeasure` if there is no text.
+    Ranges are compared by `elsewhere` if it is passed, else in `workers` processes. Backends that can't be opened in
+    other processes (servers) are used in this process. Raises `NothingToMeasure` if there is no text.
     """
     files = [path.absolute() for path in corpus_files(paths)]
     ranges = list(ranges_of(files))
@@ -73,7 +73,7 @@ def compare_corpus(
     names = (a.reopened_as, b.reopened_as) if a.reopened_as and b.reopened_as else None
     if elsewhere is not None and names is None:
         raise InvalidRequest(
-            "a server is a side here, which actors would ask all at once; compare with it by `tokentape audit`"
+            "one side is a server, which all actors would call at once; compare with `tokentape audit` instead"
         )
     if names is None or (elsewhere is None and (workers == 1 or total <= _SMALL)):
         results: Iterable[Compared] = (compare_range(a, b, file_range) for file_range in ranges)
@@ -88,7 +88,7 @@ def compare_corpus(
         megabytes = counts["bytes"] / 1e6
         progress(f"corpus: {megabytes:.1f} of {total / 1e6:.1f} MB, {megabytes / (time.monotonic() - began):.1f} MB/s")
     if not counts["documents"]:
-        raise NothingToMeasure("the corpus holds no text: records need a field such as `text` or `messages`")
+        raise NothingToMeasure("the corpus contains no text: records need a field such as `text` or `messages`")
     return CorpusStatistics(files=len(files), seconds=time.monotonic() - began, **counts), examples
 
 
@@ -109,7 +109,7 @@ def _is_conversation(messages: Any) -> bool:
 
 
 def _records(file_range: Range, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield the records of a range. Of Parquet, read only `columns`."""
+    """Yield the records of a range. From Parquet, read only `columns`."""
     if file_range.row_group is None:
         yield from (_json_record(line) for line in _lines(file_range) if line.strip())
         return
@@ -121,7 +121,7 @@ def _records(file_range: Range, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Return `paths` and the text files in folders among them. Raises `InvalidRequest`, `NothingToMeasure`."""
+    """Return the files in `paths`, and text files in its folders. Raises `InvalidRequest`, `NothingToMeasure`."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -129,7 +129,7 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
         elif path.is_file():
             files.append(path)
         else:
-            raise InvalidRequest(f"there is no {path} to read a corpus from")
+            raise InvalidRequest(f"there is no file or folder {path}; pass the path of a corpus")
     if not files:
         raise NothingToMeasure(f"no text files in the corpus; expected suffixes such as {', '.join(_SUFFIXES[:4])}")
     return files
@@ -185,7 +185,7 @@ def compare_range(a: Backend, b: Backend, file_range: Range) -> Compared:
 
 
 def documents_of(file_range: Range) -> Iterator[str]:
-    """Yield the texts of a range: string fields of records, or pieces of several lines, with U+FFFD for no UTF-8."""
+    """Yield the texts of a range: string fields of records, or pieces of several lines (invalid UTF-8 as U+FFFD)."""
     if file_range.path.suffix in _RECORDS:
         for record in _records(file_range, (*_FIELDS, "messages")):
             yield from _texts_of(record)
@@ -205,7 +205,7 @@ def _lines(file_range: Range) -> Iterator[bytes]:
 def _json_record(line: bytes) -> Any:
     try:
         record = json.loads(line)
-        if b"\\u" in line:  # an escape may be half of a surrogate pair, which is no valid text
+        if b"\\u" in line:  # an escape may be half of a surrogate pair, which is invalid text
             record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
     except ValueError:
         raise InvalidRequest("a line of the corpus is not JSON; expected JSON lines in a .jsonl file") from None

@@ -1,4 +1,4 @@
-"""Find differences of files that no tried input shows: parts of tokenizer.json, tokens, templates, configuration."""
+"""Find differences in files that no input showed: parts of tokenizer.json, tokens, templates, configuration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tokentape.audit._skew.probing import result
 from tokentape.chat._template import parse_template
 
 _TRAINED = "Use the file that the weights were trained with on both sides."
-_PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
-_ROWS_FIX = "Use the config.json of the weights. If they were resized, give every token a row."
+_PAD_FIX = "Use a separate padding token: if it is EOS, masks made from it leave the ends of turns untrained."
+_ROWS_FIX = "Use the weights' own config.json. If the embedding was resized, every token needs a row."
 _SURPLUS_FIX = "Never sample them: mask their logits, and check sampled ids."
 _ABILITY: Mapping[str, Ability] = {"post_processor": "special"}
 _SIDES = "AB"
@@ -29,7 +29,7 @@ _SIDES = "AB"
 def file_findings(
     a: Backend, b: Backend, causes: TextCauses, earlier: Collection[Skew], *, templates: bool = True
 ) -> list[Skew]:
-    """Return findings on tokenizer.json, special tokens and, with `templates`, templates, unless `earlier` has them."""
+    """Return findings on tokenizer.json, special tokens and (with `templates`) templates that `earlier` lacks."""
     kinds, known_causes = {finding.kind for finding in earlier}, " ".join(finding.cause for finding in earlier)
     tables = _tables(a.facts, b.facts, causes.differing)
     unknown = [(finding, tokens) for finding, tokens in tables if finding.cause not in known_causes]
@@ -45,14 +45,14 @@ def file_findings(
         new.append(Skew("decode clean-up", "facts", cause, "Set it to false in tokenizer_config.json.", 1))
     skews = {finding.kind for finding in (*earlier, *new) if finding.severity == "skew"}
     for part in causes.differing:
-        # If a side lacks the ability, no input tried the part, and the difference may be harmless.
+        # If a side lacks the ability, no input tested the part, and the difference may be harmless.
         able = all(_ABILITY.get(part, "decode") in side.facts.abilities for side in (a, b))
         if able and PARTS[part] not in skews:
-            cause = f"{causes.words(part)}; no input that was tried shows it"
+            cause = f"{causes.words(part)}; no tried input shows it"
             new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
     for name in causes.tables:
         if (cause := table_words(name, a.facts, b.facts)) not in known_causes:
-            new.append(Skew(TABLES[name], "facts", f"{cause}; no input that was tried shows it", _TRAINED, 1))
+            new.append(Skew(TABLES[name], "facts", f"{cause}; no tried input shows it", _TRAINED, 1))
     if templates and not any(finding.probe == "render" and finding.severity == "skew" for finding in earlier):
         new += _templates(a.facts, b.facts)
     return new
@@ -75,13 +75,13 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
     if a.spec is None or b.spec is None:
         return
     for difference, tokens in unlike_tokens(a, b).items():
-        # Converters set `special` for tokens that look like control tokens: ids stay the same, decoding hides them.
+        # Converters set `special` on tokens that look like control tokens: ids stay equal, decoding hides them.
         marked = a.kind != b.kind and difference.startswith("special=") and "," not in difference
         severity: Severity = "caution" if marked else "skew"
         finding = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
         if difference.startswith("special="):
             ids, token = (a.added[tokens[0]].id,), tokens[0]
-            # Decoding may skip it where it is special.
+            # Decoding may skip the token on a side where it is special.
             shown = [SkewResult(ids, (token,), "" if side.added[token].special else token) for side in (a, b)]
             finding = replace(finding, example=ids, a=shown[0], b=shown[1])
         yield finding, tokens
@@ -89,7 +89,7 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
         added = {**a.added, **b.added}
         changed = [token for token in unlike(_ids(a.spec), _ids(b.spec)) if token not in added]
         if changed:
-            difference = f"{len(changed)} tokens have other ids or are on one side only, the first is {changed[0]!r}"
+            difference = f"{len(changed)} tokens have different ids or are on one side only, first {changed[0]!r}"
             cause = f"the vocabularies differ: {difference}"
             yield Skew("vocabulary", "facts", cause, SAME_FILES, len(changed)), changed
 
@@ -124,7 +124,7 @@ def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         return
     for name, pair in unlike(a.special_tokens, b.special_tokens).items():
         if name != "pad_token" and None in pair and not same_loader:
-            continue  # a loader may name fewer tokens; if a template uses them, the renderings differ
+            continue  # a loader may name fewer tokens; if a template uses them, its renderings differ
         cause = f"{name} is {pair[0] or 'not set'} in A and {pair[1] or 'not set'} in B"
         if name != "pad_token":
             yield Skew("special tokens", "facts", cause, "Set it to the same token on both sides.", 1)
@@ -148,7 +148,7 @@ def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     for name, (a_template, b_template) in pairs.items():
         if a_template is not None and b_template is not None:
             if not _same_template(a_template, b_template):
-                cause = f"the {name} differs between A and B; no conversation that was tried shows it"
+                cause = f"the {name} differs between A and B; no tried conversation shows it"
                 yield Skew("template", "facts", cause, _TRAINED, 1)
         elif a_template is not None or b_template is not None:
             lacking, has, lacks = (b, "A", "B") if b_template is None else (a, "B", "A")
@@ -181,7 +181,7 @@ def _program(source: str) -> jinja2.nodes.Template:
 
 
 def configuration_findings(a: BackendFacts, b: BackendFacts) -> list[Skew]:
-    """Return findings on ids and embedding rows in config files, on maximum lengths, and on truncation and padding."""
+    """Return findings on ids and embedding rows in config files, maximum lengths, truncation and padding."""
     return [*_configured(a, b), *_rows(a, b), *_lengths(a, b)]
 
 
@@ -205,7 +205,7 @@ def _listed(value: Any) -> str:
 
 
 def _rows(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
-    """Yield tokens without a row of the embedding, and rows without a token, which an engine can sample."""
+    """Yield findings on tokens without an embedding row, and on rows without a token, which an engine can sample."""
     lacking: list[str] = []
     surplus: dict[str, list[str]] = {}
     for letter, side in zip(_SIDES, (a, b), strict=True):
@@ -217,14 +217,14 @@ def _rows(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
             continue
         tokens = [token.content for token in side.added.values() if token.id >= rows][:3]
         names = f" ({', '.join(map(repr, tokens))}...)" if tokens else ""
-        lacking.append(f"ids {rows} to {size - 1}{names} have no row in the embedding of {letter}")
+        lacking.append(f"ids {rows} to {size - 1}{names} have no embedding row in {letter}")
     if lacking:
         same = len(lacking) == 2 and ROWS not in unlike(a.configuration or {}, b.configuration or {})
         severity: Severity = "caution" if same else "skew"
         yield Skew("embedding rows", "facts", f"{'; '.join(lacking)}, by {ROWS}", _ROWS_FIX, 1, severity=severity)
     if surplus:
-        ids = "; ".join(f"{which} are rows of the embedding of {' and '.join(who)}" for which, who in surplus.items())
-        yield Skew("embedding rows", "facts", f"{ids} without a token", _SURPLUS_FIX, 1, severity="caution")
+        ids = "; ".join(f"{which} have embedding rows in {' and '.join(who)}" for which, who in surplus.items())
+        yield Skew("embedding rows", "facts", f"{ids}, but no token", _SURPLUS_FIX, 1, severity="caution")
 
 
 def _is_number(value: Any) -> TypeGuard[int]:
@@ -235,7 +235,7 @@ def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     """Yield findings on the length at which transformers truncates, and on truncation and padding in tokenizer.json."""
     if a.max_length != b.max_length and all(CONFIG in side.files for side in (a, b)):
         lengths = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
-        cause = f"{MAX_LENGTH} is {lengths}: transformers cuts texts there where truncation is asked for"
+        cause = f"{MAX_LENGTH} is {lengths}: transformers cuts texts there if truncation is enabled"
         yield Skew("truncation", "facts", cause, _TRAINED, 1, severity="caution")
     if a.spec is None or b.spec is None or not a.kind == b.kind == "tokenizer.json":
         return

@@ -18,17 +18,17 @@ Kind: TypeAlias = Literal[
     "content parts", "control text", "tools", "reasoning", "loss mask", "padding", "truncation", "stop ids",
     "embedding rows", "server", "library", "unknown",
 ]  # fmt: skip
-"""The kind of a difference. `control text`: only one side turns text of messages into control tokens. `library`: files
-and settings are equal, but the libraries that run them differ. `truncation`: a side cuts or pads texts. `server`: a
-server samples from a prompt other than the one that it renders."""
+"""The kind of a difference. `control text`: only one side turns message text into control tokens. `library`: files and
+settings are equal, but the libraries that run them differ. `truncation`: a side truncates or pads texts. `server`: a
+server samples from a different prompt than it renders."""
 
 Probe: TypeAlias = Literal["encode", "corpus", "special", "decode", "render", "masks", "echo", "facts"]
-"""A group of checks: texts of the battery, the user's corpus, texts with BOS and EOS, decoding of ids, conversations,
-loss masks, the prompt that a server sampled from, and the facts of the backends."""
+"""A group of checks: battery texts, the user's corpus, texts with BOS and EOS, decoding ids, conversations, loss masks,
+the prompt that a server sampled from, and facts about the backends."""
 
 Severity: TypeAlias = Literal["skew", "caution"]
-"""`skew`: the same input gets different ids, text or masks. `caution`: this alone makes no difference, but training or
-serving with it may."""
+"""`skew`: the same input gets different ids, text or masks. `caution`: nothing differs yet, but training or serving may
+with this setting."""
 
 Encoder: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 """A function that encodes texts without BOS and EOS."""
@@ -43,11 +43,11 @@ class Cause:
     fix: str
     key: str
     encoder: Encoder | None = None
-    """Made from one backend by changing only the cause, so that it gives the ids of the other backend."""
+    """One backend with only the cause changed, which gives the other backend's ids."""
     gives: str = "b"
-    """The backend that `encoder` reproduces, `a` or `b`."""
+    """The backend whose ids `encoder` gives, `a` or `b`."""
     explains: Callable[[SkewChat, str, str], bool] | None = None
-    """Takes a conversation and the text of each side. Returns True if this cause alone explains the difference."""
+    """Returns True if this cause alone explains the difference between two texts of a conversation."""
     severity: Severity = "skew"
 
 
@@ -57,27 +57,27 @@ class SkewResult:
 
     ids: tuple[int, ...] = ()
     tokens: tuple[str, ...] = ()
-    """The spelling of each id; empty if unknown."""
+    """The token string of each id; empty if unknown."""
     text: str | None = None
     refused: str | None = None
-    """The reason if the backend refused the input; the other fields are empty then."""
+    """Why the backend refused the input; then the other fields are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """One cause by which two backends differ, with the smallest input that shows it."""
+    """A cause why two backends differ, with the smallest input that shows it."""
 
     kind: Kind
     probe: Probe
-    """The probe that showed it first."""
+    """The probe that first showed the difference."""
     cause: str
     fix: str
     count: int
-    """The number of inputs that differ for this cause."""
+    """The number of inputs that differ because of this cause."""
     where: tuple[str, ...] = ()
-    """The battery groups, conversations or files of these inputs, the first few."""
+    """The first few battery groups, conversations or files of these inputs."""
     example: str | SkewChat | tuple[int, ...] | None = None
-    """The smallest text, conversation or ids that show it."""
+    """The smallest text, conversation or ids that show the difference."""
     a: SkewResult = SkewResult()
     b: SkewResult = SkewResult()
     severity: Severity = "skew"
@@ -118,11 +118,11 @@ class AuditReport:
     seconds: float
     corpus: CorpusStatistics | None = None
     uncovered: tuple[str, ...] = ()
-    """Descriptions of what the audit did not compare."""
+    """What the audit did not compare."""
 
     @property
     def skewed(self) -> bool:
-        """True if the backends differ. A caution is no skew."""
+        """True if the backends differ. Cautions don't count."""
         return any(finding.severity == "skew" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,13 +180,13 @@ _TRIED: Mapping[Probe, str] = {
     "decode": "decodings",
     "render": "conversations",
     "masks": "loss masks",
-    "echo": "prompts of a server",
+    "echo": "server prompts",
     "facts": "facts",
 }
 
 
 def audit_layout(report: AuditReport) -> blocks.Report:
-    """Return the audit as blocks: both backends, what was tried, each finding, and the verdict last."""
+    """Return the audit as blocks: both backends, what was tried, each finding, and finally the verdict."""
     return blocks.Report(f"Audit of {report.a.name} and {report.b.name}", list(_blocks(report)))
 
 
@@ -237,7 +237,7 @@ def _blocks(report: AuditReport) -> Iterator[blocks.Block]:
         differing += [(corpus.differing_conversations, corpus.conversations, "conversations")]
         for many, of, what in differing:
             if of:
-                summary = f"Of your {of:,} {what}, {many:,} ({many / of:.1%}) have other ids on the serving side."
+                summary = f"Of your {of:,} {what}, {many:,} ({many / of:.1%}) get different ids on the serving side."
                 yield blocks.Paragraph(summary, "fail" if many else "ok")
     for reason in report.skipped.values():
         yield blocks.Paragraph(f"Not tried: {reason}.", "dim")
@@ -326,7 +326,7 @@ def _outcome_lines(outcome: SkewResult, other: SkewResult) -> list[str]:
 
 
 def _ids(ids: Sequence[int], tokens: Sequence[str], start: int) -> str:
-    # Quotes show the ends of a token that can't be seen.
+    # Quotes show where a token with invisible ends begins and ends.
     spelled = [quoted(token) if token != token.strip() or "\n" in token or not token else token for token in tokens]
     shown = range(start, min(start + _TOKENS, len(ids)))
     listed = [f"{ids[n]} {spelled[n]}" if tokens else str(ids[n]) for n in shown]

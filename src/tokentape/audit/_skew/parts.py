@@ -1,7 +1,7 @@
-"""Compare, describe and exchange the parts of a tokenizer.json, and make parts in common use, which `causes` tries.
+"""Compare, describe and exchange the parts of a tokenizer.json, and make widely used parts, which `causes` tries.
 
-A merge can apply in a text only if it is also the last step of encoding its own result: the steps that make its two
-pieces are the same within a text as alone. So two lists of merges are equivalent if they differ only in other merges.
+A merge can apply in a text only if it is also the last step of encoding its own result, because the steps that make its
+two pieces are the same in a text as alone. So two merge lists are equivalent if only merges that never apply differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _FIRST = {"type": "Prepend", "prepend": "▁"}
 _ONE_SPACE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 SENTENCEPIECE: Mapping[str, Any] = {
-    "a space before the text and after every control token, whatever stands there": [_FIRST, _SPACES],
+    "a space before the text and after every control token, whatever is there": [_FIRST, _SPACES],
     "no space put before anything": [_SPACES],
     "several spaces taken for one": [_ONE_SPACE, _FIRST, _SPACES],
 }
@@ -54,7 +54,7 @@ def byte_level(name: str) -> dict[str, Any]:
 
 
 def metaspace(scheme: str, *, split: bool) -> dict[str, Any]:
-    """Return SentencePiece's handling of spaces. `scheme` says where to add one: `first`, `always` or `never`."""
+    """Return a pre-tokenizer that handles spaces like SentencePiece. `scheme`: `first`, `always` or `never` add one."""
     return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
 
 
@@ -62,7 +62,7 @@ NORMALIZERS: Mapping[str, Any] = {
     "no normalization": None,
     **{form: {"type": form} for form in ("NFC", "NFKC", "NFD", "NFKD")},
     **{
-        f"removal of white space {where} a text": {"type": "Strip", "strip_left": left, "strip_right": right}
+        f"removal of whitespace {where} a text": {"type": "Strip", "strip_left": left, "strip_right": right}
         for where, left, right in (("around", True, True), ("before", True, False), ("after", False, True))
     },
     "lower case": {"type": "Lowercase"},
@@ -108,7 +108,7 @@ PARTS: Mapping[str, Kind] = {
 
 
 def part_of(spec: Spec, name: str) -> Any:
-    """Return a part of a tokenizer.json in a form that can be compared."""
+    """Return a part of a tokenizer.json in a comparable form."""
     raw = _raw(spec, name)
     match name:
         case "settings":
@@ -126,7 +126,7 @@ def merges_of(model: Spec) -> list[Merge]:
 
 
 def _normalized(part: Any, name: str) -> Any:
-    """Normalize a part: drop fields that change neither ids nor text, and spell patterns one way."""
+    """Normalize a part: drop fields that change neither ids nor text, and write patterns in one way."""
     if not isinstance(part, Mapping):
         return part
     if steps := _STEPS & part.keys():
@@ -134,7 +134,7 @@ def _normalized(part: Any, name: str) -> Any:
         return ({**part, min(steps): normalized} if len(normalized) > 1 else normalized[0]) if normalized else None
     if part.get("type") == "ByteLevel":
         if name == "post_processor":
-            return None  # it changes offsets only
+            return None  # it changes only offsets
         decoder = name == "decoder"
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
     pattern = part.get("pattern")
@@ -173,7 +173,7 @@ TABLES: Mapping[str, Kind] = {
     "pieces": "vocabulary",
     "control tokens": "added token",
 }
-"""The tables of other model files that `BackendFacts.tables` may have, each with the kind of finding that it causes."""
+"""The tables that `BackendFacts.tables` may have, each with the kind of finding that it causes."""
 
 
 def differing_tables(a: BackendFacts, b: BackendFacts) -> list[str]:
@@ -184,11 +184,11 @@ def table_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     changed = unlike(a.tables[name], b.tables[name])
     entry, pair = next(iter(changed.items()))
     a_value, b_value = ("absent" if value is None else value for value in pair)
-    return f"{name} of the model file: {len(changed)} differ, as {entry!r}: {a_value} in A and {b_value} in B"
+    return f"{name} of the model file: {len(changed)} differ, such as {entry!r}: {a_value} in A and {b_value} in B"
 
 
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
-    """Return the names of the parts that differ, added tokens aside; none if a side has no tokenizer.json."""
+    """Return the names of parts that differ, without added tokens; [] if a side has no tokenizer.json."""
     if a.spec is None or b.spec is None:
         return []
     unequal = {name: _both(name, a, b) for name in PARTS if _raw(a.spec, name) != _raw(b.spec, name)}
@@ -200,7 +200,7 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
 
 
 def _both(name: str, a: BackendFacts, b: BackendFacts) -> list[Any]:
-    """Return a part of both backends to compare. Only some files list added tokens in the vocabulary."""
+    """Return both backends' version of a part, without added tokens, which only some vocabularies list."""
     parts = [part_of(side.spec or {}, name) for side in (a, b)]
     if name == "settings":
         return [{**_DEFAULTS, **part} for part in parts]
@@ -253,20 +253,20 @@ def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
 
 
 def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
-    """Return True if both lists are equal but for merges that only one list has and that never apply."""
+    """Return True if both lists are equal, except for merges that only one list has and that never apply."""
     common = {*ours} & {*theirs}
     alike = [merge for merge in ours if merge in common] == [merge for merge in theirs if merge in common]
     return alike and not lacking_merges(ours, theirs)
 
 
 def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge]:
-    """Return the merges that only one list has and that can apply there."""
+    """Return the merges that only one list has and that can apply in it."""
     pairs = (({*other}, own, _ranks(own)) for own, other in ((ours, theirs), (theirs, ours)))
     return [merge for others, own, ranks in pairs for merge in own if merge not in others and _applied(merge, ranks)]
 
 
 def applied_merges(merges: Sequence[Merge]) -> list[Merge]:
-    """Return the merges of a list that are applied in some text, each once, in their order."""
+    """Return the merges of a list that can apply in some text, each once, in their order."""
     ranks = _ranks(merges)
     return [merge for merge in dict.fromkeys(merges) if _applied(merge, ranks)]
 
@@ -276,7 +276,7 @@ def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) ->
     if not isinstance(model["vocab"], Mapping):
         return False
     long = {token for token in model["vocab"] if len(token) > 1}
-    # Looking up results is fast, and decides most cases.
+    # Looking up merge results is fast, and decides most cases.
     return long <= {"".join(merge) for merge in merges} and long <= {*map("".join, applied_merges(merges))}
 
 
@@ -285,7 +285,7 @@ def _ranks(merges: Sequence[Merge]) -> dict[Merge, int]:
 
 
 def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
-    """Return True if a merge is the last step of encoding its own result, see the module's docstring."""
+    """Return True if a merge is the last step of encoding its own result, see the module docstring."""
     parts = list("".join(merge))
     while len(parts) > 2:
         pairs = [ranks.get(pair, inf) for pair in pairwise(parts)]
@@ -311,12 +311,12 @@ def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any
 
 
 def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
-    """Describe how two backends differ in a part."""
+    """Describe how a part differs between two backends."""
     a_part, b_part = _both(name, a, b)
     if name in ("merges", "vocabulary"):
         return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(a_part, b_part)}"
     if name == "settings":
-        changed = ", ".join(f"{key}={pair[0]} against {pair[1]}" for key, pair in unlike(a_part, b_part).items())
+        changed = ", ".join(f"{key}={pair[0]} in A and {pair[1]} in B" for key, pair in unlike(a_part, b_part).items())
         return f"the model settings differ: {changed}"
     return f"the {PARTS[name]} is {brief(a_part)} in A and {brief(b_part)} in B"
 
@@ -330,7 +330,7 @@ def _entries_apart(a_part: Any, b_part: Any) -> str:
             return counts
         entry, pair = next(iter(changed.items()))
         ids = ["absent" if number is None else number for number in pair]
-        return f"{counts}; {len(changed)} differ, as {entry!r}: {ids[0]} in A, {ids[1]} in B"
+        return f"{counts}; {len(changed)} differ, for example {entry!r}: {ids[0]} in A, {ids[1]} in B"
     index = first_difference(a_part, b_part)
     shown = [repr(" ".join(map(str, part[index]))) if index < len(part) else "none" for part in (a_part, b_part)]
     return f"{counts}; the first that differs, at {index}, is {shown[0]} in A and {shown[1]} in B"
@@ -352,7 +352,7 @@ def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]
 
 
 def _overlaps(token: str, others: Iterable[str]) -> bool:
-    """Return True if the spelling of a token can overlap that of another token in a text."""
+    """Return True if a token can overlap one of `others` in a text."""
     return any(
         token in other
         or other in token
@@ -368,13 +368,13 @@ def _flags(a: BackendToken, b: BackendToken) -> str:
 
 
 def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
-    """Describe the difference of `tokens`, added tokens that all differ in the same way."""
+    """Describe the difference between the sides' added `tokens`, which all differ in the same way."""
     token, more = tokens[0], len(tokens) - 1
     a_token, b_token = a.added.get(token), b.added.get(token)
     if a_token is None or b_token is None:
         have, lack = ("B", "A") if a_token is None else ("A", "B")
         are = f" and {more} more are added tokens" if more else " is an added token"
-        return f"{token!r}{are} of {have} and not of {lack}, which reads it as text"
+        return f"{token!r}{are} in {have} but not in {lack}, which reads it as text"
     name = f"the added token {token!r}" + (f" (and of {more} more)" if more else "")
     if a_token.id != b_token.id:
         return f"the id of {name} is {a_token.id} in A and {b_token.id} in B"

@@ -1,4 +1,4 @@
-"""Explain inputs that differ: a finding per cause, with the smallest input, by delta debugging."""
+"""Explain inputs that differ: find each cause and the smallest input that shows it, by delta debugging."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tokentape.audit._skew.findings import Skew, SkewResult
 from tokentape.chat._byte_level import BYTE_OF
 
 WHERE = 5
-"""The largest number of groups, conversations or files that a finding lists."""
+"""The maximum number of groups, conversations or files that a finding lists."""
 
 
 _Input = TypeVar("_Input")
 
 Examine = Callable[[_Input], tuple[str, Skew, Callable[[list[_Input]], Sequence[bool]]]]
-"""Finds the cause of an input. Returns the cause's key, a finding, and a function that takes other inputs and returns
-for each if the same cause explains it."""
+"""Finds why an input differs. Returns the cause's key, a finding, and a function that returns for each of its inputs
+if the same cause explains it."""
 
 
 def explain(
     differing: Sequence[tuple[str, _Input]], most: int, examine: Examine[_Input], progress: Callable[[str], None]
 ) -> tuple[list[Skew], int]:
-    """Return a finding per cause and the number of inputs left: examine one, drop what its cause explains, repeat.
+    """Return a finding per cause, and the number of inputs left: examine one, drop those with its cause, repeat.
 
     Each input comes with the name of its group, conversation or file.
     """
@@ -47,7 +47,7 @@ def explain(
 
 
 def as_text(token: str, facts: BackendFacts) -> str:
-    """Return the text of a token: vocabularies write bytes and spaces as other characters."""
+    """Return a token's text. Vocabularies write bytes and spaces as different characters."""
     if token in facts.added or facts.spec is None:
         return token
     if "ByteLevel" in str(facts.spec.get("decoder")) and all(char in BYTE_OF for char in token):
@@ -56,7 +56,7 @@ def as_text(token: str, facts: BackendFacts) -> str:
 
 
 def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> SkewResult:
-    """Return the result of a backend, with the spelling of its ids if all are known."""
+    """Return a backend's result, with the token strings of its ids if all are known."""
     tokens = [backend.token(token_id) for token_id in ids]
     spelled = tuple(as_text(token, backend.facts) for token in tokens if token is not None)
     return SkewResult(tuple(ids), spelled if len(spelled) == len(ids) else (), text)
@@ -67,14 +67,14 @@ _PIECES = 200
 _Part = TypeVar("_Part")
 _OF_MESSAGES = {"role": False, "content": True}
 _OF_TOOLS = {"type": False, "name": False, "function": True}
-"""Fields that are never removed, with True if their values may be shortened. Servers fill in a tool's missing name or
-type, which would be a new difference."""
+"""Fields that are never removed; True if their values may be shortened. Servers fill in a tool's missing name or type,
+which would be a new difference."""
 
 
 def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -> Sequence[_Part]:
-    """Return a part of a sequence that fails, and no longer fails without any one of its elements.
+    """Return a part of a sequence that fails, but no longer fails if any single element is removed.
 
-    `fails` must return True for `parts`. If one element is at fault it is called O(n log n) times, O(n^2) at worst.
+    `fails` must return True for `parts`. It is called O(n log n) times if one element is at fault, at worst O(n^2).
 
     >>> smallest("a long text with an x in it", lambda text: "x" in text)
     'x'
@@ -84,7 +84,7 @@ def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -
         size = -(-len(parts) // pieces)
         starts = range(0, len(parts), size)
         chunks = (parts[start : start + size] for start in starts)
-        # Sequences that can be cut can be joined.
+        # Sequences that can be sliced can be joined.
         rests: Any = (parts[:start] + parts[start + size :] for start in starts)  # type: ignore[operator]
         if (chunk := next((part for part in chunks if len(part) < len(parts) and fails(part)), None)) is not None:
             parts, pieces = chunk, 2
@@ -98,7 +98,7 @@ def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -
 
 
 def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
-    """Shrink a text as long as it differs: remove lines first, then characters."""
+    """Shrink a text while it still differs: remove lines first, then characters."""
     lines = tuple(text.splitlines(keepends=True))
     if len(lines) > 1:
         text = "".join(smallest(lines, lambda remaining: differs("".join(remaining))))
@@ -106,7 +106,7 @@ def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
 
 
 def _smallest_string(text: str, differs: Callable[[str], bool]) -> str:
-    """Shrink a string as long as it differs. What stays long is cut into `_PIECES` pieces, not into characters."""
+    """Shrink a string while it still differs, by `_PIECES` pieces at first, and by characters once it is short."""
     while True:
         size = len(text) // _PIECES or 1
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
@@ -117,7 +117,7 @@ def _smallest_string(text: str, differs: Callable[[str], bool]) -> str:
 
 
 def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], bool]) -> SkewChat:
-    """Shrink a conversation as long as it differs: fewer tools, messages and fields, shorter texts."""
+    """Shrink a conversation while it still differs: fewer tools, messages and fields, shorter texts."""
     for fewer in ({"generate": False}, {"tools": ()}):
         tried = replace(conversation, **fewer)
         if tried != conversation and differs(tried):
@@ -131,7 +131,7 @@ def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], 
 
 
 def _smaller(value: Any, differs: Callable[[Any], bool], fields: Mapping[str, bool]) -> Any:
-    """Shrink a JSON value as long as it differs. `fields`, see `_OF_MESSAGES`, are never removed."""
+    """Shrink a JSON value while it still differs. `fields`, see `_OF_MESSAGES`, are never removed."""
     if isinstance(value, Mapping):
         smaller = dict(value)
         for key in value:

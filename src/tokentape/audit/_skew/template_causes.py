@@ -1,4 +1,4 @@
-"""Find why two backends render a conversation differently: compare their texts, and exchange pieces of templates."""
+"""Find why two backends render a conversation differently: compare texts, and exchange pieces of templates."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ OF_TEXT: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("with several spaces as one", lambda text: " ".join(filter(None, text.split(" ")))),
     ("in lower case", str.lower),
 )
-"""Changes of a text, by what the text is like after it."""
+"""Changes to a text, each with a description of the changed text."""
 
 
 def changes_of(messages: Messages) -> Iterator[tuple[str, Change]]:
-    """Yield a description of each change of messages that may matter for them, and the change."""
+    """Yield each change that may matter for the messages, after its description."""
     for what, change in OF_TEXT:
         yield f"the content of messages {what}", partial(_content, change)
     for none in ("", "None"):
@@ -97,7 +97,7 @@ _MOST_AGREED = 40
 _LONGEST_CONTROL = 40
 _SEVERAL = "several pieces"
 
-_SAME_TEMPLATE = "Use the chat template that the weights were trained with on both sides, and compare its hash."
+_SAME_TEMPLATE = "Use the chat template that the weights were trained with on both sides, and compare hashes."
 _SAME_LIBRARY = "Pin the same library versions on both sides."
 PIN_DATE = "Pin the date on both sides, with a template kwarg if there is one."
 _TOJSON = "Use transformers' `tojson` (json.dumps, ensure_ascii=False) on both sides, not Jinja's own."
@@ -106,7 +106,7 @@ _NO_STRING = "Write values with `tojson` in the template, not with `string` or `
 _SPACED = "Write JSON with the same separators on both sides."
 _FULL_TOOLS = "Send tools with every field that the server adds, in its order, or render with the trainer's template."
 _ONE_BOS = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
-_AS_SENT = "Make this change before training renders messages too, or switch it off in the server."
+_AS_SENT = "Make the same change before training renders messages, or disable it in the server."
 _AS_TEXT = "Send content as text, or set the server's content format for this template."
 _PROMPTED = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
 
@@ -132,7 +132,7 @@ _json_words = partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _C
 _unspaced = partial(re.compile(r"([,:])\s+").sub, r"\1")
 _undated, _unthought = partial(_DATES.sub, "DATE"), partial(_THINKING.sub, "")
 _Form: TypeAlias = tuple[str, Kind, Callable[[str], str], str, str]
-"""Key, kind, a function that removes this kind of difference from a text, the cause, the fix."""
+"""The key, the kind, a function that removes such differences from a text, the cause, the fix."""
 
 _FORMS: tuple[_Form, ...] = (
     ("date", "date", _undated, "the template shows a date", PIN_DATE),
@@ -144,11 +144,11 @@ _LATER_FORMS: tuple[_Form, ...] = (
     ("tools", "tools", _without_tools, "tool definitions are written differently", _FULL_TOOLS),
     ("reasoning", "reasoning", _unthought, "reasoning is kept, left out or framed differently", _SAME_TEMPLATE),
 )
-"""Forms that are tried after content parts and generation prompts, because they would match those too."""
+"""Forms to try after content parts and generation prompts, because they would match those too."""
 
 
 class TemplateCauses:
-    """Finds causes of different renderings. `write` returns the text that each backend renders a conversation to."""
+    """Finds causes of different renderings. `write` returns the text that each backend renders for a conversation."""
 
     def __init__(
         self, a: BackendFacts, b: BackendFacts, date: str, write: Callable[[SkewChat], tuple[str | None, str | None]]
@@ -157,7 +157,7 @@ class TemplateCauses:
         self._exchanges: dict[tuple[str, str], list[tuple[str, Writer]]] = {}
         self._writers: dict[str, Writer | None] = {}
         self.agreed: list[SkewChat] = []
-        """Conversations that both sides render alike. A cause must not change their text."""
+        """Conversations that both sides render equally. A cause must not change their text."""
 
     def cause_of(self, conversation: SkewChat, a_text: str | None, b_text: str | None) -> Cause:
         """Return why backend A renders `a_text` and backend B `b_text`. A text is None if its backend refuses."""
@@ -166,7 +166,7 @@ class TemplateCauses:
         if a_text is None or b_text is None:
             who, whom = ("A", "B") if a_text is None else ("B", "A")
             refused = Cause("template", f"{who} refuses what {whom} renders", _SAME_TEMPLATE, f"refused:{who}")
-            return replace(exchanged or refused, severity="caution")  # the error shows, and no wrong ids are trained
+            return replace(exchanged or refused, severity="caution")  # the error is seen, and no wrong ids are trained
         seen = self._by_change(conversation, a_text, b_text) or self._by_texts(conversation, a_text, b_text)
         if seen is not None and exchanged is not None and exchanged.key != _SEVERAL:
             fix = _SAME_TEMPLATE if exchanged.kind == "template" else exchanged.fix
@@ -176,13 +176,13 @@ class TemplateCauses:
         what = f"they write {_apart(a_text, b_text)}"
         ours, theirs = _template(a, conversation), _template(b, conversation)
         if ours is not None and ours == theirs and a.template_variables == b.template_variables:
-            what = f"the templates are the same, and yet {what}: {a.kind} and {b.kind} run them differently"
+            what = f"the templates are the same, but {what}: {a.kind} and {b.kind} run them differently"
             return Cause("library", what, _SAME_LIBRARY, "library")
         differs = "the rendering differs" if ours is None or theirs is None else "the templates differ"
         return Cause("template", f"{differs}: {what}", _SAME_TEMPLATE, "template")
 
     def _by_change(self, conversation: SkewChat, a_text: str, b_text: str) -> Cause | None:
-        """Return the cause if a side renders as the only known template does with a changed conversation."""
+        """Return the cause if one side renders as the other side's known template renders a changed conversation."""
         sources = [_template(side, conversation) for side in (self._a, self._b)]
         if (sources[0] is None) == (sources[1] is None):
             return None
@@ -232,7 +232,7 @@ class TemplateCauses:
         return _same_form(_LATER_FORMS, a_text, b_text) or self._swapped_tokens(a_text, b_text)
 
     def _swapped_tokens(self, a_text: str, b_text: str) -> Cause | None:
-        """Return the cause if replacing one control token by another turns one text into the other."""
+        """Return the cause if replacing one control token turns A's text into B's."""
         index = first_difference(a_text, b_text)
         tokens = {**self._a.added, **self._b.added}
         starts = range(max(index - _LONGEST_CONTROL, 0), index + 1)
@@ -249,7 +249,7 @@ class TemplateCauses:
         return None
 
     def _unprompted(self, conversation: SkewChat, a_text: str, b_text: str) -> bool:
-        """Return True if one text is the other without its generation prompt, or without a part of it."""
+        """Return True if the texts differ only in the generation prompt, of which one side lacks some or all."""
         longer, shorter = sorted((a_text, b_text), key=len, reverse=True)
         if not conversation.generate or not longer.startswith(shorter):
             return False
@@ -282,7 +282,7 @@ class TemplateCauses:
     def _pieces(self, template: str, other: str) -> list[tuple[str, Writer]]:
         """Return a description and a writer for each way to put one piece of B's template into A's."""
         if (template, other) not in self._exchanges:
-            # A list and not a dict, because the same change in two places has the same description.
+            # A list, not a dict, because the same change in two places has the same description.
             variables = self._a.template_variables
             pieces = [(what, self._writer(put, variables)) for what, put in _exchanges(template, other)]
             self._exchanges[template, other] = [(what, writer) for what, writer in pieces if writer]
@@ -309,7 +309,7 @@ def template_writer(source: str, variables: Mapping[str, object], date: str) -> 
 
 
 def _template(facts: BackendFacts, conversation: SkewChat) -> str | None:
-    """Return the source that a backend renders a conversation with."""
+    """Return the template source that a backend renders a conversation with."""
     return (conversation.tools and facts.tool_template) or facts.template
 
 
@@ -325,7 +325,7 @@ def _same_form(forms: tuple[_Form, ...], a_text: str, b_text: str) -> Cause | No
 
 
 def _exchanges(a_template: str, b_template: str) -> Iterator[tuple[str, str]]:
-    """Yield a description of each piece in which the templates differ, and `a_template` with that piece of B's."""
+    """Yield a description of each piece that differs, and `a_template` with that piece from `b_template`."""
     ours, theirs = ([part for part in _TAGS.split(source) if part] for source in (a_template, b_template))
     changes = [c for c in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes() if c[0] != "equal"]
     for _, start, end, from_, to in changes if len(changes) <= _MOST_PIECES else ():

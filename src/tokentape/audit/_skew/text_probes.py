@@ -16,7 +16,7 @@ MOST_EXAMINED = 60
 
 _BLOCKS = (200, 20, 1)
 _MOST_BLOCKS = 20
-"""Sizes of blocks, and the number of differing blocks that are searched further."""
+"""The maximum number of differing blocks of one size that are searched further."""
 
 _NO_CLEAN_UP = (
     "Set clean_up_tokenization_spaces to false, and record ids: text that was cleaned up encodes differently."
@@ -30,13 +30,13 @@ class Differing:
 
     text: str
     where: str
-    """Its group in the battery, or its file."""
+    """The text's group in the battery, or its file."""
     a_ids: list[int]
     b_ids: list[int]
 
 
 def unstable_finding(backend: Backend, letter: str, texts: Collection[str], known: dict[str, list[int]]) -> Skew | None:
-    """Return a finding if a side gives a text other ids a second time, or has dropout. Store the ids in `known`."""
+    """Return a finding if a side's ids of a text change when repeated, or it has dropout. Store ids in `known`."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     tries = 20 if dropout else 1
     listed = list(texts)
@@ -53,11 +53,11 @@ def unstable_finding(backend: Backend, letter: str, texts: Collection[str], know
     if shown is None and not dropout:
         return None
     kind: Kind = "model settings" if dropout else "unknown"
-    cause = f"{letter} disagrees with itself: it gives the same text other ids the second time"
+    cause = f"{letter} disagrees with itself: it gives the same text different ids the second time"
     fix = "Make this side deterministic before you compare anything with it."
     if dropout:
         cause = f"{cause}, since model.dropout is {dropout} in its tokenizer.json"
-        fix = "Remove dropout from tokenizer.json; it is for training a tokenizer's model."
+        fix = "Remove dropout from tokenizer.json: it is meant for training a model, and makes ids random."
     return Skew(kind, "encode", cause, fix, 1, (), *(shown or (None,)))
 
 
@@ -78,7 +78,7 @@ def compare_texts(
     special: bool = False,
     known: Sequence[Mapping[str, list[int]]] = ({}, {}),
 ) -> list[Differing]:
-    """Return the texts that get different ids. `texts` maps each text to its group, `known` are ids of both sides."""
+    """Return the texts whose ids differ. `texts` maps each text to its group; `known` has ids of both sides."""
     listed = list(texts)
     ids = (encoded(side, listed, have, special=special) for side, have in zip((a, b), known, strict=True))
     return [
@@ -89,7 +89,7 @@ def compare_texts(
 
 
 def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) -> list[Differing]:
-    """Find texts that get different ids with few requests: as lines of blocks, the first of which are split."""
+    """Find texts whose ids differ with few requests: encode them as lines of blocks, and split blocks that differ."""
     differences: list[Differing] = []
     groups = [texts[start : start + _BLOCKS[0]] for start in range(0, len(texts), _BLOCKS[0])]
     for size in (*_BLOCKS[1:], 0):
@@ -147,7 +147,7 @@ def explain_texts(
 
 
 def special_texts(a: Backend, b: Backend) -> dict[str, str]:
-    """Return texts for BOS and EOS: short ones, and ones that begin or end with such a token already."""
+    """Return short texts that show BOS and EOS, including texts that already begin or end with these tokens."""
     texts = ["a", "a b", "", "\n"]
     for backend in (a, b):
         for name in ("bos_token", "eos_token"):
@@ -192,9 +192,9 @@ def _decode_cause(a: Backend, b: Backend, a_text: str, b_text: str) -> tuple[Kin
         what = f"{letter} removes spaces before punctuation when decoding (clean_up_tokenization_spaces)"
         return "decode clean-up", what, _NO_CLEAN_UP
     if a_text.strip(" ") == b_text.strip(" "):
-        return "decoder", "one side drops or adds a space at the edge of what it decodes", LOAD_THE_FILE
+        return "decoder", "one side drops or adds a space at an end of the decoded text", LOAD_THE_FILE
     if "�" in a_text + b_text:
-        return "decoder", "the sides write bytes that are not a whole character differently", LOAD_THE_FILE
+        return "decoder", "the sides decode bytes of incomplete characters differently", LOAD_THE_FILE
     return "decoder", "the sides decode the same ids to different texts", SAME_FILES
 
 

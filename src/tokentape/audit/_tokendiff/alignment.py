@@ -1,6 +1,6 @@
 """Align two sequences with as few unmatched elements as possible: the greedy algorithm of Myers (1986).
 
-`difflib` leaves more unmatched, and takes quadratic time if elements repeat, as special tokens do.
+`difflib` leaves more elements unmatched, and takes quadratic time if elements repeat, as special tokens do.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _NOWHERE: tuple[int, _Path] = (-1, None)
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the first position at which two sequences differ; if none, the length of the shorter one."""
+    """Return the first position where two sequences differ, or the shorter length if one is a prefix of the other."""
     pairs = zip(a, b, strict=False)
     return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def common_blocks(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> list[Block] | None:
-    """Return the runs of a longest common subsequence, in order. Return None if it leaves more than `most` elements.
+    """Return the runs of a longest common subsequence, in order, or None if it leaves out more than `most`.
 
     Time is linear in the lengths and quadratic in the number of elements that differ.
 
@@ -45,10 +45,10 @@ def common_blocks(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> li
     head = _same(zip(a, b, strict=False))
     tail = _same(zip(reversed(a[head:]), reversed(b[head:]), strict=False))
     n, m = len(a) - tail, len(b) - tail
-    # The furthest place in `a` on each diagonal (x - y), with the runs on the way there.
+    # The furthest position in `a` reached on each diagonal (x - y), with the runs on the way there.
     reached: dict[int, tuple[int, _Path]] = {1: (head, None)}
     for edits in range(min(n + m - 2 * head, most) + 1):
-        # Diagonals outside of the two sequences lead nowhere.
+        # Skip diagonals that lie outside of the two sequences.
         first, last = edits - 2 * max(0, edits + head - m), edits - 2 * max(0, edits + head - n)
         for k in range(-first, last + 1, 2):
             (left, from_left), (above, from_above) = reached.get(k - 1, _NOWHERE), reached.get(k + 1, _NOWHERE)
@@ -122,7 +122,7 @@ def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def anchors(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the positions of elements that occur once in each sequence: the longest chain with the same order."""
+    """Return positions of the longest chain of elements that occur once in each sequence and in the same order."""
     places, other_places = (
         {element: n for n, element in enumerate(side) if many[element] == 1}
         for side, many in ((a, Counter(a)), (b, Counter(b)))

@@ -25,10 +25,10 @@ from tokentape.types import Codes, Provenance, TokenIds
 Severity: TypeAlias = Literal["error", "warning"]
 
 RESOLUTION = 500
-"""The tokens of a gap are aligned exactly if at most this many differ, else as `anchored_blocks` approximates."""
+"""Tokens between equal segments are aligned exactly if at most this many differ, else by `anchored_blocks`."""
 
 SEGMENTS = 2000
-"""The segments are aligned exactly if at most this many differ, else as `anchored_blocks` approximates."""
+"""Segments are aligned exactly if at most this many differ, else approximately, by `anchored_blocks`."""
 
 _ASSISTANT = frozenset({Provenance.SAMPLED, Provenance.ASSISTANT})
 _MILD = frozenset({"ids", "json", "spacing", "cut"})
@@ -38,7 +38,7 @@ _AROUND = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One stretch that differs. Positions are token indexes, half-open. A sequence that lacks it has an empty range."""
+    """A stretch that differs. Positions are half-open ranges; a side that lacks the tokens has an empty range."""
 
     kind: str
     """One of `KINDS`."""
@@ -52,7 +52,7 @@ class Difference:
     expected: tuple[int, ...]
     recorded: tuple[int, ...]
     expected_text: str
-    """The spelling of the ids, with special tokens."""
+    """The decoded ids, including special tokens."""
     recorded_text: str
     source: str | None
     """The tokens' `Provenance`, in lower case; None if unknown."""
@@ -83,7 +83,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of `compare`. Without differences, the ids are the same."""
+    """The result of `compare`. If `differences` is empty, the ids are the same."""
 
     expected_tokens: int
     recorded_tokens: int
@@ -107,7 +107,7 @@ class Comparison:
         return mask
 
     def segments(self) -> Iterator[tuple[Segment, Difference | None]]:
-        """Yield the segments that cover both sequences, in order, each with its difference, or None if it is equal."""
+        """Yield the segments that cover both sequences, in order, each with its difference, or None if equal."""
         end = other_end = 0
         for difference in self.differences:
             if difference.expected_start > end:
@@ -119,7 +119,7 @@ class Comparison:
             yield Segment(end, self.expected_tokens, other_end, self.recorded_tokens), None
 
     def partners(self) -> npt.NDArray[np.int64]:
-        """Return, per expected token, the position of the same token in the recorded ids; -1 if there is none."""
+        """Return each expected token's position in the recorded ids, or -1 if they lack the token."""
         partner = np.full(self.expected_tokens, -1)
         for (start, end, other_start, other_end), difference in self.segments():
             if difference is None:
@@ -137,28 +137,28 @@ def compare(
 ) -> Comparison:
     """Find every difference between two sequences of ids.
 
-    `provenance` has the `Provenance` code of each expected token, `recorded_provenance` of each recorded token. Without
-    them every difference but an early end is an error, because any token may be the assistant's.
+    `provenance` has the `Provenance` code of each expected token, `recorded_provenance` that of each recorded token.
+    Without them every difference but an early end is an error, because any token may be the assistant's.
 
-    The differences are complete: replacing the expected range of each by its recorded ids turns `expected` into
+    The differences are complete: replacing each expected range with its recorded ids turns `expected` into
     `recorded`. Time is linear in the lengths and quadratic in what differs, within `RESOLUTION` and `SEGMENTS`.
 
     >>> compare([1, 2], [1, 3], tokenizer).kinds          # doctest: +SKIP
     Counter({'text': 1})
 
-    Raises `InvalidRequest` if the number of codes is not the number of ids.
+    Raises `InvalidRequest` unless there is one code per id.
     """
     left, right = _Sequence(expected, tokenizer, provenance), _Sequence(recorded, tokenizer, recorded_provenance)
     return Comparison(len(left.ids), len(right.ids), tuple(_Comparer(left, right).differences()))
 
 
 class _Sequence:
-    """One sequence with the spelling of its ids."""
+    """A sequence of ids with the bytes of each id."""
 
     def __init__(self, ids: Sequence[int] | TokenIds, tokenizer: Tokenizer, provenance: Codes | None) -> None:
         self.array: TokenIds = np.asarray(ids, np.int32)
         if provenance is not None and len(provenance) != len(self.array):
-            raise InvalidRequest(f"{len(provenance)} provenance codes for {len(ids)} ids: expected one per token")
+            raise InvalidRequest(f"{len(provenance)} provenance codes for {len(ids)} ids: expected one code per id")
         self.provenance = provenance
         self.ids: list[int] = self.array.tolist()
         spelled = {token_id: _spelled(tokenizer, token_id) for token_id in set(self.ids)}
@@ -190,7 +190,7 @@ class _Sequence:
         )
 
     def source(self, start: int, end: int) -> str | None:
-        """Return the provenance of a stretch: `sampled` if any token is, else that of the first; None if unknown."""
+        """Return the provenance of a stretch: `sampled` if any token is, else the first token's; None if unknown."""
         if self.provenance is None or start == end:
             return None
         codes = self.provenance[start:end]
@@ -204,7 +204,7 @@ class _Sequence:
 
 
 def _spelled(tokenizer: Tokenizer, token_id: int) -> tuple[bytes, bool]:
-    """Return the spelling of an id, and if it is a special token. Ids outside of the vocabulary count as special."""
+    """Return the bytes of an id, and True if it is a special token. Ids outside of the vocabulary count as special."""
     if 0 <= token_id < tokenizer.vocab_size:
         try:
             return tokenizer.token_bytes(token_id), tokenizer.control_by_id(token_id) is not None
@@ -231,7 +231,7 @@ class _Comparer:
             yield from self._id_differences(part) if same else self._in_gap(part)
 
     def _trimmed(self) -> Segment:
-        """Return both sequences without the segments that they have in common at the start and at the end."""
+        """Return the ranges that remain without the equal segments at the start and at the end."""
         expected, recorded = self.expected, self.recorded
         head = common_prefix(expected.array, recorded.array)
         controls = np.flatnonzero(expected.control[:head])
@@ -242,7 +242,7 @@ class _Comparer:
         return Segment(start, len(expected.ids) - last, start, len(recorded.ids) - last)
 
     def _id_differences(self, part: Segment) -> Iterator[Difference]:
-        """Yield the differences of a stretch of the same bytes, each between token boundaries of both sequences."""
+        """Yield the differences in a stretch of equal bytes, each between token boundaries that both sides share."""
         expected, recorded = self.expected, self.recorded
         n, start, end = part.start, part.start, 0
         m, other_start, other_end = part.other_start, part.other_start, 0
@@ -300,8 +300,8 @@ class _Comparer:
     def _parts(self, gap: Segment) -> list[Segment]:
         """Align the tokens of a gap, and return the parts that differ.
 
-        Join two parts if fewer tokens lie between them than they have, and no special token: different words share
-        some tokens by chance.
+        Join two parts if fewer tokens separate them than either part has, and no special token does: different words
+        share some tokens by chance.
         """
         parts: list[Segment] = []
         expected, recorded = self.expected.ids[gap.start : gap.end], self.recorded.ids[gap.other_start : gap.other_end]

@@ -1,8 +1,8 @@
 """Classify a difference by the bytes of both sides and the text around them.
 
-Text that differs has a *kind*. A token boundary that moved within the same text has a *class*, by the characters
-between which it moved, and a finer *artifact*. Artifacts are named after the "phantom edits" of arXiv 2601.14658, which
-gives names and examples only. The rules are ours: compare artifacts with each other, not with the paper's numbers.
+Text that differs has a *kind*. A token boundary that moved within the same text has a *class*, by the characters around
+it, and a finer *artifact*. Artifacts are named after the "phantom edits" of arXiv 2601.14658, which gives names and
+examples only. We defined the rules, so compare artifacts with each other, not with the paper's numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 CLASSES = {
     "control": "letters of a control token on one side, the token itself on the other",
     "bytes": "within a character",
-    "whitespace": "white space goes to another token",
+    "whitespace": "whitespace joins a different token",
     "digits": "within a number",
     "word": "within a word",
     "punctuation": "between other characters",
-    "spacing": "other white space, otherwise the same text",
-    "text": "other text",
+    "spacing": "different whitespace, otherwise the same text",
+    "text": "different text",
 }
 """Classes of changed stretches. The last two are for text drift, the others for id drift."""
 
@@ -44,23 +44,23 @@ class Artifact:
 
 ARTIFACTS = {
     "control": Artifact("control", "letters of a control token on one side, the token itself on the other"),
-    "partial-utf8": Artifact("bytes", "a character is cut apart elsewhere, or bytes are no UTF-8"),
-    "whitespace-detach": Artifact("whitespace", "white space is a token of its own on one side only", 2),
-    "whitespace-run": Artifact("whitespace", "a run of white space is cut elsewhere"),
-    "whitespace-shift": Artifact("whitespace", "a space belongs to the other neighbour", 1),
-    "digits": Artifact("digits", "a number is cut elsewhere"),
-    "acronym": Artifact("word", "capitals come apart elsewhere", 7),
-    "tail": Artifact("word", "a plural or possessive ending is split off, or joined", 8),
-    "morpheme": Artifact("word", "the cut is at a prefix or an ending on one side", 6),
-    "proper-noun": Artifact("word", "a name is cut elsewhere", 5),
-    "intra-word": Artifact("word", "another word is cut elsewhere", 4),
-    "punctuation": Artifact("punctuation", "other characters are cut elsewhere"),
-    "space-dropped": Artifact("spacing", "white space on one side, none on the other", 1),
-    "whitespace-substitution": Artifact("spacing", "other white space in the same places", 3),
-    "normal-form": Artifact("text", "another Unicode normal form of the same characters"),
-    "text": Artifact("text", "other text"),
+    "partial-utf8": Artifact("bytes", "a character is split elsewhere, or bytes are not valid UTF-8"),
+    "whitespace-detach": Artifact("whitespace", "whitespace is a token of its own on one side only", 2),
+    "whitespace-run": Artifact("whitespace", "a run of whitespace is split elsewhere"),
+    "whitespace-shift": Artifact("whitespace", "a space joins the token on its other side", 1),
+    "digits": Artifact("digits", "a number is split elsewhere"),
+    "acronym": Artifact("word", "an acronym is split elsewhere", 7),
+    "tail": Artifact("word", "a plural or possessive ending is split off on one side only", 8),
+    "morpheme": Artifact("word", "one side splits the word at a prefix or an ending", 6),
+    "proper-noun": Artifact("word", "a name is split elsewhere", 5),
+    "intra-word": Artifact("word", "any other word is split elsewhere", 4),
+    "punctuation": Artifact("punctuation", "other characters are split elsewhere"),
+    "space-dropped": Artifact("spacing", "whitespace on one side, none on the other", 1),
+    "whitespace-substitution": Artifact("spacing", "different whitespace in the same places", 3),
+    "normal-form": Artifact("text", "a different Unicode normal form of the same characters"),
+    "text": Artifact("text", "different text"),
 }
-"""Artifacts by name. If several fit a stretch, the first one is used."""
+"""Artifacts by name. If several fit a stretch, the first in this order is used."""
 
 _ORDER = {name: n for n, name in enumerate(ARTIFACTS)}
 
@@ -149,18 +149,18 @@ def _letters(text: Iterable[str]) -> int:
 
 
 KINDS = {
-    "ids": "other ids for the same bytes",
-    "bytes": "other bytes that are no UTF-8 and look alike as text",
+    "ids": "different ids for the same bytes",
+    "bytes": "different bytes that are not valid UTF-8 and look alike as text",
     "forged": "a control token on one side, its letters as text on the other",
-    "control": "a control token that the other side lacks, or another control token",
+    "control": "a control token that the other side lacks, or a different control token",
     "reasoning": "reasoning that is on one side only",
     "json": "the same JSON value, written differently",
     "boolean": "the same value, with true, false or null written differently",
-    "spacing": "other white space, otherwise the same text",
+    "spacing": "different whitespace, otherwise the same text",
     "cut": "the recorded side ends earlier",
     "missing": "text that the recorded side lacks",
     "extra": "text that only the recorded side has",
-    "text": "other text",
+    "text": "different text",
 }
 
 Stretch: TypeAlias = tuple[int, int]
@@ -171,11 +171,11 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _OBJECT_ENDS = 4
 _DICTIONARY = re.compile(r"\{\s*['\"}]")
 _READ_AGAIN = 20
-"""Limit on the characters read for braces that begin no object, as a multiple of the text's length."""
+"""Limit on characters read after braces that do not begin an object, as a multiple of the text's length."""
 
 
 class Region:
-    """Adjacent whole segments of one sequence, with differences in them."""
+    """A run of whole segments of one sequence that contains differences."""
 
     def __init__(self, content: bytes, opened_by: str = "") -> None:
         self.content = content
@@ -183,12 +183,12 @@ class Region:
 
     @cached_property
     def text(self) -> str:
-        """The text. Bytes that are no UTF-8 become U+FFFD."""
+        """The decoded bytes. Invalid UTF-8 becomes U+FFFD."""
         return self.content.decode("utf-8", "replace")
 
     @cached_property
     def values(self) -> list[tuple[int, int, Any]]:
-        """Start, end and value of the JSON objects, or Python dictionaries, in `text`."""
+        """Start, end and value of each JSON object or Python dictionary in `text`."""
         return list(_objects(self.text))
 
     def between_values(self) -> list[str]:
@@ -245,7 +245,7 @@ def kind_of_values(expected: Region, recorded: Region) -> str | None:
 
 
 def is_reasoning(text: str) -> bool:
-    """Return True if a text, with special tokens spelled out, has a delimiter of reasoning."""
+    """Return True if a text, with special tokens spelled out, contains a reasoning delimiter."""
     return _REASONING.search(text) is not None
 
 
@@ -253,7 +253,7 @@ def _reasoning_of(region: Region, own: bytes, other: Region) -> bool:
     """Return True if `own`, bytes of a region, are reasoning that the other region lacks."""
     if not own.strip():
         return False
-    # If the delimiters of reasoning are not special tokens, they are part of `own`.
+    # If the reasoning delimiters are not special tokens, they are part of `own`.
     if re.search(rb"<think(ing)?>.*</think(ing)?>", own, re.DOTALL) is not None:
         return True
     opened = is_reasoning(region.opened_by) and "/" not in region.opened_by
@@ -272,12 +272,12 @@ def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _object_at(text: str, start: int) -> tuple[tuple[Any, int] | None, int]:
-    """Return the object that begins at `start` and its end, or None, and the number of characters read in vain."""
+    """Return the object that begins at `start` and its end, or None and the number of characters read for nothing."""
     try:
         return json.JSONDecoder().raw_decode(text, start), 0
     except (ValueError, RecursionError) as error:
         wasted = error.pos - start if isinstance(error, json.JSONDecodeError) else len(text)
-    # A template that writes a dictionary with `str` gives Python's spelling. Only the last few closing braces are
+    # A template that writes a dictionary with `str` writes Python syntax. Only the last few closing braces are
     # tried, since text has many others.
     end = len(text) if _DICTIONARY.match(text, start) else start
     for _ in range(_OBJECT_ENDS):

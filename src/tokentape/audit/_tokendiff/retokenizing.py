@@ -1,8 +1,8 @@
 """Decode completions and encode their text again, as trainers that keep only text do, and count what changed.
 
-Two losses of decoding are no drift. A completion that was cut within a character ends with *unknown* tokens, which no
-encoder can return. And SentencePiece tokenizers put a space before a text, some also after special tokens: a completion
-that begins with a space is encoded as the start of a text, any other as if it followed a special token.
+Two losses of decoding do not count as drift. A completion that was cut within a character ends with *unknown* tokens,
+which no encoder can return. And SentencePiece tokenizers put a space before a text, some also after special tokens: a
+completion that begins with a space is encoded as a text's start, any other as if it followed a special token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Retokenizer:
         return [self._pieces[token_id] for token_id in listed]
 
     def round_trips(self, completions: Sequence[TokenIds]) -> list[RoundTrip]:
-        """Decode and encode each completion. They are encoded in one batch, so pass about 100k tokens at most."""
+        """Decode and encode each completion. They are encoded in one batch, so pass at most about 100k tokens."""
         parts = [self._known(ids) for ids in completions]
         texts = [self._text(ids, content) for ids, content, _, _ in parts]
         encoded = self._encoded([anchor + text for anchor, text in texts])
@@ -131,7 +131,7 @@ def retokenized(tokenizer: Tokenizer, ids: TokenIds) -> TokenIds:
 
 
 def is_canonical(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Return True if decoding and encoding ids returns the same ids. Ids that are not UTF-8 are never canonical."""
+    """Return True if decoding and encoding ids returns the same ids. Ids that don't spell UTF-8 are never canonical."""
     try:
         return tokenizer.encode_plain(b"".join(map(tokenizer.token_bytes, ids)).decode()) == list(ids)
     except UnicodeDecodeError:
@@ -139,20 +139,20 @@ def is_canonical(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
 
 
 def check_vocabulary(ids: TokenIds, tokenizer: Tokenizer, where: str) -> None:
-    """Raise `InvalidRequest` if the tokenizer lacks an id: then the ids come from another model."""
+    """Raise `InvalidRequest` if the tokenizer lacks an id: then the ids come from a different model."""
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise InvalidRequest(
-            f"{where}: id {int(ids.max())} is outside of the tokenizer's {tokenizer.vocab_size} ids; name the model "
-            "folder that the ids are of"
+            f"{where}: id {int(ids.max())} is outside of the tokenizer's {tokenizer.vocab_size} ids; pass the folder "
+            "of the model that the ids belong to"
         )
 
 
 Channel: TypeAlias = Literal["numeric", "id drift", "text drift"]
-"""The cause of different logprobs. `numeric`: the ids are the same. `id drift`: other ids for the same text."""
+"""The cause of different logprobs. `numeric`: the ids are equal. `id drift`: different ids for the same text."""
 
 
 class Change(NamedTuple):
-    """A half-open range of recorded tokens that the trainer's ids change."""
+    """A half-open range of recorded tokens where the trainer's ids differ."""
 
     start: int
     end: int
@@ -167,7 +167,7 @@ class Pairing:
     partner: npt.NDArray[np.int64]
     """The position of each recorded token in the trainer's ids; -1 if they lack it. Shape [tokens]."""
     first: int
-    """Position of the first recorded token that differs. Up to it the context is the same."""
+    """Position of the first recorded token that differs. The context before it is the same."""
     changes: tuple[Change, ...] = ()
 
 
@@ -180,10 +180,10 @@ class TokenDrift:
     tokens: int = 0
     changed_tokens: int = 0
     classes: Mapping[str, int] = field(default_factory=dict)
-    """The number of changed stretches of each of `CLASSES`."""
+    """The number of changed stretches by class, a key of `CLASSES`."""
 
     def added(self, mask: npt.NDArray[np.bool_], pairing: Pairing | None) -> TokenDrift:
-        """Return the counts with one more sequence. `mask` has its trained tokens, `pairing` is None without drift."""
+        """Return the counts with one more sequence. `mask`: its trained tokens; `pairing`: None without drift."""
         more = replace(self, sequences=self.sequences + 1, tokens=self.tokens + int(mask.sum()))
         if pairing is None:
             return more
@@ -202,7 +202,7 @@ class TokenDrift:
 
 
 def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pairing:
-    """Match recorded ids with a trainer's ids. If the trainer's ids only end early, that is no drift."""
+    """Match recorded ids with a trainer's ids. Trainer ids that only end early do not count as drift."""
     comparison = compare(recorded, trainers, tokenizer)
     differences = [difference for difference in comparison.differences if difference.kind != "cut"]
     partner = comparison.partners()

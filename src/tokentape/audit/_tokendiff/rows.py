@@ -24,8 +24,8 @@ from tokentape.chat._tokenizer import Tokenizer
 _TEXT = 60
 _MOST_IDS = 256
 _ABSENT = "absent"
-_VALUES = {"mask": "a token carries loss on one side only", "logprobs": "a token has another log-probability"}
-_RULES = {**KINDS, **_VALUES, _ABSENT: "a row that only one side has"}
+_VALUES = {"mask": "a token carries loss on one side only", "logprobs": "a token's log-probabilities differ"}
+_RULES = {**KINDS, **_VALUES, _ABSENT: "a row that is on one side only"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RowComparison:
     mask: ValueChange | None = None
     """How the masks of tokens that carry loss differ; None if a side has no mask."""
     logprobs: ValueChange | None = None
-    """How logprobs differ, over the tokens in the mask of each side that has one; None if a side has no logprobs."""
+    """How logprobs differ, over tokens that neither side's mask excludes; None if a side has no logprobs."""
 
     @property
     def same(self) -> bool:
@@ -69,11 +69,11 @@ class RowComparison:
 def compare_rows(
     expected: Iterable[IdRow], recorded: Iterable[IdRow], tokenizer: Tokenizer, max_delta: float = 1e-3
 ) -> Iterator[RowComparison]:
-    """Compare rows with the same name, in order if a name repeats. Compare two single rows whatever their names.
+    """Compare rows that have the same name, in order if a name repeats; compare two single rows whatever their names.
 
-    A row without a partner is compared with the only unmatched row with a name that begins with the row's name.
-    Logprobs may be `max_delta` nats apart. Rows wait in memory for their partners, so files in the same order take
-    almost no memory.
+    A row without a partner is compared with the unmatched row whose name begins with its name, if exactly one does.
+    Logprobs up to `max_delta` nats apart count as equal. Rows stay in memory until their partners are read, so files
+    in the same order need almost no memory.
     """
     for expected_row, recorded_row in _pairs(expected, recorded):
         if expected_row is None or recorded_row is None:
@@ -104,7 +104,7 @@ def _changed(
     expected: npt.NDArray[Any], recorded: npt.NDArray[Any], places: npt.NDArray[Any], most: float
 ) -> ValueChange:
     apart = np.abs(expected.astype(np.float64) - recorded)
-    # NaN on both sides is no difference, NaN on one side is.
+    # NaN on both sides counts as equal, NaN on one side as different.
     differ = ~(apart <= most) & ~(np.isnan(expected) & np.isnan(recorded))
     first = int(places[differ][0]) if differ.any() else -1
     return ValueChange(len(expected), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
@@ -138,7 +138,7 @@ def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tup
 
 
 def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[IdRow, IdRow]]:
-    """Pair rows with the only row of `long` with a name that begins with theirs; a match up to a colon comes first."""
+    """Pair each row with the only row of `long` whose name begins with `NAME:`, else with the row's `NAME`."""
     ordered = sorted(long, key=attrgetter("name"))
     names = [row.name for row in ordered]
     for name, many in Counter(row.name for row in short).items():
@@ -179,7 +179,7 @@ def summary(comparison: Comparison) -> str:
 
 def row_summary(row: RowComparison) -> str:
     if row.comparison is None:
-        return f"only the {row.only} side has it"
+        return f"only the {row.only} side has this row"
     return "; ".join([summary(row.comparison), *_value_lines(row).values()])
 
 
@@ -188,7 +188,7 @@ def _value_lines(row: RowComparison) -> dict[str, str]:
     for name, change in row.changed_values.items():
         largest = f", by up to {change.largest:.3g} nats" if name == "logprobs" else ""
         lines[name] = (
-            f"{name} of {change.differing} of {change.tokens} tokens differ{largest}, the first is token {change.first}"
+            f"{name}: {change.differing} of {change.tokens} tokens differ{largest}, first at token {change.first}"
         )
     return lines
 
@@ -200,7 +200,7 @@ def printed(
     most: int,
     fail_on: Literal["error", "warning"] = "warning",
 ) -> Iterator[str]:
-    """Yield a report as lines of text, json, junit, sarif or github. `fail_on` is the lowest failing severity."""
+    """Yield a report as lines of text, json, junit, sarif or github. `fail_on`: the lowest severity that fails."""
     if file_format not in ("text", "json"):
         yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows), fail_on)
         return
@@ -222,7 +222,7 @@ def printed(
     yield f"{len(differing)} of {total} rows differ"
     for name, many in compared.items():
         if many < total:
-            yield f"not compared: {name} of {total - many} rows, which a side does not have"
+            yield f"not compared: {name} of {total - many} rows, because one side lacks them"
 
 
 def _ci_case(row: RowComparison) -> CiCase:

@@ -1,4 +1,4 @@
-// The address of a session: `#/session/ID/leaf/3/token/17/with/rerendered/view/beside` and parts of it. `?compare=ID` is
+// A session's URL fragment: `#/session/ID/leaf/3/token/17/with/rerendered/view/beside` and parts of it. `?compare=ID` is
 // short for `/with/session-ID/view/beside`.
 
 import { Refused } from "./api.js";
@@ -12,16 +12,16 @@ export function parse(parts, query) {
   return { id: found.id, leaf: number(found.leaf), turn: number(found.turn), token: number(found.token), side: found.with, mode: found.view };
 }
 
-/** The link of an address; what is null or undefined is left out. `list` is the query of the list that the session is of. */
+/** The link to an address, without null and undefined parts. `list` is the query of the list that contains the session. */
 export function link({ id, leaf, turn, token, side, mode, list = "" }) {
   const parts = Object.entries({ session: id, leaf, turn, token, with: side, view: mode }).filter(([, value]) => value !== null && value !== undefined);
   return `#/${parts.flat().map(encodeURIComponent).join("/")}${list && `?${list}`}`;
 }
 
-/** The session that a side is a branch of, undefined if that is the same one. */
+/** The session whose branch a side is; undefined if it is the shown session. */
 export const otherOf = (side) => side?.match(/^(?:leaf-\d+-of|session)-(.*)$/s)?.[1];
 
-/** The leaf of an address: that leaf, the newest one after its turn, or without either the newest, main ones first. */
+/** The leaf of an address: its leaf, else the newest leaf after its turn, else the newest leaf, main branches first. */
 export function leafOf({ session_id: id, leaves }, { leaf, turn }) {
   if (!leaves.length) return null;
   const leafAfter = (seq) => leaves.filter((one) => one.path.includes(seq)).at(-1)?.turn;

@@ -1,11 +1,11 @@
-// What the server is asked. The key stays in this tab and travels in a header only.
+// Requests to the server. The key stays in this tab and is sent only in a header.
 
 import { count } from "./dom.js";
 
 const BASE = new URL("../api/", import.meta.url);
 const KEY = "tokentape.key";
 
-/** An answer that is an error: its status and what the server says. */
+/** An error reply: its status and the server's message. */
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -22,21 +22,21 @@ export function setKey(key) {
   else sessionStorage.setItem(KEY, key);
 }
 
-/** The answers that an exported file has in it, by path. */
+/** The answers that an exported file contains, by path. */
 const inFile = JSON.parse(document.getElementById("answers")?.textContent ?? "null");
 
-/** How many sessions an exported file has with their tokens. */
+/** Which sessions an exported file contains with their tokens. */
 function holds() {
   const whole = Object.keys(inFile).filter((path) => /^sessions\/[^/]+$/.test(path)).length;
   return whole === 1 ? "1 session" : `the newest ${count(whole)} sessions`;
 }
 
-/** An answer of an exported file: base64 of what is compressed. */
+/** Decode an answer in an exported file: compressed, then base64-encoded. */
 function answerInFile(path, query) {
   const part = query?.with ?? query?.group;
-  // A run by a key that the file does not have is that by the first one.
+  // If the file lacks the run grouped by this key, show the run grouped by its first key.
   const found = inFile[part ? `${path}?${encodeURIComponent(part)}` : path] ?? (query?.group ? inFile[path] : undefined);
-  if (found === undefined) throw new Refused(404, `This file does not have it: it has the tokens of ${holds()}.`);
+  if (found === undefined) throw new Refused(404, `This file does not contain it, only the tokens of ${holds()}.`);
   const bytes = Uint8Array.from(atob(found), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
 }
@@ -62,25 +62,25 @@ async function ask(path, query, etag, signal) {
   throw new Refused(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
 }
 
-/** JSON, as it is now. */
+/** Fetch current JSON. */
 export async function getJson(path, query, signal) {
   return (await ask(path, query, null, signal)).json();
 }
 
-/** JSON and its ETag; null if it is still what has `etag`. */
+/** Fetch JSON and its ETag; null if it has not changed since `etag`. */
 export async function getIfNew(path, etag, signal) {
   const response = await ask(path, {}, etag, signal);
   return response.status === 304 ? null : { etag: response.headers.get("etag"), value: await response.json() };
 }
 
-/** Packed arrays; see viewer/_binary.py. */
+/** Fetch packed arrays, see `pack` in viewer/_views.py. */
 export async function getPacked(path, query, signal) {
   return unpack(await (await ask(path, query, null, signal)).arrayBuffer());
 }
 
 const KINDS = { u1: Uint8Array, i4: Int32Array, f4: Float32Array };
 
-/** A header and typed arrays over the reply's own bytes. */
+/** Unpack the header, and typed arrays that share the reply's bytes. */
 export function unpack(buffer) {
   const view = new DataView(buffer);
   if (view.getUint32(0) !== 0x54545631) throw new Error("these are not packed arrays");
@@ -94,7 +94,7 @@ export function unpack(buffer) {
   return { header, arrays };
 }
 
-/** The path of a session's data. */
+/** The path to a session's data. */
 export function sessionPath(sessionId, ...more) {
   return ["sessions", sessionId, ...more].map(encodeURIComponent).join("/");
 }

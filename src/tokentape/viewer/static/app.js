@@ -1,4 +1,4 @@
-// The page as a whole: which view the address asks for, the key, the theme.
+// The whole page: the view that the URL selects, the key, the theme.
 
 import { Refused, getJson, hasKey, setKey } from "./api.js";
 import { fill, h, say } from "./dom.js";
@@ -28,7 +28,7 @@ function nextTheme() {
   say(`Theme: ${document.documentElement.dataset.theme ?? "system"}`);
 }
 
-/** Views that this page does not have. */
+/** Views that are unavailable on this page. */
 const missing = () => [about?.only_session && "run", !about?.overview && "overview"];
 
 const help = () => toggleHelp(missing());
@@ -71,7 +71,7 @@ function askForKey(message) {
       "form",
       { class: "card signin", onsubmit: sent },
       h("h1", {}, "API key"),
-      h("p", {}, "Sessions are shown to those who have a key for them. The key stays in this tab."),
+      h("p", {}, "You can see the sessions that your key may read. The key stays in this tab."),
       message && h("p", { class: "error", role: "alert" }, message),
       h("label", { for: "key" }, "Key"),
       field,
@@ -104,7 +104,7 @@ function failed(error) {
   if (!(error instanceof Refused)) console.error(error);
 }
 
-/** Show what the address says. */
+/** Show the view that the URL selects. */
 async function show() {
   const turn = ++shown;
   leave();

@@ -1,4 +1,4 @@
-// Charts over the versions of the weights, as SVG: lines with a band, one cross hair over all of them.
+// SVG charts over weight versions: lines with a band, and one crosshair across all charts.
 
 import { h, real } from "./dom.js";
 
@@ -15,7 +15,7 @@ function s(tag, attributes) {
 const known = (value) => value !== null && Number.isFinite(value);
 
 /**
- * A card with lines, a point per version; a version without a value leaves a gap.
+ * A card with lines that have a point per version, and a gap for a version without a value.
  * @param {string} title
  * @param {{name?: string, values: (number | null)[], low?: (number | null)[], high?: (number | null)[]}[]} lines
  * @param {{versions: string[], text?: (value: number) => string, about: string, none: string}} options
@@ -37,7 +37,7 @@ export function chart(title, lines, { versions, text = real, about, none }) {
   lines.forEach(({ values, low, high }, order) => {
     for (const run of runs(values)) {
       if (low) image.append(s("polygon", { class: `band c${order}`, points: [...run.map((at) => `${x(at)},${y(high[at])}`), ...run.toReversed().map((at) => `${x(at)},${y(low[at])}`)].join(" ") }));
-      // A version alone is a line: a short one among others, all across where there are no others.
+      // Draw a single version as a line: short among other versions, across the chart if it is the only version.
       const half = n > 1 ? 2 : WIDTH / 2;
       const points = run.length > 1 ? run.map((at) => `${x(at)},${y(values[at])}`) : [-half, half].map((by) => `${x(run[0]) + by},${y(values[run[0]])}`);
       image.append(s("polyline", { class: `c${order}`, points: points.join(" ") }));
@@ -75,7 +75,7 @@ export function chart(title, lines, { versions, text = real, about, none }) {
   return { element, show };
 }
 
-/** Stretches of points that have a value. */
+/** Runs of points that have a value. */
 function runs(values) {
   const found = [];
   values.forEach((value, at) => {
@@ -86,7 +86,7 @@ function runs(values) {
   return found;
 }
 
-/** Rewards of a group as dots on a line from the least to the most of all groups. */
+/** A group's rewards as dots on a line from the lowest to the highest reward of all groups. */
 export function strip(values, least, most) {
   const image = s("svg", { class: "strip", viewBox: "0 0 104 12", "aria-hidden": "true" });
   image.append(s("line", { class: "zero", x1: 3, x2: 101, y1: 6, y2: 6 }));

@@ -1,4 +1,4 @@
-// A branch beside another one or beside another tokenization of it, aligned, and where the two differ.
+// Compare a branch with a second branch or tokenization, side by side, aligned, with differences marked.
 
 import { link, otherOf } from "./address.js";
 import { count, counted, fill, h, real } from "./dom.js";
@@ -6,18 +6,18 @@ import { Tokens, Trajectory, lastAtMost } from "./model.js";
 import { Pane, laneClasses, tokenElements, visible } from "./tokens.js";
 import { verdictBadge } from "./tree.js";
 
-/** Of an equal stretch so many tokens are shown beside what differs. */
+/** The number of equal tokens that are shown on each side of a difference. */
 const AROUND = 12;
-/** How many more a click shows. */
+/** How many more equal tokens a click shows. */
 const MORE = 400;
-/** A row of what differs has at most so many tokens of a side. */
+/** The maximum number of tokens per side in a row of a difference. */
 const CUT = 100;
-/** Rows with about so many tokens are drawn together; a line of one is thought to have so many. */
+/** Rows with about this many tokens are drawn together; the estimated number of tokens per line. */
 const DRAWN = 200;
 const LINE_TOKENS = 12;
-/** Rows within so many pixels of the view are drawn. */
+/** Rows within this many pixels of the view are drawn. */
 const NEAR = 200;
-/** Tokens of the other side that the inspector shows. */
+/** The number of tokens from the other side that the inspector shows. */
 const SHOWN = 60;
 
 /** What the record was compared with. */
@@ -25,7 +25,7 @@ export class Comparison {
   constructor({ header, arrays }) {
     this.about = header;
     const other = Object.fromEntries(Object.entries(arrays).map(([name, array]) => [name.replace("other_", ""), array]));
-    // What is recorded has its lanes too.
+    // A recorded side has lanes too.
     this.recorded = header.other !== undefined;
     this.other = this.recorded ? new Trajectory({ header: header.other, arrays: other }) : new Tokens(other.token_ids, other.text_ends, other.text, other.marks);
     this.segments = [];
@@ -36,15 +36,15 @@ export class Comparison {
     this.changes = this.segments.filter((segment) => segment.difference);
   }
 
-  /** The change that a recorded token is part of, null for none. */
+  /** The change that contains a recorded token, or null. */
   changeAt(i) {
     const n = lastAtMost(this.changes, i, (change) => change.start);
     const change = this.changes[n];
-    // A stretch that only the other side has is shown where it would stand.
+    // Show a stretch that only the other side has at the place where it would be.
     return change && (i < change.end || (change.start === change.end && change.start === i)) ? change : null;
   }
 
-  /** For the inspector. */
+  /** The details that the inspector shows. */
   describe(change) {
     const until = Math.min(change.otherEnd, change.otherStart + SHOWN);
     const cut = until < change.otherEnd ? " …" : "";
@@ -56,11 +56,11 @@ export class Comparison {
     };
   }
 
-  /** In one line, of the trajectory that was compared. */
+  /** Summarize the comparison in one line. */
   summary(trajectory) {
     const { changed_tokens: tokens, changed_trained_tokens: trained } = this.about;
     const [first] = this.changes;
-    if (!first) return this.recorded ? "no difference: both have the same ids" : "no difference: these very ids come back";
+    if (!first) return this.recorded ? "no difference: both have the same ids" : "no difference: the result has the same ids";
     if (!this.recorded) return `${counted(this.changes.length, "difference")}: ${counted(tokens, "token")} changed, ${count(trained)} of them trained`;
     const where = first.start < trajectory.length ? `turn ${trajectory.place(first.start)}` : "the end of the left side";
     const there = this.changes.reduce((sum, one) => sum + one.otherEnd - one.otherStart, 0);
@@ -70,7 +70,7 @@ export class Comparison {
     );
   }
 
-  /** How many differences are of each class, most first. */
+  /** The number of differences per class, most frequent first. */
   classes() {
     const found = new Map();
     for (const { difference } of this.changes) found.set(difference.class, (found.get(difference.class) ?? 0) + 1);
@@ -78,7 +78,7 @@ export class Comparison {
   }
 }
 
-/** What is beside the record. */
+/** The name of the side that the record is compared with. */
 export function sideName(side) {
   const other = otherOf(side);
   const leaf = /^leaf-(\d+)/.exec(side);
@@ -86,7 +86,7 @@ export function sideName(side) {
   return names.join(", ") || { retokenized: "text tokenized again", rerendered: "messages rendered again" }[side];
 }
 
-/** Both sides, a row per stretch; only rows near the view have elements. */
+/** Shows both sides in one row per stretch. Only rows near the view have elements. */
 export class ComparisonView {
   constructor(place, trajectory, comparison) {
     this.trajectory = trajectory;
@@ -113,7 +113,7 @@ export class ComparisonView {
     }
   }
 
-  /** A side that is recorded, by what tells it from the one beside it. */
+  /** Name a recorded side by what distinguishes it from the other side. */
   #named({ session_id: id, leaf, reward, verdict }, linked) {
     const branch = `branch to turn ${leaf}`;
     const others = otherOf(this.comparison.about.with) !== undefined;
@@ -127,7 +127,7 @@ export class ComparisonView {
     return row?.folded && i + by >= row.start + row.shown ? (by > 0 ? row.end : row.start + row.shown - 1) : i + by;
   }
 
-  /** Nothing: what is folded stays so. */
+  /** Do nothing: folded tokens stay folded. */
   open() {}
 
   /** Bring the row of a token into view. */
@@ -144,7 +144,7 @@ export class ComparisonView {
     if (block) this.pane.center(block, () => block.element.children[block.rows.indexOf(row)]);
   }
 
-  /** Go to the next difference, or to the one before; the recorded token where it begins, undefined if there is none. */
+  /** Go to the next or previous difference. Return the recorded token where it begins, or undefined if there is none. */
   toChange(by) {
     const changed = this.rows.filter((row) => row.first);
     const here = changed.indexOf(this.at);
@@ -167,7 +167,7 @@ export class ComparisonView {
     return made;
   }
 
-  /** A row in place of many equal tokens, which shows some more of them each time. */
+  /** A row in place of many equal tokens. Each click shows some of them. */
   #folded(block, one) {
     const element = h("div", {});
     const until = Math.min(one.start + one.shown, one.end);
@@ -193,7 +193,7 @@ export class ComparisonView {
   }
 }
 
-/** The rows of a stretch: long differences are cut, of long equal stretches the middle is folded. */
+/** The rows of a stretch. Long differences are split, and the middle of long equal stretches is folded. */
 function rowsOf(segments, segment, n) {
   const { start, end, otherStart, otherEnd, difference } = segment;
   if (difference) {

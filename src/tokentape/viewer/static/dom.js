@@ -1,9 +1,9 @@
-// Elements. Whatever text is shown goes through a text node: nothing here can make markup of it.
+// Make elements. All shown text goes through text nodes, so it can't become markup.
 
 /**
  * An element with attributes, listeners (`onclick` and the like) and children.
  * @param {string} tag
- * @param {Record<string, any>} [attributes] null and false leave one out
+ * @param {Record<string, any>} [attributes] null and false omit an attribute
  * @param {...(Node | string | number | null | false | undefined)} children
  */
 export function h(tag, attributes = {}, ...children) {
@@ -22,13 +22,13 @@ function asNode(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
-/** Put `children` in place of what an element holds. */
+/** Replace an element's content with `children`. */
 export function fill(element, ...children) {
   element.replaceChildren(...children.filter(Boolean).map(asNode));
   return element;
 }
 
-/** Tell people who can't see the page what has changed on it; everybody sees it for a moment. */
+/** Announce a change to screen readers, and show it for a moment. */
 export function say(text) {
   const said = document.getElementById("said");
   said.textContent = text;
@@ -49,7 +49,7 @@ export function counted(value, noun) {
   return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
 
-/** A number that people read: up to four significant digits. */
+/** A number for people: up to four significant digits. */
 export function real(value) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "none" : String(value);
@@ -67,7 +67,7 @@ export function when(seconds) {
   );
 }
 
-/** Copy text, and say that it is copied. Pages over plain HTTP from other machines have no clipboard of their own. */
+/** Copy text and announce it. Pages over plain HTTP from remote hosts have no clipboard API. */
 export async function copy(text, what) {
   try {
     await navigator.clipboard.writeText(text);

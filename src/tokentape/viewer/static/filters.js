@@ -1,4 +1,4 @@
-// The fields that a list is filtered by.
+// The fields that filter a list.
 
 import { h } from "./dom.js";
 import { CAUSES } from "./tree.js";
@@ -7,19 +7,19 @@ const VERDICTS = ["exact", "forked", "closed", "captured", "captured with drift"
 const RESERVATIONS = ["model unverified", "bridge unchecked", "bridge differs", "kept partial", "unread", "other logprobs", "supports not known", "logprobs not known"];
 const ROLES = ["main", "subagent", "side_call"];
 
-/** Those of the second row, folded in narrow windows. */
+/** The fields in the second row, which narrow windows fold. */
 const MORE_FILTERS = ["drift", "role", "weights", "fork", "reward_min", "reward_max", "from", "to"];
 export const FILTERS = ["search", "verdict", "metadata", "group_key", "group_value", ...MORE_FILTERS];
 
 /**
- * The form, with `chips` for the metadata that is chosen.
+ * The form, with `chips` for the chosen metadata.
  * @param {Record<string, string>} wanted
  * @param {(name: string, value: string) => void} filter
  * @param {(pair: string) => void} addMetadata
- * @param {boolean} hasText whether there is a tokenizer, without which no drift is measured
+ * @param {boolean} hasText whether there is a tokenizer, which measuring drift needs
  */
 export function filterForm(wanted, chips, filter, addMetadata, hasText) {
-  // A label stays with its field where lines break.
+  // Keep a label on the same line as its field.
   const pair = (name, label, control) => h("span", { class: "pair" }, h("label", { for: name }, label), control);
   const field = (name, label, attributes) =>
     pair(name, label, h("input", { id: name, value: wanted[name], spellcheck: "false", oninput: (event) => filter(name, event.target.value), ...attributes }));

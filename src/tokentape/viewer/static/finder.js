@@ -1,17 +1,17 @@
-// Search within a session, and the way to a turn.
+// Search within a session, and go to a turn.
 
 import { count, h, say } from "./dom.js";
 
 const MOST = 10000;
 const latin = new TextDecoder("latin1");
 
-/** Bytes with the letters A to Z as small ones. */
+/** Bytes with A to Z in lower case. */
 function small(bytes) {
   return Uint8Array.from(bytes, (byte) => (byte >= 65 && byte <= 90 ? byte + 32 : byte));
 }
 
 /**
- * Tokens that text is found in: the first one of each place. Where there is no text, an id is looked for.
+ * The first token of each match of a text. Without a tokenizer, search for an id instead.
  * @param {import("./model.js").Trajectory} trajectory
  */
 export function places(trajectory, text) {
@@ -21,7 +21,7 @@ export function places(trajectory, text) {
     trajectory.ids.forEach((id, i) => found.length < MOST && String(id) === text && found.push(i));
     return found;
   }
-  // A character per byte: offsets are those of the bytes.
+  // One character per byte, so offsets are byte offsets.
   trajectory.small ??= latin.decode(small(trajectory.text));
   const wanted = latin.decode(small(new TextEncoder().encode(text)));
   let token = 0;
@@ -33,7 +33,7 @@ export function places(trajectory, text) {
 }
 
 /**
- * The fields. `page` has the trajectory, the chosen token, and goes to tokens and turns.
+ * The search fields. `page` has the trajectory and the chosen token, and goes to tokens and turns.
  * @param {{trajectory: () => any, at: () => number, choose: (i: number) => void, toTurn: (seq: number) => void}} page
  */
 export class Finder {
@@ -64,7 +64,7 @@ export class Finder {
     this.element = h("div", { class: "finder" }, this.field, this.count, h("span", { class: "dim", "aria-hidden": "true" }, "turn"), this.turn);
   }
 
-  /** Go to the next place, or to the one before; from the end again to the beginning. */
+  /** Go to the next or previous match, and wrap around at the ends. */
   next(by) {
     const found = places(this.page.trajectory(), this.field.value);
     if (!found.length) {
@@ -79,7 +79,7 @@ export class Finder {
     this.page.choose(found[n]);
   }
 
-  /** Say which turn is in view. */
+  /** Show which turn is in view. */
   inView(seq) {
     this.turn.placeholder = String(seq);
   }

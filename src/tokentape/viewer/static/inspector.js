@@ -1,4 +1,4 @@
-// What is known of the token under the pointer, or of the one that is chosen.
+// Details of the token under the pointer, or of the chosen token.
 
 import { getJson, sessionPath } from "./api.js";
 import { copy, count, counted, fill, h, real, when } from "./dom.js";
@@ -7,12 +7,12 @@ import { visible } from "./tokens.js";
 
 const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join(" ");
 
-/** Ids as a list that Python reads. */
+/** Ids as a Python list. */
 export function pythonList(ids) {
   return `[${Array.from(ids).join(", ")}]`;
 }
 
-/** The alternatives per token of turns, which are asked for when they are first needed. */
+/** The alternatives of each token, fetched per turn on first use. */
 export class Alternatives {
   #known = new Map();
 
@@ -21,7 +21,7 @@ export class Alternatives {
     this.arrived = arrived;
   }
 
-  /** Those of a turn: null if they are not recorded, undefined while they are asked for. */
+  /** A turn's alternatives: null if they are not recorded, undefined while they load. */
   of(id, { seq, alternatives }) {
     if (!alternatives) return null;
     const path = sessionPath(id, "turns", seq, "alternatives");
@@ -38,7 +38,7 @@ export class Alternatives {
   }
 }
 
-/** What else was likely: null if it is not recorded, undefined while it is asked for. */
+/** A table of likely alternatives: null if they are not recorded, undefined while they load. */
 function alternativesOf(recorded, within, id) {
   if (recorded === undefined) return "…";
   if (!recorded?.[within]) return h("span", { class: "dim" }, "not recorded");
@@ -82,7 +82,7 @@ export function inspect(place, trajectory, at, drift, page) {
   for (const { name, values } of trajectory.columns) fact(name, real(values[i]));
   if (trajectory.marks[i] & CONTROL) fact("control", "a control token");
   if (trajectory.marks[i] & LETTERS) fact("control", h("strong", {}, "letters only"), ": these tokens spell a control token and are none");
-  if (trajectory.marks[i] & UNKNOWN) fact("text", "no id of this tokenizer");
+  if (trajectory.marks[i] & UNKNOWN) fact("text", "the tokenizer does not have this id");
   if (trajectory.joined[i] || (i + 1 < trajectory.length && trajectory.joined[i + 1])) {
     const [start, end] = trajectory.group(i);
     fact("part of", h("span", { class: "tokentext" }, visible(trajectory.string(start, end))), ` (part ${i - start + 1} of ${end - start})`);

@@ -5,18 +5,18 @@ import { fill, h } from "./dom.js";
 /** @type {Map<string, (event: KeyboardEvent) => void>} */
 let bound = new Map();
 
-/** Names, what it does, and the view that it leads to where a page may be without it. */
+/** Key names, what the key does, and the view that it opens if a page may lack that view. */
 const ALWAYS = [
   [["?"], "this list"],
   [["g", "s"], "all sessions"],
   [["g", "r"], "run", "run"],
   [["g", "o"], "overview", "overview"],
-  [["t"], "theme: as the system, light, dark"],
+  [["t"], "theme: system, light, dark"],
 ];
 
 let sections = [];
 
-/** Keys that were pressed while a view opened, by name: it takes them as soon as it is there. */
+/** Names of keys that were pressed while a view opened, which handles them once it is open. */
 let held = null;
 
 /** Keep keys for the next view. */
@@ -27,7 +27,7 @@ export function holdKeys() {
 }
 
 /**
- * Bind the keys of a view, in place of those of the view before.
+ * Bind a view's keys in place of the previous view's keys.
  * @param {{title: string, keys: [string[], string, ((event: KeyboardEvent) => void)?][]}[]} groups
  */
 export function bindKeys(groups) {
@@ -40,13 +40,13 @@ export function bindKeys(groups) {
   held = null;
   for (const [name, event] of waiting) {
     const run = typing(document.activeElement) ? undefined : bound.get(name);
-    // A key may lead to another view, which the next ones are for.
+    // A key may open a different view, which handles the keys after it.
     if (run) run(event);
     else held?.push([name, event]);
   }
 }
 
-/** Whether a key is meant for what has the focus. */
+/** Whether a key is meant for the focused element. */
 function typing(target) {
   return target instanceof Element && target.closest("input, select, textarea, dialog") !== null;
 }
@@ -77,7 +77,7 @@ export function listen(always) {
   });
 }
 
-/** Show or hide the list of keys, without those of the views that `missing` names. */
+/** Show or hide the list of keys, without keys for the views in `missing`. */
 export function toggleHelp(missing) {
   const dialog = document.getElementById("help");
   if (dialog.open) {

@@ -1,4 +1,4 @@
-// What the lanes of a token mean: always in view, above the tokens.
+// The legend of a token's lanes, always visible above the tokens.
 
 import { h } from "./dom.js";
 
@@ -12,7 +12,7 @@ export function legend() {
     h("span", { title: "The line at the foot of a token: who wrote it" }, ...WRITERS.flatMap((name, n) => [token(`p${n + 1}`, name), " "])),
     h("span", { title: "A bar above a token" }, token("p1 m", "trained")),
     h("span", { title: "A bar below a token: minus its logprob, in nats; higher is less likely" }, "logprob ", ...[0, 2, 4, 7].map((step) => token(`p1 l${step}`, step === 7 ? "≤-7" : `-${step}`))),
-    h("span", { title: "Other ids, or other text, in what it is compared with" }, token("p1 d", "drift")),
+    h("span", { title: "Different ids or text on the side that it is compared with" }, token("p1 d", "drift")),
     h("span", { title: "A control token; letters that only spell one" }, token("p2 control", "<|control|>"), " ", token("p4 letters", "<|letters|>")),
   );
 }

@@ -1,4 +1,4 @@
-// The sessions: searched, filtered, sorted, a page at a time.
+// The list of sessions, with search, filters, sorting and pages.
 
 import { link, otherOf } from "./address.js";
 import { Refused, getJson } from "./api.js";
@@ -10,14 +10,14 @@ import { verdictBadge } from "./tree.js";
 
 const PAGE = 100;
 const REFRESH = 4000;
-/** Unasked, sessions with so many tokens together are measured; and so many more each time the list is loaded. */
+/** The total tokens of sessions that are measured without a request; loading the list again adds as many. */
 const MEASURED = 100000;
 const MORE = 20000;
 const AT_ONCE = 10;
-/** So many keys of the metadata are columns unless others are chosen. */
+/** How many metadata keys are columns by default. */
 const KEYS = 4;
 
-/** Name, heading, and the order that is sorted in first; null where the server has no order. */
+/** Name, heading, and the initial sort order; null if the server can't sort by the column. */
 const COLUMNS = [
   ["session", "Session", "asc"],
   ["created", "Begun", "desc"],
@@ -34,15 +34,15 @@ const COLUMNS = [
 ];
 
 const MEANINGS = {
-  verdict: "what is known of the branches: exact, forked and why, closed by the gateway, and reservations",
+  verdict: "what is known about the branches: exact, forked and why, closed by the gateway, and reservations",
   role: "by lineage: main, subagent or side call",
-  weights: "versions that sampled its turns",
+  weights: "weight versions that sampled the session's turns",
   drift: "sampled tokens that tokenizing their text again would change, as `tokentape drift` counts them",
 };
 
-/** Ids in the order in which they were last listed: for going from session to session. */
+/** Ids in the order of the last list, for going from session to session. */
 let listed = [];
-/** The query of that list. */
+/** The query of the last list. */
 let listedBy = "";
 
 function listedAs({ sessions }, query) {
@@ -50,16 +50,16 @@ function listedAs({ sessions }, query) {
   listedBy = query;
 }
 
-/** What the server is asked for, by what the address of a list says, without the page. */
+/** The server's query for a list's URL, without the page. */
 function asked({ page, keys, compare, from, to, ...rest }) {
-  // From the first moment of a day to before the first of the next, where the reader is.
+  // Days begin and end at midnight in the reader's time zone.
   const day = (text, more) => text && new Date(`${text}T00:00`).setDate(new Date(`${text}T00:00`).getDate() + more) / 1000;
   return { ...rest, since: day(from, 0), until: day(to, 1) };
 }
 
 /**
- * Go to the session that is so many further in the list that `query` filters and sorts; whether there is one. A `side` of
- * another session stays beside it, and that session is left out.
+ * Go to the session `by` places further in the list that `query` filters and sorts. Return whether it exists. If `side`
+ * is from a different session, it stays next to the new session, and its session is skipped.
  */
 export async function toNeighbour(id, by, query, signal, side) {
   if (!listed.includes(id) || listedBy !== String(query)) {
@@ -71,7 +71,7 @@ export async function toNeighbour(id, by, query, signal, side) {
   const ids = listed.filter((one) => one !== otherOf(side));
   const at = ids.indexOf(id);
   const next = at < 0 ? undefined : ids[at + by];
-  if (next === undefined) say(`No ${by > 0 ? "more" : "earlier"} session in the list as it was shown last`);
+  if (next === undefined) say(`No ${by > 0 ? "more" : "earlier"} session in the last shown list`);
   else location.hash = link({ id: next, side, mode: side && "beside", list: String(query) });
   return next !== undefined;
 }
@@ -80,13 +80,13 @@ export async function showList(view) {
   await new ListPage(view).open();
 }
 
-/** A value of the metadata as one reads it, and as a filter has it. */
+/** A metadata value as shown, and as used in a filter. */
 const written = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 class ListPage {
   constructor(view) {
     this.view = view;
-    // An exported list has no filters, no other order and one page.
+    // An exported list has no filters, a fixed order and one page.
     const given = (name) => (view.about.exported && name !== "keys" ? "" : (view.query.get(name) ?? ""));
     this.compares = view.about.text && !view.about.exported && !view.about.only_session;
     this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page", "keys", "compare"].map((name) => [name, given(name)]));
@@ -133,7 +133,7 @@ class ListPage {
           [["j", "ArrowDown"], "next session", () => this.#move(1)],
           [["k", "ArrowUp"], "session before", () => this.#move(-1)],
           [["Enter"], "open"],
-          ...(this.compares ? [[["x"], "compare this session, then another", () => this.#compareAt(document.activeElement)], [["Escape"], "compare none", () => this.#compare("")]] : []),
+          ...(this.compares ? [[["x"], "choose this session to compare, then a second one", () => this.#compareAt(document.activeElement)], [["Escape"], "cancel the comparison", () => this.#compare("")]] : []),
           [["n"], "next page", () => this.#toPage(this.#page + 1)],
           [["p"], "page before", () => this.#toPage(this.#page - 1)],
         ],
@@ -192,7 +192,7 @@ class ListPage {
     history.replaceState(null, "", `#/sessions?${query}`);
   }
 
-  /** What the links of sessions say of this list: filters, and an order that is not the usual one. */
+  /** The part of session links that describes this list: filters, and the order unless it is the default. */
   #ofList() {
     const usual = { sort: "created", order: "desc", page: this.wanted.page, keys: this.wanted.keys, compare: this.wanted.compare };
     return String(new URLSearchParams(Object.entries(this.wanted).filter(([name, value]) => value !== "" && value !== usual[name])));
@@ -219,7 +219,7 @@ class ListPage {
     else this.#measure(this.#unasked(found.sessions));
   }
 
-  /** The sessions to measure unasked: it is the gateway's time. */
+  /** The sessions to measure without a request, limited because measuring takes the gateway's time. */
   #unasked(sessions) {
     this.left = Math.min(MEASURED, this.left + MORE);
     return sessions.filter((one) => {
@@ -229,7 +229,7 @@ class ListPage {
     });
   }
 
-  /** Keys of the metadata on this page, most frequent first. */
+  /** Metadata keys on this page, most frequent first. */
   #keys() {
     const times = new Map();
     for (const { metadata } of this.found.sessions) for (const key of Object.keys(metadata)) times.set(key, (times.get(key) ?? 0) + 1);
@@ -243,7 +243,7 @@ class ListPage {
   #draw() {
     const { total, measured, of, unreadable, sessions } = this.found;
     const filtered = FILTERS.some((name) => this.wanted[name]);
-    // An exported file has the newest sessions only.
+    // An exported file contains only the newest sessions.
     const part = this.view.about.exported && sessions.length < total ? `the newest ${count(sessions.length)} of ` : "";
     this.total.textContent =
       `${part}${counted(total, "session")}${part ? "; the other ones are not in this file" : ""}${filtered ? " found" : ""}` +
@@ -261,7 +261,7 @@ class ListPage {
       this.comparing.dataset.of = compare;
       fill(this.comparing, compare && h("button", { class: "chip", onclick: () => this.#compare(""), "aria-label": `Do not compare ${compare}` }, "Compare ", h("bdi", {}, compare), " with: choose a session ✕"));
     }
-    if (!sessions.length) fill(this.body, h("tr", {}, h("td", { colspan: COLUMNS.length + keys.length, class: "empty" }, filtered ? "No session is like that." : "No session is recorded yet.")));
+    if (!sessions.length) fill(this.body, h("tr", {}, h("td", { colspan: COLUMNS.length + keys.length, class: "empty" }, filtered ? "No session matches." : "No session is recorded yet.")));
     this.#drawColumns(keys);
     fill(
       this.chips,
@@ -284,7 +284,7 @@ class ListPage {
     );
   }
 
-  /** The keys of the metadata that can be columns. Not redrawn while it has the focus. */
+  /** The metadata keys that can be columns. The element is not redrawn while it has the focus. */
   #drawColumns(shown) {
     if (this.columns.contains(document.activeElement)) return;
     const known = [...new Set([...this.#keys(), ...shown])].slice(0, 200);
@@ -297,12 +297,12 @@ class ListPage {
     };
     fill(
       this.columns,
-      h("span", { class: "dim" }, known.length ? "Keys of the metadata" : "These sessions have no metadata."),
+      h("span", { class: "dim" }, known.length ? "Metadata keys" : "These sessions have no metadata."),
       ...known.map((key) => h("label", {}, h("input", { type: "checkbox", checked: shown.includes(key), onchange: (event) => choose(key, event.target.checked) }), h("bdi", {}, key))),
     );
   }
 
-  /** Compare with a session that is chosen next; or with the one that is. */
+  /** Choose a session to compare, or compare with the chosen session. */
   #compare(id) {
     const { compare } = this.wanted;
     if (compare && id && id !== compare) {
@@ -319,7 +319,7 @@ class ListPage {
     if (id !== undefined) this.#compare(id);
   }
 
-  /** Where a session leads: to it, or to the comparison with the one that is chosen. */
+  /** A session's link: to the session, or to its comparison with the chosen session. */
   #address(id) {
     const { compare } = this.wanted;
     const list = this.#ofList();
@@ -387,7 +387,7 @@ class ListPage {
     put("verdict", first && verdictBadge(first), others.length > 0 && h("span", { class: "dim", title: others.join("\n") }, ` + ${[...new Set(others.map((one) => one.split(/[:,]/)[0]))].join(", ")}`));
     put("role", h("span", { class: roles.length > 1 || roles[0] !== "main" ? "" : "dim" }, roles.join(", ").replaceAll("_", " ") || "–"));
     put("weights", h("bdi", { title: weights.join("\n") }, weights.length > 1 ? `${weights[0]} … ${weights.at(-1)}` : (weights[0] ?? "–")));
-    if (drift === null) return void put("drift", this.view.about.text ? h("span", { class: "dim", title: "the tokenizer lacks an id of it" }, "–") : "–");
+    if (drift === null) return void put("drift", this.view.about.text ? h("span", { class: "dim", title: "the tokenizer lacks one of the session's ids" }, "–") : "–");
     const { changed_tokens: changed, tokens } = drift;
     if (!tokens) return void put("drift", h("span", { class: "dim", title: "nothing is sampled yet" }, "–"));
     const kinds = Object.entries(drift.classes).map(([kind, times]) => `${kind} ${times}`);
@@ -395,7 +395,7 @@ class ListPage {
     put("drift", changed ? h("span", { class: "badge drift", title: of }, `≠ ${counted(changed, "token")}`) : h("span", { class: "dim" }, "none"));
   }
 
-  /** Measure sessions that are listed. If that fails, the list stays. */
+  /** Measure listed sessions. If that fails, the list stays. */
   async #measure(sessions) {
     try {
       await this.#measured(sessions);
@@ -432,7 +432,7 @@ class ListPage {
     links[Math.max(0, Math.min(links.length - 1, here < 0 ? 0 : here + by))]?.focus();
   }
 
-  /** What is recorded meanwhile appears; an order or a filter that takes longer is asked for less often. */
+  /** Show newly recorded sessions. Slower orders and filters are requested less often. */
   #watch() {
     this.view.signal.addEventListener("abort", () => clearTimeout(this.going));
     if (!this.view.about.grows) return;

@@ -1,19 +1,19 @@
-// The whole trajectory as one narrow picture: who wrote what, where turns begin, where drift is.
+// A narrow map of the whole trajectory: who wrote what, where turns begin, where drift is.
 
 const KINDS = 9;
 
-/** What a variable of the style sheet is in this theme. A canvas takes plain colours only, no `light-dark()`. */
+/** The value of a CSS variable in this theme. A canvas accepts only plain colors, not `light-dark()`. */
 function colourOf(canvas, name) {
   canvas.style.setProperty("color", `var(${name})`);
   return getComputedStyle(canvas).color;
 }
 
-/** Add to the lines of the map how much of each lies between two heights. */
+/** Add a range of heights to the map's lines, as the covered fraction of each line. */
 function cover(lines, from, to) {
   for (let line = Math.floor(from); line < to; line++) lines[line] += Math.min(to, line + 1) - Math.max(from, line);
 }
 
-/** Draw the map, and call `onGo(token)` when somebody points into it. */
+/** Draw the map, and call `onGo(token)` when the user points into it. */
 export class Minimap {
   constructor(canvas, onGo) {
     this.canvas = canvas;
@@ -52,7 +52,7 @@ export class Minimap {
     const n = trajectory.length;
     const { turns } = trajectory.about;
     const y = (i) => (i / Math.max(n, 1)) * height;
-    // A line of the map may stand for hundreds of tokens: it shows how many are of each writer, side by side.
+    // A line of the map may represent hundreds of tokens: it shows each writer's share, side by side.
     const writers = Array.from({ length: KINDS }, () => new Float32Array(Math.ceil(height)));
     for (const { start, end, code } of trajectory.pieces()) cover(writers[code] ?? writers[0], y(start), y(end));
     for (let line = 0; line < height; line++) {
@@ -74,7 +74,7 @@ export class Minimap {
       for (const change of comparison.changes) cover(changed, y(change.start), y(Math.max(change.end, change.start + 1)));
       const most = Math.max(...changed);
       changed.forEach((share, line) => {
-        // The most changed lines are the darkest, and each can be seen.
+        // Lines with more changes are darker, and every changed line is visible.
         context.globalAlpha = share && 0.3 + 0.7 * (share / most);
         context.fillRect(width - 5, line, 5, changed[line + 1] ? 1 : 2);
       });

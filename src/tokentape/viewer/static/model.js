@@ -1,4 +1,4 @@
-// Sequences of tokens: their bytes, which of them are parts of one character, what is known of each.
+// Token sequences: bytes, tokens that are parts of one character, and what is known about each token.
 
 import { count } from "./dom.js";
 
@@ -8,17 +8,17 @@ export const CONTROL = 1;
 export const UNKNOWN = 2;
 export const LETTERS = 4;
 
-/** A block of the page holds about so many tokens. */
+/** The approximate number of tokens in a block of the page. */
 const BLOCK = 512;
 
 const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
 const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
-/** Ids with their texts: the record, or what another tokenization made of it. */
+/** Ids with their texts: the record, or a different tokenization of it. */
 export class Tokens {
   /**
    * @param {Int32Array} ids
-   * @param {Int32Array | undefined} ends offset behind each token's last byte
+   * @param {Int32Array | undefined} ends offset after each token's last byte
    * @param {Uint8Array | undefined} text
    * @param {Uint8Array | undefined} marks
    */
@@ -43,16 +43,16 @@ export class Tokens {
     return i ? this.ends[i - 1] : 0;
   }
 
-  /** The bytes of tokens i to before j. */
+  /** The bytes of tokens i to j (exclusive). */
   bytes(i, j = i + 1) {
     return this.text.subarray(this.byteStart(i), j ? this.ends[j - 1] : 0);
   }
 
-  /** The text of tokens i to before j; ids where there is no text. */
+  /** The text of tokens i to j (exclusive), or ids if there is no text. */
   string(i, j = i + 1) {
     if (!this.hasText) return Array.from(this.ids.subarray(i, j), (id) => `${id} `).join("");
     let text = "";
-    // Ids of another vocabulary have no bytes.
+    // Ids from a different vocabulary have no bytes.
     for (let at = i, from = i; at <= j; at++) {
       if (at === j || this.marks[at] & UNKNOWN) {
         if (at > from) text += decoder.decode(this.bytes(from, at));
@@ -72,7 +72,7 @@ export class Tokens {
     }
   }
 
-  /** The tokens that show one character together with token i: from, to before. */
+  /** The range of tokens that together spell the character of token i: from, to (exclusive). */
   group(i) {
     let from = i;
     let to = i + 1;
@@ -99,7 +99,7 @@ export class Trajectory extends Tokens {
     this.columns = header.columns.map((name, n) => ({ name, values: arrays[`column_${n}`] }));
   }
 
-  /** A trajectory that begins with this one; `grown` holds what comes behind its tokens. */
+  /** A trajectory that extends this one; `grown` contains what follows its tokens. */
   grownBy({ header, arrays }) {
     const start = this.text ? this.text.length : 0;
     const ends = arrays.text_ends && Int32Array.from(arrays.text_ends, (end) => end + start);
@@ -117,7 +117,7 @@ export class Trajectory extends Tokens {
     });
   }
 
-  /** No character goes over the end of a run: what is behind came from somebody else. */
+  /** Characters never cross the end of a run, because a different writer follows. */
   markBreaks() {
     for (let i = 1; i < this.length; i++) {
       if (this.provenance[i] !== this.provenance[i - 1]) this.joined[i] = 0;
@@ -130,19 +130,19 @@ export class Trajectory extends Tokens {
     return lastAtMost(this.about.turns, i, (turn) => turn.start);
   }
 
-  /** Where a token is: its turn, and which of the turn's tokens it is. */
+  /** A token's place: its turn, and its number within the turn. */
   place(i) {
     const { seq, start, completion_start: sampled } = this.about.turns[this.turnOf(i)];
     return `${seq}, ${i < sampled ? "added" : "sampled"} token ${count(i - (i < sampled ? start : sampled))}`;
   }
 
-  /** The weights that sampled a token, null for others. */
+  /** The weights that sampled a token, or null if it was not sampled. */
   weightOf(i) {
     const at = lastAtMost(this.about.weight_spans, i, (span) => span[0]);
     return at >= 0 && i < this.about.weight_spans[at][1] ? this.about.weight_spans[at][2] : null;
   }
 
-  /** Tokens before which other weights took over from those before. */
+  /** The first token after each change of weights. */
   weightBoundaries() {
     const spans = this.about.weight_spans;
     return spans.filter((span, n) => n > 0 && span[2] !== spans[n - 1][2]).map(([start, , version]) => ({ start, version }));
@@ -153,7 +153,7 @@ export class Trajectory extends Tokens {
   }
 
   /**
-   * How it is cut for the page: per turn runs of one provenance, cut again where they are long.
+   * The pieces for the page: runs of one provenance within each turn, with long runs split.
    * @returns {{turn: number, start: number, end: number, code: number, first: boolean}[]}
    */
   pieces(fromTurn = 0) {
@@ -175,7 +175,7 @@ export class Trajectory extends Tokens {
     return found;
   }
 
-  /** Where to cut a long run: behind a new line if there is one at about the right place, never within a character. */
+  /** Where to split a long run: after a nearby newline if possible, never within a character. */
   #cut(start, end) {
     if (end - start <= BLOCK + BLOCK / 4) return end;
     if (this.hasText) {
@@ -189,7 +189,7 @@ export class Trajectory extends Tokens {
   }
 }
 
-/** Pieces in blocks of about as many tokens as one is to have; a block is of one turn. */
+/** Group pieces into blocks of about the wanted number of tokens. A block belongs to one turn. */
 export function blocks(pieces) {
   const found = [];
   let last = null;
@@ -207,7 +207,7 @@ export function blocks(pieces) {
   return found;
 }
 
-/** Index of the last item whose key is at most `value`; -1 if there is none. Keys grow. */
+/** Index of the last item whose key is at most `value`, or -1. Keys must increase. */
 export function lastAtMost(items, value, key) {
   let low = 0;
   let high = items.length;
@@ -231,7 +231,7 @@ function joinedArrays(one, other) {
   return both;
 }
 
-/** 1 for each token that goes on with the character of the one before. */
+/** 1 for each token that continues the previous token's character. */
 function joins(ends, text, marks) {
   const found = new Uint8Array(ends.length);
   for (let i = 1; i < ends.length; i++) {
@@ -242,7 +242,7 @@ function joins(ends, text, marks) {
   return found;
 }
 
-/** Whether the byte at `at` is one that the character before it still lacks. */
+/** Whether the byte at `at` continues the incomplete character before it. */
 function cutBefore(text, at) {
   for (let back = 1; back <= 3 && at - back >= 0; back++) {
     const byte = text[at - back];

@@ -1,4 +1,4 @@
-// What a gateway is doing: the numbers of /metrics, as rates where they grow.
+// What a gateway is doing: the numbers of /metrics, with counters as rates.
 
 import { getJson } from "./api.js";
 import { count, counted, fill, h, real } from "./dom.js";
@@ -7,7 +7,7 @@ import { poll } from "./polling.js";
 import { CAUSES } from "./tree.js";
 
 const EVERY = 2000;
-/** Points of a curve: five minutes. */
+/** The number of points in a curve: five minutes. */
 const KEPT = 150;
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -15,7 +15,7 @@ export async function showOverview(view) {
   document.title = "Overview · Tokentape";
   bindKeys([]);
   if (!view.about.overview) {
-    fill(view.main, h("div", { class: "card" }, h("h1", {}, "Overview"), h("p", {}, "There is one where a gateway runs, for whoever may see its metrics.")));
+    fill(view.main, h("div", { class: "card" }, h("h1", {}, "Overview"), h("p", {}, "The overview needs a running gateway, and a key that may see its metrics.")));
     return;
   }
   const points = [];
@@ -36,12 +36,12 @@ export async function showOverview(view) {
   poll(view, 0, look);
 }
 
-/** The sum of a metric over those of its labels that are wanted. */
+/** The sum of a metric over the wanted labels. */
 function total(values, name, wanted = () => true) {
   return (values[`tokentape_${name}`] ?? []).filter((one) => wanted(one.labels)).reduce((sum, one) => sum + one.value, 0);
 }
 
-/** A metric by one label, largest first. */
+/** A metric's values by one label, largest first. */
 function by(values, name, label) {
   const sums = new Map();
   for (const one of values[`tokentape_${name}`] ?? []) sums.set(one.labels[label], (sums.get(one.labels[label]) ?? 0) + one.value);
@@ -53,7 +53,7 @@ function rates(points, read) {
   return points.slice(1).map((point, n) => Math.max(0, (read(point.values) - read(points[n].values)) / (point.at - points[n].at)));
 }
 
-/** The same, of the last ten seconds. */
+/** Growth per second over the last ten seconds. */
 function recent(points, read) {
   const last = points.at(-1);
   const from = points.find((point) => point.at > last.at - 10.5) ?? points[0];

@@ -1,10 +1,10 @@
-// Looking again for what is recorded meanwhile.
+// Poll for newly recorded data.
 
 import { Refused } from "./api.js";
 
 /**
- * Call `look` again and again while the page is visible, until the view is left.
- * @param {{signal: AbortSignal, failed: (error: Error) => void}} its `failed` gets errors that another try does not mend
+ * Call `look` repeatedly while the page is visible, until the user leaves the view.
+ * @param {{signal: AbortSignal, failed: (error: Error) => void}} its `failed` gets errors that a retry would not fix
  * @param {number | null} pause milliseconds until the first call; null for none
  * @param {() => Promise<number | null>} look returns the milliseconds until the next call
  */
@@ -18,7 +18,7 @@ export function poll({ signal, failed }, pause, look) {
         failed(error);
         return;
       }
-      // The server is away for a moment: asked again later.
+      // The server is temporarily unavailable: try again later.
     }
     wait();
   };

@@ -7,9 +7,9 @@ import { CAUSES } from "./tree.js";
 
 const LINE = 31;
 const LETTER = 8.6;
-/** What a conversation folds: template, system, tool. */
+/** What the conversation view folds: template, system, tool. */
 const FOLDED = new Set([2, 3, 5]);
-/** Tokens of folded text that are read for its preview. */
+/** The number of folded tokens that are read for a preview. */
 const PREVIEW = 60;
 
 export class RecordView {
@@ -17,7 +17,7 @@ export class RecordView {
    * @param {HTMLElement} place scrolls
    * @param {import("./model.js").Trajectory} trajectory
    * @param {{turnLink: (turn: number) => string}} page
-   * @param {boolean} folding whether what was not said is folded
+   * @param {boolean} folding whether text other than what user and assistant said is folded
    */
   constructor(place, trajectory, page, folding) {
     this.place = place;
@@ -31,7 +31,7 @@ export class RecordView {
     this.#append(0);
   }
 
-  /** Show what the trajectory has grown by. */
+  /** Show the tokens that the trajectory has grown by. */
   grow(trajectory) {
     const known = this.sections.length;
     this.#take(trajectory);
@@ -45,7 +45,7 @@ export class RecordView {
     this.pane.redrawAll();
   }
 
-  /** Unfold what a token is in. */
+  /** Unfold the part that contains a token. */
   open(i) {
     const fold = this.#foldOf(i);
     if (fold) this.#toggle(fold);
@@ -57,14 +57,14 @@ export class RecordView {
     return fold ? (by > 0 ? fold.end : fold.start - 1) : i + by;
   }
 
-  /** Bring a token into view, or what it is folded into. */
+  /** Bring a token, or the fold that contains it, into view. */
   reveal(i) {
     const fold = this.#foldOf(i);
     if (fold) fold.element.scrollIntoView({ block: "center" });
     else this.pane.reveal(i);
   }
 
-  /** Position in the path of the turn at the top of the view. */
+  /** The position in the path of the turn at the top of the view. */
   turnInView() {
     const { top } = this.place.getBoundingClientRect();
     return Math.max(0, lastAtMost(this.sections, top + 60, (section) => section.getBoundingClientRect().top));
@@ -105,7 +105,7 @@ export class RecordView {
     return made;
   }
 
-  /** Neighbouring pieces of a turn that are folded into one, or that are shown. */
+  /** Group neighboring pieces of a turn that are folded together, or that are shown. */
   #runs(pieces) {
     const runs = [];
     for (const piece of pieces) {
@@ -120,7 +120,7 @@ export class RecordView {
   #fold(pieces) {
     const [{ start }, { end }] = [pieces[0], pieces.at(-1)];
     const writers = [...new Set(pieces.map((one) => this.trajectory.provenanceName(one.start)))];
-    // A caller's text says more than the template around it.
+    // A caller's text is more informative than the template around it.
     const said = pieces.find((one) => one.code !== 2) ?? pieces[0];
     const preview = visible(this.trajectory.string(said.start, Math.min(said.end, said.start + PREVIEW)));
     const button = h(
@@ -142,7 +142,7 @@ export class RecordView {
     button.setAttribute("aria-expanded", String(fold.shown !== null));
   }
 
-  /** What a token is folded into, null if it is shown. */
+  /** The fold that contains a token, or null if the token is shown. */
   #foldOf(i) {
     const fold = this.folds[lastAtMost(this.folds, i, (one) => one.start)];
     return fold && i < fold.end && !fold.shown ? fold : null;
@@ -226,7 +226,7 @@ export class RecordView {
     );
   }
 
-  /** What ended a turn, as text where there is one. */
+  /** What ended a turn, as text if possible. */
   #stop({ stop, end }) {
     if (stop === null) return "";
     const spelled = this.trajectory.hasText && this.trajectory.ids[end - 1] === stop ? visible(this.trajectory.string(end - 1, end)) : null;

@@ -1,4 +1,4 @@
-// A run: its figures over the versions of the weights, and its groups, as it goes on.
+// A run: its figures over weight versions, and its groups, updated while it runs.
 
 import { link } from "./address.js";
 import { getJson } from "./api.js";
@@ -8,9 +8,9 @@ import { bindKeys } from "./keys.js";
 import { poll } from "./polling.js";
 
 const EVERY = 4000;
-/** So many of the versions with the best reward are named. */
+/** How many of the versions with the best reward are named. */
 const BEST = 4;
-/** What headings of the table mean, where the heading is short. */
+/** What the table's short headings mean. */
 const MEANINGS = {
   length: "sampled tokens per session",
   mean: "mean reward of the sessions that these weights began",
@@ -32,7 +32,7 @@ export async function showRun(view) {
 class RunPage {
   constructor(view) {
     this.view = view;
-    // A file has the run of all its sessions only.
+    // A file contains only the run of all its sessions.
     const filters = view.about.exported ? [] : FILTERS;
     this.filters = Object.fromEntries(filters.map((name) => [name, view.query.get(name) ?? ""]).filter(([, value]) => value));
     this.group = view.query.get("group") ?? "";
@@ -63,7 +63,7 @@ class RunPage {
     poll(this.view, await this.#look(), () => this.#look());
   }
 
-  /** Take the figures as they are now; the milliseconds until the next time, null if they can't change. */
+  /** Fetch the current figures. Return the milliseconds until the next fetch, or null if they can't change. */
   async #look() {
     const begun = performance.now();
     const { group } = this;
@@ -96,7 +96,7 @@ class RunPage {
       this.parts.head,
       h("h1", {}, "Run"),
       h("p", { class: "dim" }, `${progress} · ${counted(weights.length, "version")} of the weights`),
-      unreadable > 0 && h("span", { class: "badge bad", title: "left out of all figures; `tokentape verify` says why" }, `${count(unreadable)} unreadable`),
+      unreadable > 0 && h("span", { class: "badge bad", title: "excluded from all figures; `tokentape verify` shows why" }, `${count(unreadable)} unreadable`),
       ...filters.map((text) => h("span", { class: "badge" }, h("bdi", {}, text))),
       filters.length > 0 && h("a", { href: "#/run" }, "all sessions"),
       !this.view.about.exported && h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "Sessions of this run"),
@@ -109,24 +109,24 @@ class RunPage {
     const of = (name) => weights.map((one) => one[name]);
     const rate = (name, cause) => weights.map((one) => (one[name] === null || !one.turns ? null : (100 * (cause ? (one[name][cause] ?? 0) : total(one[name]))) / one.turns));
     const causes = [...new Set(weights.flatMap((one) => Object.keys(one.forks)))].sort();
-    // Turns, by why their logprobs are not those that a trainer computes.
+    // Turns by the reason why their logprobs can't be compared with a trainer's.
     const unlike = new Map();
     for (const one of weights) for (const [why, turns] of Object.entries(one.not_comparable)) unlike.set(why, (unlike.get(why) ?? 0) + turns);
     const notComparable = [...unlike].map(([why, turns]) => `Not comparable: the logprobs of ${counted(turns, "turn")} are ${why}.`).join(" ");
     const mean = of("mean");
-    // No reward lies beyond the least and the greatest.
+    // Limit the band to the lowest and the highest reward.
     const spread = (by) => weights.map((one) => (one.mean === null ? null : Math.min(one.most, Math.max(one.least, one.mean + by * one.sd))));
     const versions = of("weights");
     const figure = (title, lines, options) => chart(title, lines, { versions, ...options });
     this.charts = [
       figure("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: h("span", {}, "Mean of the sessions that these weights began, and one standard deviation.", best(weights)), none: "No session has a reward." }),
       figure("Sampled tokens per session", [{ values: of("length") }], { about: "Mean of the sessions that these weights began.", none: "No turn is recorded." }),
-      figure("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "There is no tokenizer to measure it with." }),
-      figure("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective sample size", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column `trainer_logprobs`." }),
+      figure("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "Measuring drift needs a tokenizer." }),
+      figure("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective sample size", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column named `trainer_logprobs`." }),
       figure("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: causes.length ? "By cause." : "None in this run.", none: "No turn is recorded." }),
       figure("Truncated turns", [{ values: of("truncated") }], { text: percent, about: "Of the turns that were not aborted, those that ended by their token budget.", none: "Why turns ended is not recorded." }),
-      figure("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Turns that were aborted, and calls that continued one.", none: "Files of trajectories do not have aborted turns." }),
-      figure("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "Of all sessions together, since the first turn of these weights could begin.", none: "Turns have no times." }),
+      figure("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Aborted turns, and calls that continued an aborted turn.", none: "Files of trajectories do not contain aborted turns." }),
+      figure("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "All sessions together, since the first turn with these weights could begin.", none: "Turns have no timestamps." }),
     ];
     fill(this.parts.charts, ...this.charts.map((one) => one.element), cacheCard(cache));
   }
@@ -155,7 +155,7 @@ class RunPage {
         h("h2", {}, "Groups"),
         h("label", { for: "group", class: "dim" }, "by"),
         select,
-        !group && h("span", { class: "dim" }, Object.keys(keys).length ? "Choose the key of the metadata that sessions of one prompt share." : "No session has metadata to group by."),
+        !group && h("span", { class: "dim" }, Object.keys(keys).length ? "Choose the metadata key whose value the sessions of one prompt share." : "No session has metadata to group by."),
         group && h("span", { class: "dim" }, `${counted(total, "group")}${total > groups.length ? `, the ${count(groups.length)} newest` : ""}`),
         without > 0 && h("button", { class: "quiet", "aria-pressed": String(this.onlyEqual), title: "Show only these groups", onclick: () => this.#toggleEqual() }, h("span", { class: "badge warn" }, `${counted(without, "group")} with equal rewards (no advantage)`)),
       ),
@@ -212,7 +212,7 @@ class RunPage {
     return `#/sessions?${new URLSearchParams({ ...this.filters, weights })}`;
   }
 
-  /** A link to a filtered list, which an exported file does not have. */
+  /** A link to a filtered list, which exported files lack. */
   #link(href, text) {
     return this.view.about.exported ? text : h("a", { href }, text);
   }
@@ -266,7 +266,7 @@ class RunPage {
   }
 }
 
-/** The greatest mean reward and the versions that have it. */
+/** The highest mean reward, and the versions that reach it. */
 function best(weights) {
   const most = Math.max(...weights.map((one) => one.mean ?? -Infinity));
   const having = weights.filter((one) => one.mean === most).map((one) => h("bdi", {}, one.weights));
@@ -280,7 +280,7 @@ const collapsed = (one) => one.rewarded > 1 && one.least === one.most;
 
 const total = (counts) => Object.values(counts).reduce((sum, value) => sum + value, 0);
 
-/** Cache hits are counted by the gateway and not per turn. */
+/** Cache hits, which the gateway counts in total and not per turn. */
 function cacheCard(cache) {
   const share = cache && cache.prompt_tokens > 0 && cache.cached_tokens > 0 ? cache.cached_tokens / cache.prompt_tokens : null;
   return h(
@@ -288,6 +288,6 @@ function cacheCard(cache) {
     { class: "card chart" },
     h("h2", {}, "Cache hits"),
     h("p", { class: share === null ? "figure none" : "figure" }, percent(share)),
-    h("p", { class: "dim about" }, share === null ? "Turns do not record them. A gateway counts what its engine tells." : `Of ${count(cache.prompt_tokens)} prompt tokens since this gateway started, whatever the weights.`),
+    h("p", { class: "dim about" }, share === null ? "Turns do not record cache hits. A running gateway counts those that its engine reports." : `Of ${count(cache.prompt_tokens)} prompt tokens since this gateway started, whatever the weights.`),
   );
 }

@@ -1,4 +1,4 @@
-// One session: its tree, one of its trajectories, and what is known of each token.
+// One session: its tree, one of its trajectories, and details of each token.
 
 import { leafOf, link, otherOf, parse } from "./address.js";
 import { Refused, getIfNew, getPacked, sessionPath } from "./api.js";
@@ -19,7 +19,7 @@ import { drawTree, markTurn } from "./tree.js";
 
 const OFTEN = 1500;
 const SELDOM = 10000;
-/** Asked so seldom once nothing has changed for a minute. */
+/** The slower polling interval once nothing has changed for a minute. */
 const QUIET = 60000;
 
 export async function showSession(view) {
@@ -33,7 +33,7 @@ class SessionPage {
     this.id = address.id;
     const branch = view.about.text && !view.about.exported && /^(leaf-\d{1,15}(-of-.+)?|session-.+)$/s.test(address.side ?? "");
     this.side = branch || view.about.against.includes(address.side) ? address.side : (view.about.against[0] ?? null);
-    if (address.side && this.side !== address.side) say("What this address compares with is not available here");
+    if (address.side && this.side !== address.side) say("The comparison in this URL is not available here");
     this.mode = address.mode in MODES && (address.mode !== "beside" || this.side !== null) ? address.mode : "conversation";
     this.alternatives = new Alternatives(view, () => this.#inspect());
     this.selection = null;
@@ -45,7 +45,7 @@ class SessionPage {
     return this.mode === "beside";
   }
 
-  /** The tokens as they are shown, null while they are not. */
+  /** The shown tokens, or null while none are shown. */
   get shown() {
     return this.record ?? this.compared;
   }
@@ -61,7 +61,7 @@ class SessionPage {
     if (this.view.about.grows) this.#watch();
   }
 
-  /** Load the tree; whether it is a new one. */
+  /** Load the tree. Return whether it has changed. */
   async #loadTree() {
     const found = await getIfNew(sessionPath(this.id), this.etag, this.view.signal);
     if (found) ({ etag: this.etag, value: this.tree } = found);
@@ -98,7 +98,7 @@ class SessionPage {
   }
 
   #nothing() {
-    fill(this.parts.pane, h("p", { class: "empty" }, this.view.about.grows ? "No turn is recorded yet." : "There is no turn."));
+    fill(this.parts.pane, h("p", { class: "empty" }, this.view.about.grows ? "No turn is recorded yet." : "This session has no turns."));
     this.#drawHead();
     bindKeys(sessionKeys(this));
   }
@@ -115,7 +115,7 @@ class SessionPage {
     await this.#compare();
   }
 
-  /** Where the model speaks first, unless that is in view. */
+  /** Scroll to the first sampled token, unless it is in view. */
   #toFirstSampled() {
     const i = this.trajectory.provenance.indexOf(SAMPLED);
     const element = i < 0 ? null : this.record.pane.element(i);
@@ -130,7 +130,7 @@ class SessionPage {
     this.finder.inView(turn.seq);
   }
 
-  /** Draw the trajectory, as a record or beside another. */
+  /** Draw the trajectory, alone or side by side. */
   #show() {
     this.record?.close();
     this.record = null;
@@ -156,7 +156,7 @@ class SessionPage {
     this.#inspect();
   }
 
-  /** Compare with the chosen side, unless that is done or under way, and show it. */
+  /** Compare with the chosen side, unless that is done or running, and show the result. */
   async #compare() {
     const { side, comparisons } = this;
     if (side === null || comparisons.has(side)) return;
@@ -174,7 +174,7 @@ class SessionPage {
       }
       problem = error.message;
     }
-    // Meanwhile the session may have grown, or another side be chosen.
+    // Meanwhile the session may have grown, or the user may have chosen a different side.
     if (side !== this.side || comparisons !== this.comparisons) return;
     this.problem = problem;
     this.#showComparison();
@@ -197,7 +197,7 @@ class SessionPage {
     drawHead(this.parts.head, { tree: this.tree, leaf, grows: this.view.about.grows, toNeighbour: (by) => this.toNeighbour(by) });
   }
 
-  /** Go to the session that is so many further in the list. Keys that are pressed meanwhile are for that one. */
+  /** Go to the session `by` places further in the list, which handles keys that are pressed meanwhile. */
   async toNeighbour(by) {
     holdKeys();
     try {
@@ -215,7 +215,7 @@ class SessionPage {
     drawTools(this.parts.tools, { mode, side, sides: this.sides, others: otherSessions(tree, this.view.about), comparison, problem }, this);
   }
 
-  /** The tree of a narrow window, over the tokens. */
+  /** Show the tree over the tokens, in a narrow window. */
   showTree(shown = !this.parts.tree.classList.contains("shown")) {
     this.parts.tree.classList.toggle("shown", shown);
     this.parts.tools.querySelector(".totree")?.setAttribute("aria-expanded", String(shown));
@@ -235,7 +235,7 @@ class SessionPage {
     if (this.trajectory) this.minimap.draw(this.trajectory, this.comparisons.get(this.side), this.selection?.i ?? null);
   }
 
-  /** Show what is known of a token, of the chosen one, or of one of `other`. */
+  /** Show details of a token, of the chosen token, or of a token in `other`. */
   #inspect(i = this.selection?.i, other = null) {
     const { inspector } = this.parts;
     if (!this.trajectory || i === undefined) {
@@ -253,7 +253,7 @@ class SessionPage {
     });
   }
 
-  /** Choose a token, or a range up to it; bring it into view and say so in the address. */
+  /** Choose a token, or a range up to it, bring it into view, and put it into the URL. */
   choose(i, { extend = false, quiet = false } = {}) {
     if (!this.trajectory.length) return;
     i = Math.max(0, Math.min(this.trajectory.length - 1, i));
@@ -274,13 +274,13 @@ class SessionPage {
     this.#inspect();
   }
 
-  /** Say in the address what is shown, a little later: browsers take only so many changes of it while a key repeats. */
+  /** Put what is shown into the URL after a delay, because browsers limit URL changes while a key repeats. */
   #tell() {
     if (this.view.signal.aborted) return;
     clearTimeout(this.telling);
     const { hash } = location;
     this.telling = setTimeout(() => {
-      // Unless the page is on its way to another view.
+      // Unless the page is already changing to a different view.
       if (location.hash === hash) history.replaceState(null, "", this.#link({ token: this.selection?.i }));
     }, 80);
   }
@@ -319,13 +319,13 @@ class SessionPage {
     if (turn) this.choose(turn.start);
   }
 
-  /** Go to a turn by its number, on whatever branch it is. */
+  /** Go to a turn by its number, on whichever branch it is. */
   #toTurnNumber(seq) {
     const n = this.trajectory?.about.turns.findIndex((one) => one.seq === seq) ?? -1;
     const leaf = this.tree.leaves.find((one) => one.path.includes(seq));
     if (n >= 0) this.#chooseInRecord(this.trajectory.about.turns[n].start);
     else if (leaf) location.hash = this.#link({ leaf: leaf.turn, turn: seq });
-    else say(`There is no turn ${seq} on a branch`);
+    else say(`No branch has a turn ${seq}`);
   }
 
   #chooseInRecord(i) {
@@ -370,7 +370,7 @@ class SessionPage {
     this.#compare();
   }
 
-  /** The whole address of a token, or of the branch. */
+  /** The full URL of a token, or of the branch. */
   permalink(token) {
     return new URL(this.#link({ token }), location.href).href;
   }
@@ -393,7 +393,7 @@ class SessionPage {
       try {
         if (await this.#refresh()) changed = performance.now();
       } catch (error) {
-        // The tree is there and the tokens are not: asked for both again.
+        // The tree loaded but the tokens did not: load both again.
         this.etag = null;
         throw error;
       }

@@ -1,4 +1,4 @@
-// What is above a session's tokens: what the branch is, and what it is compared with.
+// The bar above a session's tokens: the branch, and what it is compared with.
 
 import { otherOf } from "./address.js";
 import { sideName } from "./compare.js";
@@ -7,14 +7,14 @@ import { verdictBadge } from "./tree.js";
 
 export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Recorded vs. retokenized" };
 
-/** The view that has both sides, by what the record is compared with. */
+/** The name of the side-by-side view, by what the record is compared with. */
 function besideName(side) {
   if (otherOf(side) !== undefined) return "Two sessions";
   if (side?.startsWith("leaf-")) return "Two branches";
   return side === "rerendered" ? "Recorded vs. rerendered" : MODES.beside;
 }
 
-/** What a branch can be compared with: other branches too, where there is a tokenizer, and the session it was compared with. */
+/** What a branch can be compared with. With a tokenizer, also other branches and the last compared session. */
 export function sidesOf({ view, tree, leaf, side, sides, comparisons }) {
   const { against, text, exported } = view.about;
   const branches = tree.leaves.filter((one) => text && !exported && one.turn !== leaf);
@@ -24,7 +24,7 @@ export function sidesOf({ view, tree, leaf, side, sides, comparisons }) {
   return [...against, ...branches.slice(0, 50).map((one) => `leaf-${one.turn}`), ...new Set(others)];
 }
 
-/** The list to choose another session from, that of its group if there is one; null where sessions can't be compared. */
+/** The list to choose a second session from, limited to the group if any; null if sessions can't be compared. */
 export function otherSessions({ session_id: id, metadata }, { text, exported, only_session: alone, group_keys: keys }) {
   if (!text || exported || alone) return null;
   const key = keys.find((one) => ["string", "number"].includes(typeof metadata[one]));
@@ -42,7 +42,7 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
   if (tree.created_at) facts.push(`begun ${when(tree.created_at)}`);
   if (tree.owner) facts.push(`key ${tree.owner}`);
   const metadata = JSON.stringify(tree.metadata);
-  // Whether a turn was recorded within the last minute.
+  // Whether a turn was recorded in the last minute.
   const live = grows && 1000 * (tree.turns.at(-1)?.created_at ?? 0) > Date.now() - 60000;
   fill(
     place,
@@ -61,7 +61,7 @@ export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
 }
 
 /**
- * Draw the views, and what can be compared with.
+ * Draw the choice of views, and of sides to compare with.
  * @param {{mode: string, side: string | null, sides: string[], others: string | null, comparison: any, problem: string | null}} state
  * @param {{setMode: (mode: string) => void, setSide: (side: string) => void, showTree: () => void, toChange: (by: number) => void}} page
  */

@@ -1,9 +1,9 @@
-// The keys of a session's page, and where those that move in lines go to.
+// The keys of a session's page, and the targets of keys that move by line.
 
 import { copy, counted } from "./dom.js";
 import { pythonList } from "./inspector.js";
 
-/** The groups of keys of a session. Those of its tokens do nothing while it has none. */
+/** A session's groups of keys. Keys for tokens do nothing while no tokens are shown. */
 export function sessionKeys(page) {
   const turns = () => page.trajectory.about.turns;
   const step = (by) => (event) => {
@@ -71,7 +71,7 @@ export function sessionKeys(page) {
   ];
 }
 
-/** The token of the next line, or of the one before, that is about below or above an element. */
+/** The token in the next or previous line that is closest below or above an element. */
 function inLine({ shown, selection, trajectory }, element, by) {
   const here = element.getClientRects()[0];
   let best = selection.i;

@@ -1,10 +1,10 @@
-// Tokens as elements. A block far from what is seen is plain text, so that the browser's own search finds it, and
-// becomes an element per token when it comes near.
+// Tokens as elements. A block far outside of the view is plain text, so that the browser's search finds it, and gets an
+// element per token when it comes near the view.
 
 import { h } from "./dom.js";
 import { CONTROL, LETTERS, SAMPLED, UNKNOWN, lastAtMost, surprise } from "./model.js";
 
-/** Characters that steer what is around them, or can't be seen. Joiners are part of how scripts and emoji are written. */
+/** Invisible characters, or characters that change the text around them. Joiners are needed in scripts and emoji. */
 const UNSEEN = /(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
 const EACH_UNSEEN = new RegExp(UNSEEN, "gu");
 
@@ -14,17 +14,17 @@ function spelled(character) {
   return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/** Text with what can't be seen spelled out, as it is shown in one line. */
+/** Text with invisible characters spelled out, for one line. */
 export function visible(text) {
   return text.replace(EACH_UNSEEN, (character) => (character === "\n" || character === "\t" ? spelled(character) : `⟨${spelled(character)}⟩`));
 }
 
-/** Text that can stand in the page and steer nothing: new lines stay. */
+/** Text that can't affect the page around it. Newlines are kept. */
 function inert(text) {
   return text.replace(EACH_UNSEEN, (character) => (character === "\n" ? "\n" : character === "\t" ? "\t" : "\ufffd"));
 }
 
-/** Put a token's text into its element. A new line at its end is marked only: it stands behind the element. */
+/** Put a token's text into its element. A final newline is only marked: it follows the element. */
 function write(element, text) {
   if (!UNSEEN.test(text)) {
     element.append(text);
@@ -41,7 +41,7 @@ function write(element, text) {
     }
     if (plain) element.append(plain);
     plain = "";
-    // The mark is drawn by the style sheet, so that copied text is the text.
+    // The style sheet draws the mark, so copied text does not contain it.
     const kept = (character === "\n" && at - 1 !== end) || character === "\t" ? character : "";
     element.append(h("span", { class: "u", "data-show": spelled(character) }, kept));
   }
@@ -53,8 +53,8 @@ const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2,
 /**
  * Elements of tokens `start` to before `end`.
  * @param {import("./model.js").Tokens} tokens
- * @param {(i: number) => string} classes what each token's element is to be styled as
- * @param {(i: number) => Node[] | null} before what stands in front of a token
+ * @param {(i: number) => string} classes the CSS classes of each token's element
+ * @param {(i: number) => Node[] | null} before the nodes to put before a token
  */
 export function tokenElements(tokens, start, end, classes, before = () => null) {
   const made = document.createDocumentFragment();
@@ -66,7 +66,7 @@ export function tokenElements(tokens, start, end, classes, before = () => null) 
     } else {
       made.append(...(before(i) ?? []), tokenElement(tokens, i, classes(i)));
     }
-    // Behind the element, so that nothing of it reaches into the next line; at the end the row makes it.
+    // After the element, so that it does not extend into the next line; at the end the row breaks the line.
     if (stop < end && endsLine(tokens, stop - 1)) made.append("\n");
     i = stop;
   }
@@ -103,7 +103,7 @@ function tokenElement(tokens, i, classes) {
   return element;
 }
 
-/** Tokens that are parts of one character: the character once, and each part as its bytes. */
+/** Tokens that are parts of one character: the character once, then each token as bytes. */
 function groupElement(tokens, start, end, classes) {
   const group = h("span", { class: "g" });
   const whole = h("span", { class: "whole" });
@@ -129,13 +129,13 @@ export function laneClasses(trajectory, i) {
   return classes;
 }
 
-/** The pane of blocks, of which those near the view have elements per token. */
+/** A pane of blocks. Blocks near the view have an element per token. */
 export class Pane {
   /**
    * @param {HTMLElement} scroller
    * @param {(block: any) => Node} draw
    * @param {(block: any) => Node} plain
-   * @param {number} near blocks within so many pixels of the view are drawn
+   * @param {number} near blocks within this many pixels of the view are drawn
    * @param {string} token selector of its tokens
    */
   constructor(scroller, draw, plain, near = 1600, token = "[data-i]") {
@@ -161,7 +161,7 @@ export class Pane {
     this.observer.observe(element);
   }
 
-  /** Take a block away again. */
+  /** Remove a block. */
   remove(block) {
     this.observer.unobserve(block.element);
     this.drawn.delete(block);
@@ -169,14 +169,14 @@ export class Pane {
     block.element.remove();
   }
 
-  /** Draw a block again, if it is drawn: something of it has changed. */
+  /** Redraw a changed block, if it is drawn. */
   redraw(block) {
     if (!this.drawn.has(block)) return;
     block.element.replaceChildren(this.draw(block));
     if (this.selection) this.#mark(block);
   }
 
-  /** Mark tokens as chosen; `i` is the one that the keys go on from. */
+  /** Mark tokens as chosen; `i` is the token that keys move from. */
   select(selection) {
     const before = this.selection;
     this.selection = selection;
@@ -196,7 +196,7 @@ export class Pane {
     for (const block of this.drawn) this.redraw(block);
   }
 
-  /** The element of a token, drawn if need be; null in what is folded. */
+  /** A token's element, drawn if needed; null if the token is folded. */
   element(i) {
     const block = this.blockOf(i);
     if (!block) return null;
@@ -204,7 +204,7 @@ export class Pane {
     return this.drawnElement(i);
   }
 
-  /** The element of a token if it is drawn. */
+  /** A token's element, if it is drawn. */
   drawnElement(i) {
     const block = this.blockOf(i);
     return block && this.drawn.has(block) ? block.element.querySelector(`${this.token}[data-i="${i}"]`) : null;
@@ -228,7 +228,7 @@ export class Pane {
     if (block) this.center(block, () => this.element(i));
   }
 
-  /** Bring what `find` returns of a block into the middle of the view. */
+  /** Bring the element that `find` returns for a block into the middle of the view. */
   center(block, find) {
     let before = null;
     let left = 10;
@@ -236,7 +236,7 @@ export class Pane {
       this.show(block);
       find()?.scrollIntoView({ block: "center", inline: "nearest" });
       const { scrollTop } = this.scroller;
-      // What comes near is drawn now and may be higher than it was thought to be: then this block has moved.
+      // Blocks that come near are drawn now and may be higher than estimated, which moves this block.
       if (scrollTop !== before && left-- > 0) requestAnimationFrame(() => requestAnimationFrame(look));
       before = scrollTop;
     };
@@ -267,7 +267,7 @@ export class Pane {
   }
 }
 
-/** Tokens as plain text, without the new line at the end that their row makes. */
+/** Tokens as plain text, without a final newline, which the row already makes. */
 export function plainText(tokens, start, end) {
   return inert(tokens.string(start, end)).replace(/\n$/, "");
 }

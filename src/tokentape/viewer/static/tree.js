@@ -1,19 +1,19 @@
-// A session's turns as a tree: what continues what, what forked and why, what was aborted.
+// A session's turns as a tree: what each turn continues, which turns forked and why, which were aborted.
 
 import { count, counted, fill, h, real, when } from "./dom.js";
 
 export const CAUSES = {
-  sibling: "the same request was sampled once more: a retry, or one of several choices",
-  branched: "another request continued the same turn",
-  edited_history: "the agent sent a history that is not the recorded one",
-  new_setup: "tools or template settings are others",
-  template_rewrites: "the template can't append what was asked for",
-  template_history: "the template drops part of earlier turns, and was asked to",
-  other_stop: "the turn before ended with another stop token than the template writes",
-  drift: "the server made another context than the session had",
+  sibling: "the same request was sampled again: a retry, or one of several choices",
+  branched: "a different request continued the same turn",
+  edited_history: "the agent sent a history that differs from the record",
+  new_setup: "tools or template settings changed",
+  template_rewrites: "the template can't append the requested messages",
+  template_history: "the template drops part of earlier turns, as requested",
+  other_stop: "the previous turn ended with a different stop token than the template writes",
+  drift: "the server built a different context than the session had",
 };
 
-/** Draw the tree. `chosen` is the leaf whose path is shown; `address(turn)` the link to a turn. */
+/** Draw the tree. `chosen` is the leaf whose path is shown; `address(turn)` returns the link to a turn. */
 export function drawTree(place, tree, chosen, address) {
   const children = new Map();
   for (const turn of tree.turns) {
@@ -33,7 +33,7 @@ export function drawTree(place, tree, chosen, address) {
     return h("a", { class: "origin", href: href || null, title: `${edge.evidence}; confidence ${real(edge.confidence)}` }, `⤷ ${text}`);
   }
 
-  /** The list that begins with a turn and goes on with what continues it; forks are lists within. */
+  /** The list of a turn and the turns that continue it; forks are nested lists. */
   function branch(first) {
     const items = [];
     for (let turn = first; turn; ) {
@@ -55,7 +55,7 @@ export function drawTree(place, tree, chosen, address) {
         href: address(turn),
         class: `turnline${turn.seq === chosen ? " leaf" : ""}${path.has(turn.seq) ? " onpath" : ""}${aborted ? " aborted" : ""}`,
         "data-turn": turn.seq,
-        // The style sheet draws these two: a session of many turns has few elements per line.
+        // The style sheet draws these two, so that sessions with many turns have few elements per line.
         "data-mark": aborted ? "✕" : leaf ? "◉" : "○",
         "data-sizes": `+${count(turn.added_tokens)} ⟶ ${count(turn.sampled_tokens)}`,
         title: [

@@ -1,4 +1,4 @@
-"""Backends: everything that an audit can compare, with one interface. `open_backend` opens one by name."""
+"""Backends: one interface to everything that an audit can compare. `open_backend` opens a backend by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Message, Tool
 
 Ability: TypeAlias = Literal["special", "decode", "render", "controls", "mask"]
-"""An ability beyond plain encoding. `special`: puts BOS and EOS around a text. `controls`: reads control tokens that a
-text spells as control tokens. `mask`: says which tokens of a rendering carry loss."""
+"""An ability beyond plain encoding. `special`: adds BOS and EOS to a text. `controls`: encodes text that spells a
+control token as that token. `mask`: returns which tokens of a rendering carry loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Rendering:
 
     ids: list[int]
     text: str | None
-    """The text that the template wrote; None from servers that return only ids."""
+    """The text that the template wrote; None for servers, which return only ids."""
     mask: list[bool] | None = None
 
 
@@ -53,7 +53,7 @@ class BackendToken:
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
-    """Facts about a backend that need no tokenization. None and empty mean unknown."""
+    """What is known about a backend without encoding anything. None and empty values mean unknown."""
 
     name: str
     kind: str
@@ -64,23 +64,23 @@ class BackendFacts:
     """Hex SHA-256 of the files, by name."""
     spec: Mapping[str, Any] | None = None
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Tables of a model file that is no tokenizer.json, by name. The keys of `pieces` are the spellings of tokens."""
+    """Tables of a model file in a format other than tokenizer.json, by name. The keys of `pieces` are token strings."""
     added: Mapping[str, BackendToken] = field(default_factory=dict)
     vocab_size: int | None = None
     """One more than the highest id."""
     template: str | None = None
     tool_template: str | None = None
-    """Source of its `tool_use` variant, which renders conversations with tools."""
+    """The source of the template's `tool_use` variant, which renders conversations with tools."""
     templates: Mapping[str, str] | None = None
-    """Sources of its other variants by name; None if unknown, or if the user gave a template."""
+    """The sources of its other variants by name; None if unknown, or if the user passed a template."""
     configuration: Mapping[str, Any] | None = None
     """Ids and embedding rows of config.json and generation_config.json, see `model_configuration`."""
     max_length: float | None = None
-    """The number of ids at which transformers truncates; None if there is no limit, or it is unknown."""
+    """The number of ids at which transformers truncates; None if unlimited or unknown."""
     loading: Settings | None = None
     """Settings that transformers reads from files other than tokenizer.json, see `loading_settings`."""
     date: str | None = None
-    """The date that templates get, ISO 8601; None is today."""
+    """The date that is passed to templates, ISO 8601; None means today."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Other variables of the template: special tokens, template kwargs."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -97,15 +97,15 @@ class Backend:
     reopened_as: str | None = None
     """The name by which another process can open this backend for encoding; None if it can't."""
     refused: Collection[str] = ()
-    """Texts that it refused to encode."""
+    """Texts that the backend refused to encode."""
     echoes: bool = False
     """True if `echo` returns ids."""
 
     is_server: bool = False
-    """True if each call is a request."""
+    """True if each call sends a request."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """Return the ids of each text; with `special`, with the BOS and EOS that the backend puts around it."""
+        """Return the ids of each text. With `special`, include the BOS and EOS that the backend adds."""
         raise NotImplementedError
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -115,21 +115,21 @@ class Backend:
     def render(self, conversation: SkewChat) -> Rendering:
         """Return the ids of a conversation.
 
-        Raises `TemplateRefused` if the backend refuses the conversation, `UnsupportedParameter` if it has no way to
-        render such a conversation.
+        Raises `TemplateRefused` if the backend refuses the conversation, `UnsupportedParameter` if it can't render
+        this kind of conversation.
         """
         raise TemplateRefused(f"{self.facts.name} has no chat template")
 
     def with_tables(self, names: Collection[str], other: Backend) -> Callable[[Sequence[str]], list[list[int]]] | None:
-        """Return an encoder: this backend with some of the tables of `other`. Return None if it can't make one."""
+        """Return an encoder that is this backend with the tables `names` from `other`, or None if it can't be made."""
         return None
 
     def token(self, token_id: int) -> str | None:
-        """Return the spelling of an id; None if there is no such id, or it is unknown."""
+        """Return the token string of an id, or None if the id does not exist or its string is unknown."""
         return None
 
     def echo(self, conversation: SkewChat) -> list[int] | None:
-        """Return the prompt ids that a server's reply reports; None if it refuses or reports none."""
+        """Return the prompt ids that a server's reply reports, or None if it refuses or does not report them."""
         return None
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Backend:
 
 
 def with_text_arguments(message: Message) -> Message:
-    """Return the message with the arguments of its calls as JSON text."""
+    """Return the message with its call arguments as JSON text."""
 
     def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call.get("function")
@@ -157,22 +157,22 @@ class BackendOptions:
     """A template file to use instead of the backend's own."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     date: str | None = None
-    """The date that templates see, ISO 8601; None is today."""
+    """The date that is passed to templates, ISO 8601; None means today."""
     api_key: str | None = None
 
 
 PREFIXES: Mapping[str, str] = {
-    "json": "tokenizer.json by `tokenizers`, with the folder's chat template",
-    "auto": "a folder by AutoTokenizer of transformers",
-    "slow": "a folder by AutoTokenizer with use_fast=False",
+    "json": "tokenizer.json run by `tokenizers`, with the folder's chat template",
+    "auto": "a folder loaded with transformers' AutoTokenizer",
+    "slow": "a folder loaded with AutoTokenizer and use_fast=False",
     "spm": "a SentencePiece model",
     "tiktoken": "tiktoken ranks; #NAME names the split (cl100k_base, o200k_base...)",
-    "mistral": "tekken.json or a SentencePiece model of mistral-common",
+    "mistral": "tekken.json or a SentencePiece model, run by mistral-common",
     "gguf": "the vocabulary of a GGUF file",
     "vllm": "a running vLLM server, http://...",
     "sglang": "a running SGLang server",
     "llamacpp": "a running llama.cpp server",
-    "gateway": "a running gateway of Tokentape",
+    "gateway": "a running Tokentape gateway",
 }
 
 _SERVERS = ("vllm", "sglang", "llamacpp", "gateway", "server")
@@ -185,7 +185,7 @@ _OPENERS = {
     "mistral": "native:MistralBackend",
     "gguf": "gguf:open_gguf",
 }
-"""Module and callable per prefix. Each takes the name, the path with its `#detail`, and options."""
+"""Module and callable by prefix. Each callable takes the name, the path with its `#detail`, and options."""
 
 _FILES = {"tokenizer.json": "json", "tekken.json": "mistral", "tokenizer.model": "spm", "tiktoken.model": "tiktoken"}
 _SUFFIXES = {".gguf": "gguf", ".tiktoken": "tiktoken", ".json": "json", ".model": "spm"}
@@ -195,7 +195,7 @@ def open_backend(name: str, options: BackendOptions | None = None) -> Backend:
     """Open a backend by name, such as `models/qwen3`, `auto:models/qwen3` or `vllm:http://127.0.0.1:8000`.
 
     Raises:
-        InvalidRequest: no file or folder has that name.
+        InvalidRequest: there is no such file or folder.
         TokenizerUnusable: the file or folder can't be read.
         EngineError: the server does not answer.
 

@@ -20,7 +20,7 @@ _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
 
 
 class AutoBackend(backends.Backend):
-    """AutoTokenizer on a local folder. Code in the folder is never run, nothing is downloaded."""
+    """Runs AutoTokenizer on a local folder, without running code in the folder and without downloads."""
 
     use_fast = True
 
@@ -74,7 +74,7 @@ class AutoBackend(backends.Backend):
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
             cleans_up=bool(tokenizer.clean_up_tokenization_spaces),
-            notes=("templates get this machine's date, not the given one",) if options.date is not None else (),
+            notes=("templates use this machine's date, not the passed date",) if options.date is not None else (),
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
@@ -113,7 +113,7 @@ class AutoBackend(backends.Backend):
 
 
 def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
-    """Return True if transformers loaded the same tokenizer from two folders, with equal parts and settings."""
+    """Return True if transformers loaded equal tokenizers (parts and settings) from two folders."""
     spec_a, spec_b = ({**(side.facts.spec or {}), "truncation": None, "padding": None} for side in (a, b))
     names = ("special_tokens", "cleans_up", "vocab_size")
     switches = [[getattr(side.facts, name) for name in names] for side in (a, b)]
@@ -122,7 +122,7 @@ def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
 
 
 def unlike_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
-    """Describe the difference if transformers pads or truncates on different sides for two folders."""
+    """Describe differences in the sides on which transformers pads and truncates for two folders."""
     names = ("padding_side", "truncation_side")
     sides = [(name, getattr(a._tokenizer, name), getattr(b._tokenizer, name)) for name in names]
     return [f"{name} is {of_a} in A and {of_b} in B" for name, of_a, of_b in sides if of_a != of_b]

@@ -1,7 +1,7 @@
-"""The backend of GGUF files: a tokenizer.json that encodes as llama.cpp does with the file's vocabulary.
+"""The GGUF backend: makes a tokenizer.json that encodes as llama.cpp does with the file's vocabulary.
 
-llama.cpp does not normalize text for byte-level vocabularies. The name in `tokenizer.ggml.pre` says how it splits text;
-a file without one gets llama.cpp's default split, whatever the model was trained with.
+llama.cpp does not normalize text for byte-level vocabularies. `tokenizer.ggml.pre` names how it splits text; without
+this key it uses its default split, whatever the model was trained with.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SPLIT_OF = {
 """Names of splits by `tokenizer.ggml.pre`, from llama.cpp's llama-vocab.cpp of November 2026."""
 
 _WHOLE_WORDS = (*_LLAMA3, "tekken")
-"""Values of `tokenizer.ggml.pre` with which a word that is a token is not merged, and BOS is added by default."""
+"""Values of `tokenizer.ggml.pre` with which words that are tokens are not merged, and BOS is added by default."""
 
 _NO_BOS = ("glm4", "chatglm-bpe")
 _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
-"""The special token ids that llama.cpp uses if the file names none, by `tokenizer.ggml.model`."""
+"""The special token ids that llama.cpp uses if the file lacks them, by `tokenizer.ggml.model`."""
 
 _NAMES = {
     "pad_token": "padding",
@@ -44,12 +44,12 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
 
 def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
-    """Open a GGUF file with the package `gguf`. Raises `TokenizerUnusable` if it is damaged, or its split unknown."""
+    """Open a GGUF file with the package `gguf`. Raises `TokenizerUnusable` if it is corrupt, or its split unknown."""
     path = Path(path)
     try:
         fields = require("gguf").GGUFReader(str(path)).fields
     except (ValueError, IndexError) as error:
-        raise TokenizerUnusable(f"{path} is damaged or no GGUF file: {error}") from error
+        raise TokenizerUnusable(f"{path} is corrupt or not a GGUF file: {error}") from error
     metadata: dict[str, Any] = {
         key.removeprefix("tokenizer."): field.contents()
         for key, field in fields.items()
@@ -60,7 +60,7 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         case "gpt2":
             pre = metadata.get("ggml.pre")
             if pre is None:
-                notes.append("the file has no tokenizer.ggml.pre: llama.cpp uses its default split, made for no model")
+                notes.append("the file has no tokenizer.ggml.pre: llama.cpp uses its default split, not a model's")
             split = _SPLIT_OF.get(pre or "default")
             if split is None:
                 expected = ", ".join(_SPLIT_OF)
@@ -76,7 +76,7 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         name,
         spec,
         kind=f"GGUF {model}",
-        # The default BOS of gpt2 counts only if it is added, and none names it.
+        # The default BOS of gpt2 counts only if it is added, and no key names it.
         config={name: metadata["ggml.tokens"][number] for name, number in ids.items() if number is not None},
         template=ChatTemplate(source) if source else None,
         options=options,
@@ -115,7 +115,7 @@ def _sentencepiece_spec(metadata: Mapping[str, Any]) -> dict[str, Any]:
     first = [{"type": "Prepend", "prepend": "▁"}] if metadata.get("ggml.add_space_prefix", True) else []
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    if _BYTE in (metadata.get("ggml.token_type") or ()):  # it writes the spelling of a byte token that has another type
+    if _BYTE in (metadata.get("ggml.token_type") or ()):  # byte tokens of a different type decode to their spelling
         decoders.append({"type": "ByteFallback"})
     decoders.append({"type": "Fuse"})
     if first:
@@ -129,7 +129,7 @@ def _sentencepiece_spec(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merges_of(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
-    """Return merges that make the same pieces as SentencePiece's BPE by scores: the highest score first."""
+    """Return merges that make the same pieces as SentencePiece's BPE does by scores, highest score first."""
     merges = []
     for piece, number in vocab.items():
         for cut in range(1, len(piece)):
@@ -185,7 +185,7 @@ def _common(
 
 
 def _special_id(metadata: Mapping[str, Any], which: str) -> int | None:
-    """Return the id that llama.cpp uses for a special token; None if it uses none."""
+    """Return the id that llama.cpp uses for a special token, or None if it has no such token."""
     count = len(metadata["ggml.tokens"])
     default = _DEFAULT_IDS[metadata["ggml.model"]].get(which)
     if default is not None and (default >= count or (which == "bos" and metadata.get("ggml.pre") in _NO_BOS)):

@@ -1,4 +1,4 @@
-"""The backends of models' own libraries: tiktoken and mistral-common."""
+"""Backends that run models' own libraries: tiktoken, mistral-common and sentencepiece."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable, UnsupportedParameter
 
 _O200K_RANKS = 190_000
-"""Files with more ranks than this are split as o200k_base unless another split is named."""
+"""Files with more ranks than this use the split of o200k_base, unless the user names a split."""
 
 
 class MistralBackend(backends.Backend):
-    """Runs mistral-common on a file. It encodes control tokens in text as text, and renders without a chat template."""
+    """Runs mistral-common on a file. It encodes control tokens in text as text, and renders without a template."""
 
     def __init__(self, name: str, path: str, options: backends.BackendOptions) -> None:
         file = Path(path) / "tekken.json" if Path(path).is_dir() else Path(path)
@@ -64,18 +64,18 @@ class MistralBackend(backends.Backend):
         return [self._tokenizer.decode(list(ids), special_token_policy=SpecialTokenPolicy.IGNORE) for ids in sequences]
 
     def render(self, conversation: backends.SkewChat) -> backends.Rendering:
-        """See `Backend`. Conversations that the library's checks refuse can't be compared."""
+        """See `Backend`. Conversations that fail the library's checks can't be compared."""
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         if not conversation.generate:
-            raise UnsupportedParameter("mistral-common renders prompts only", "add_generation_prompt")
+            raise UnsupportedParameter("mistral-common can't leave out the generation prompt", "add_generation_prompt")
         stripped = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
         messages = [backends.with_text_arguments(message) for message in stripped]
         try:
             request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
             return backends.Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
         except Exception as error:  # the library raises the errors of all its checks
-            refused = f"mistral-common refuses it: {type(error).__name__}"
+            refused = f"mistral-common refuses the conversation: {type(error).__name__}"
             if [message["role"] for message in messages] == ["user"]:
                 raise TemplateRefused(refused) from error
             raise UnsupportedParameter(refused, "messages") from error
@@ -92,7 +92,7 @@ def _tekken_tables(file: Path) -> dict[str, dict[str, Any]]:
 
 
 class TiktokenBackend(TemplateBackend):
-    """Runs tiktoken on ranks, with control tokens of tokenizer_config.json. `path#NAME` names one of `SPLITS`."""
+    """Runs tiktoken on ranks, with control tokens from tokenizer_config.json. `path#NAME` selects one of `SPLITS`."""
 
     def __init__(self, name: str, path: str, options: backends.BackendOptions) -> None:
         folder, _, split = path.partition("#")
@@ -103,7 +103,7 @@ class TiktokenBackend(TemplateBackend):
         split = split or ("o200k_base" if len(ranks) > _O200K_RANKS else "cl100k_base")
         if split not in SPLITS or len(SPLITS[split]) > 1:
             usable = ", ".join(split_name for split_name, expressions in SPLITS.items() if len(expressions) == 1)
-            raise InvalidRequest(f"found split {split!r}; tiktoken takes a split of one expression: {usable}")
+            raise InvalidRequest(f"found split {split!r}; tiktoken accepts one of: {usable}")
         config = read_json(file.parent / "tokenizer_config.json")
         added = {
             token["content"]: backends.BackendToken(
@@ -122,7 +122,7 @@ class TiktokenBackend(TemplateBackend):
                 special_tokens={token.content: token.id for token in added.values()},
             )
         except Exception as error:  # its Rust core raises nothing narrower
-            raise TokenizerUnusable(f"tiktoken does not take {file}: {error}") from error
+            raise TokenizerUnusable(f"tiktoken can't load {file}: {error}") from error
         self.reopened_as = f"tiktoken:{file}#{split}"
         self._template, self._options = find_template(file.parent, config, options), options
         special_tokens = named_special_tokens(config)
@@ -144,11 +144,11 @@ class TiktokenBackend(TemplateBackend):
             date=options.date,
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
-            notes=(f"the split is assumed to be {split}; name another with #NAME",) if assumed else (),
+            notes=(f"the split is assumed to be {split}; to use a different split, append #NAME",) if assumed else (),
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """See `Backend`. tiktoken puts nothing around a text."""
+        """See `Backend`. tiktoken adds no BOS and EOS."""
         return list(self._encoding.encode_batch(list(texts), num_threads=1, allowed_special="all"))
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -163,7 +163,7 @@ class TiktokenBackend(TemplateBackend):
 
 
 def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[backends.BackendToken]) -> dict[str, Any]:
-    """Return a tokenizer.json that encodes as tiktoken does: its merges are all pairs that make a token, by rank."""
+    """Return a tokenizer.json that encodes as tiktoken does: its merges are all pairs that form a token, by rank."""
     merges: list[list[str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
@@ -189,18 +189,18 @@ def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[backends.Backe
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Map tokens to ranks, read from lines of a token in base64 and its rank. Raises `TokenizerUnusable`."""
+    """Read the rank of each token, from lines with a base64 token and its rank. Raises `TokenizerUnusable`."""
     ranks: dict[bytes, int] = {}
     try:
         for line in filter(None, path.read_bytes().splitlines()):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
-        raise TokenizerUnusable(f"{path} is no file of tiktoken ranks: expected lines of base64 and a number") from None
+        raise TokenizerUnusable(f"{path} has no tiktoken ranks: expected lines with base64 and a number") from None
     tokens: dict[int, bytes] = {}
     for token, number in ranks.items():
         if (earlier := tokens.setdefault(number, token)) != token:
-            raise TokenizerUnusable(f"{path} gives the rank {number} to {earlier!r} and to {token!r}")
+            raise TokenizerUnusable(f"{path} gives the rank {number} to both {earlier!r} and {token!r}")
     return ranks
 
 
@@ -269,7 +269,7 @@ class SentencePieceBackend(backends.Backend):
 
 
 def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
-    """Return pieces, settings and normalizer of a SentencePiece model. Raises `TokenizerUnusable` if it is damaged."""
+    """Return pieces, settings and normalizer of a SentencePiece model. Raises `TokenizerUnusable` if it is corrupt."""
     model = _parsed(data)
     return {
         "normalizer": {name: _short(getattr(model.normalizer_spec, name)) for name in _NORMALIZER},
@@ -279,12 +279,12 @@ def model_tables(data: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _parsed(data: bytes) -> Any:
-    """Return the ModelProto of a model's file. Raises `TokenizerUnusable` if it is damaged."""
+    """Return the ModelProto in a model file. Raises `TokenizerUnusable` if the file is corrupt."""
     damaged = require("google.protobuf.message").DecodeError
     try:
         return require("sentencepiece.sentencepiece_model_pb2").ModelProto.FromString(data)
     except damaged as error:
-        raise TokenizerUnusable(f"this is no SentencePiece model: {error}") from error
+        raise TokenizerUnusable(f"the file is not a SentencePiece model: {error}") from error
 
 
 def _short(value: bytes | str | int) -> str | int:

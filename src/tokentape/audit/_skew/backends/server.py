@@ -1,4 +1,4 @@
-"""The backend of a running server, which encodes, decodes and renders at the server's endpoints."""
+"""The backend for a running server, which encodes, decodes and renders with the server's endpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokentape.types import Message
 _AT_ONCE = 16
 KINDS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "gateway": "gateway"}
 _OWNERS = {**{kind: kind for kind in KINDS}, "tokentape": "gateway"}
-"""Kinds of servers by `owned_by` in `/v1/models`."""
+"""Server kinds by `owned_by` in `/v1/models`."""
 _PATHS = {
     "vllm": ("/version",),
     "gateway": ("/version",),
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class _ServerDescription(msgspec.Struct):
-    """The answer of a server at one of `_PATHS`."""
+    """A server's reply to one of `_PATHS`."""
 
     version: str = ""
     build_info: str = ""
@@ -53,11 +53,11 @@ class ServerBackend(backends.Backend):
         info = loop.run(_server_info(self._kind, http))
         ids = loop.run(self._asked("a", special=False))
         if ids is None:
-            raise errors.EngineError(f"{name} has no /tokenize; is it a server of this kind?")
+            raise errors.EngineError(f"{name} has no /tokenize endpoint; check its URL and the kind of server")
         abilities: set[backends.Ability] = {"special", "controls"}
         if loop.run(server_text(self._kind, http, self._model, ids)) is not None:
             abilities.add("decode")
-        # A template may refuse a message of one role. A server without this endpoint refuses all.
+        # A template may refuse a message with one role. A server without this endpoint refuses all roles.
         if any(self._chat_ids(backends.SkewChat(({"role": role, "content": "hi"},))) is not None for role in _ROLES):
             abilities.add("render")
         self.echoes = self._kind == "vllm" and "render" in abilities
@@ -69,7 +69,7 @@ class ServerBackend(backends.Backend):
             versions={KINDS[self._kind]: info.version or info.build_info} if info else {},
             template=info.chat_template if info else None,
             template_variables=dict(options.kwargs),
-            notes=(f"a server's {' and '.join(ignored)} can't be set from here",) if ignored else (),
+            notes=(f"the {' and '.join(ignored)} of a server can't be set from here",) if ignored else (),
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
@@ -85,7 +85,7 @@ class ServerBackend(backends.Backend):
         return [self._texts[ids] for ids in keys]
 
     def render(self, conversation: backends.SkewChat) -> backends.Rendering:
-        """See `Backend`. Arguments as JSON text are not supported: servers parse them before they render."""
+        """See `Backend`. Arguments in JSON text are not supported, because servers parse them before they render."""
         calls = [call for message in conversation.messages for call in message.get("tool_calls") or ()]
         if any(isinstance((call.get("function") or {}).get("arguments"), str) for call in calls):
             raise errors.UnsupportedParameter(
@@ -93,7 +93,7 @@ class ServerBackend(backends.Backend):
             )
         last = conversation.messages[-1]["role"] if conversation.messages else ""
         if self._kind == "llamacpp" and last == "assistant":
-            raise errors.UnsupportedParameter("llama.cpp continues a last message of role assistant", "messages")
+            raise errors.UnsupportedParameter("llama.cpp continues a last message with the role assistant", "messages")
         ids = self._chat_ids(conversation)
         if ids is None:
             raise errors.TemplateRefused("the server refuses this conversation; see its log for the reason")
@@ -121,13 +121,13 @@ class ServerBackend(backends.Backend):
         try:
             return self._loop.run(request)
         except errors.EngineError as error:
-            if "answered 500" in str(error):  # the answer of servers if a template raises
+            if "answered 500" in str(error):  # how servers answer if a template raises
                 return None
             raise
 
 
 def open_server(name: str, kind: str, url: str, options: backends.BackendOptions) -> ServerBackend:
-    """Open a server of one of `KINDS`, or `server` to detect its kind. Raises `EngineError`, `InvalidRequest`."""
+    """Open a server of a kind in `KINDS`, or detect the kind of a `server`. Raises `EngineError`, `InvalidRequest`."""
     http = HttpClient(url, api_key=options.api_key)
     loop = _Loop()
     try:
@@ -141,7 +141,7 @@ def open_server(name: str, kind: str, url: str, options: backends.BackendOptions
 
 
 class _Loop:
-    """An event loop in its own thread, so that an audit can run inside of another event loop."""
+    """An event loop in its own thread, so that an audit can run while the caller's event loop runs."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -169,7 +169,7 @@ async def _all(coroutines: Any) -> list[Any]:
 
 
 async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, str]:
-    """Return a server's kind, detected if `kind` is None, and the name of its first model, empty if unknown."""
+    """Return a server's kind, detected if `kind` is None, and the name of its first model, or '' if unknown."""
     try:
         first = (await served_cards(http))[0]
     except (errors.EngineError, errors.InvalidRequest) as error:
@@ -181,7 +181,7 @@ async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, st
     if kind is None:
         raise errors.InvalidRequest(
             f"can't tell the server's kind: owned_by in /v1/models is {first.owned_by!r}, expected one of "
-            f"{', '.join(_OWNERS)}; name its kind"
+            f"{', '.join(_OWNERS)}; pass the server's kind"
         )
     return kind, first.id
 
@@ -195,7 +195,7 @@ async def _detected(http: HttpClient) -> str | None:
 
 
 async def _server_info(kind: str, http: HttpClient) -> _ServerDescription | None:
-    """Return the server's answer at the paths of a kind. Return None if the server is not of that kind."""
+    """Return the server's reply at the paths for a kind, or None if the server is of a different kind."""
     for path in _PATHS[kind]:
         try:
             info = msgspec.json.decode(await http.get(path), type=_ServerDescription)
@@ -209,6 +209,6 @@ async def _server_info(kind: str, http: HttpClient) -> _ServerDescription | None
 
 
 def _wire(message: Message) -> dict[str, Any]:
-    """Return a message for the wire: arguments as JSON text, reasoning under both names that servers read."""
+    """Return a message as it is sent: arguments as JSON text, reasoning under both names that servers read."""
     fields = dict(backends.with_text_arguments(message))
     return {**fields, "reasoning": fields["reasoning_content"]} if "reasoning_content" in fields else fields

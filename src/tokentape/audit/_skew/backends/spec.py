@@ -1,4 +1,4 @@
-"""The backend of a tokenizer.json run by `tokenizers`, with its chat template, rendered as transformers does."""
+"""The backend that runs a tokenizer.json with `tokenizers`, and renders its chat template as transformers does."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ class SpecBackend(TemplateBackend):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
             return [encoding.ids for encoding in encodings]
         except TypeError as error:
-            raise InvalidRequest("a text holds a lone surrogate, which is not valid Unicode") from error
+            raise InvalidRequest("a text contains a lone surrogate, which is not valid Unicode") from error
         except BaseException as error:
             if not is_refusal(error):
                 raise
             name = self.facts.name
-            raise TokenizerUnusable(f"{name}: `tokenizers` loads it, but can't encode text with it: {error}") from error
+            raise TokenizerUnusable(f"{name}: `tokenizers` loads it, but can't encode with it: {error}") from error
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
@@ -140,17 +140,17 @@ class SpecBackend(TemplateBackend):
 
 
 def open_json(name: str, path: str | Path, options: backends.BackendOptions) -> SpecBackend:
-    """Open a model folder, or a tokenizer.json by itself. Raises `TokenizerUnusable` if it can't be read."""
+    """Open a model folder, or a single tokenizer.json. Raises `TokenizerUnusable` if it can't be read."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise TokenizerUnusable(
-            f"no tokenizer.json in {folder}. For other files, put their kind before the path: spm:, "
+            f"no tokenizer.json in {folder}. For other files, put the kind before the path: spm:, "
             "tiktoken:, mistral: or gguf:"
         )
     config = read_json(folder / "tokenizer_config.json")
-    notes = ["tokenizer_config.json has `auto_map`: code in the folder, not run here"] if "auto_map" in config else []
+    notes = ["tokenizer_config.json has `auto_map`: the folder's code is not run"] if "auto_map" in config else []
     try:
         source = file.read_bytes().decode()
         spec = json.loads(source)
@@ -171,7 +171,7 @@ def open_json(name: str, path: str | Path, options: backends.BackendOptions) -> 
 
 
 def require(module: str) -> Any:
-    """Import a library of the extra `audit`. Raises `TokenizerUnusable` with the command that installs it."""
+    """Import a library from the extra `audit`. Raises `TokenizerUnusable` with the command that installs it."""
     try:
         return import_module(module)
     except ImportError:
@@ -204,7 +204,7 @@ def find_template(folder: Path, config: Mapping[str, Any], options: backends.Bac
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files of a folder that tokenization depends on."""
+    """Return the SHA-256 of the files in a folder that tokenization depends on."""
     return {name: hash_file(folder / name) for name in _READ if (folder / name).is_file()}
 
 
@@ -224,7 +224,7 @@ def without_marks(template: str) -> str:
 
 
 def _with_marks(template: str) -> str:
-    """Return the template with private characters for the tags of `{% generation %}`, and spaces trimmed alike."""
+    """Return the template with private characters in place of `{% generation %}` tags, and the same space trimming."""
 
     def marked(tag: re.Match[str]) -> str:
         before, end, after = tag.groups()
