@@ -273,7 +273,10 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
         ),
         ("DROP TABLE gateways", "the table gateways is missing"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime INT NOT NULL, data BLOB)", "column mime of"),
-        ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "a different primary key"),
+        (
+            "DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)",
+            "a different primary key",
+        ),
     ],
 )
 def test_another_schema_is_found(directory: Path, tmp_path: Path, change: str, found: str) -> None:
