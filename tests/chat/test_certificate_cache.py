@@ -124,6 +124,18 @@ def test_the_oldest_go_when_there_are_too_many(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_file_that_another_process_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old.json").write_text("")
+    removed = [tmp_path / "old.json", tmp_path / "removed.json"]
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([*removed, tmp_path / "new.json"]))
+    monkeypatch.setattr(disk_cache, "_MOST", 2)
+    disk_cache.keep(tmp_path / "new.json", "{}")
+    assert not caplog.records
+    assert {path.name for path in tmp_path.iterdir()} == {"old.json", "new.json"}
+
+
 def test_the_directory_is_the_chosen_one_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", "/chosen")
     assert cache_directory("certificates") == Path("/chosen/certificates")

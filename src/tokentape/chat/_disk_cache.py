@@ -51,9 +51,16 @@ def _write(path: Path, text: str) -> None:
         except OSError:
             Path(part.name).unlink(missing_ok=True)
             raise
-    entries = sorted(path.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime, reverse=True)
-    for old in entries[_MOST:]:
+    for old in sorted(path.parent.glob("*.json"), key=_modified, reverse=True)[_MOST:]:
         old.unlink(missing_ok=True)
+
+
+def _modified(path: Path) -> float:
+    """Return the time at which a file was last written; 0 if another process has removed it in the meantime."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 @cache
