@@ -169,6 +169,13 @@ MENDED = (
     "105:890 the last question is marked, so the header begins otherwise",
     "105:945 a reply that was cut short is spelled in the next prompt",
     "94:12 the certificate says that the text null is not read back",
+    "113:559 the cut content is part of what the template writes itself",
+    "113:585 the prompt is always written, the last question is marked, and the frame of a content follows reasoning",
+    "113:743 the cut content ends as the next header begins",
+    "115:672 the content's header closes reasoning, and the last turn says a word more",
+    "115:902 what ends messages stands before the question too, and the prompt is always written",
+    "117:630 what ends messages stands before the question too, and no prompt is written",
+    "119:106 a bridge begins with text where the tokenizer puts a space before every text",
 )
 """Cases that showed a fault once, and which."""
 
@@ -178,3 +185,8 @@ MENDED = (
 def test_a_mended_case_shows_no_fault(case: str) -> None:
     seed, index = map(int, case.partition(" ")[0].split(":"))
     assert examine(case_of(seed, index)).findings == []
+
+
+def test_a_bridge_that_begins_with_text_is_encoded_as_it_continues_the_model_s_text() -> None:
+    # SentencePiece-style tokenizers put a space before a text's first word, which a bridge after text must not have.
+    assert examine(case_of(119, 106)).findings == []

@@ -252,7 +252,9 @@ class Renderer(TemplateText):
             return read_text(self.tokenizer, last, self.stop_ids(setup))
 
         cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
-        encoded = self.tokenizer.encode_after(cut.before, cut.text)
+        # Without a control token in between, what the template writes continues the model's text.
+        continues = last_id is not None and self.tokenizer.control_by_id(last_id) is None
+        encoded = self.tokenizer.encode_after(cut.before or (_LETTER if continues else ""), cut.text)
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
