@@ -53,7 +53,7 @@ def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp
         done = run(*arguments, "--trainer", "verl")
         assert "ok    engine: vllm " in done.stdout
         assert "--enable-scale-out" not in done.stdout
-        assert "      Else restart vLLM with `--logprobs-mode processed_logprobs`, or keep all calls at" in done.stdout
+        assert "      For other temperatures restart vLLM with `--logprobs-mode processed_logprobs`, or" in done.stdout
         vllm.scale_out = False
         done = run(*arguments)
         assert "      vLLM runs without --enable-scale-out" in done.stdout

@@ -283,7 +283,7 @@ def test_sessions_that_a_group_can_not_name_can_be_left_out(run: Run, data_dir: 
     assert run(*given).exit_code == 1
     done = run(*given, "--skip-refused")
     assert done.exit_code == 0, done.stderr
-    assert "session 'plain' has no 'task' in its metadata to name its group; it has: none" in done.stderr
+    assert "the metadata of session 'plain' has no 'task' to name its group; its keys: none" in done.stderr
     assert "left out by --skip-refused: sessions 1 of 2" in done.stderr
     assert "no --group" not in done.stderr
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2

@@ -127,11 +127,11 @@ FIRST_TRAINED.loss_mask[0] = True
         ([make_sample(0, 4), make_sample(1, 4, token_ids=np.array([1, 100, 1, 1], np.int32))], {}, "has id 100 at 1"),
         ([make_sample(0, 4, token_ids=np.array([1, 1, -5, 1], np.int32))], {}, "has id -5 at 2"),
         ([make_sample(0, 6)], {"length": 4}, "a sample has 6 tokens"),
-        ([make_sample(0, 4)], {"length": 6, "multiple": 4}, "not a multiple"),
-        ([make_sample(0, 4)], {"multiple": 0}, "multiple of 0"),
-        ([FIRST_TRAINED], {}, "nothing predicts it"),
+        ([make_sample(0, 4)], {"length": 6, "multiple": 4}, "expected a multiple of 4"),
+        ([make_sample(0, 4)], {"multiple": 0}, "multiple is 0"),
+        ([FIRST_TRAINED], {}, "no logits predict it"),
         ([with_column(make_sample(0, 4), "x", 1), make_sample(1, 4)], {}, "has columns"),
-        ([with_column(make_sample(0, 4), "x", [0, 0, np.nan, 1])], {}, "no value in column 'x' for 1 trained"),
+        ([with_column(make_sample(0, 4), "x", [0, 0, np.nan, 1])], {}, "column 'x' has no value for 1 trained"),
     ],
 )
 def test_what_would_train_the_wrong_thing_is_refused(

@@ -187,7 +187,7 @@ def test_skyrl_s_branches_are_steps_of_one_trajectory() -> None:
     assert made["stop_reasons"] == ["stop"] * 3
     assert exports.skyrl_generator_output([ended("length"), ended(None)])["stop_reasons"] is None
     assert exports.skyrl_generator_output([ended("length")])["stop_reasons"] == ["length"]
-    with pytest.raises(InvalidRequest, match="follow each other"):
+    with pytest.raises(InvalidRequest, match="are interleaved"):
         exports.skyrl_generator_output([samples[0], replace(samples[0], session_id="t"), samples[1]])
 
 

@@ -75,4 +75,4 @@ def test_a_call_that_the_handle_can_t_obey_is_refused(gateway: PolicyGateway, as
 
 def test_calls_before_the_handle_is_there_can_be_sent_again(gateway: PolicyGateway) -> None:
     refused = ask(gateway)
-    assert (refused.status_code, "policy_generation is not there yet" in refused.text) == (503, True)
+    assert (refused.status_code, "assign NeMo-RL's policy_generation before" in refused.text) == (503, True)

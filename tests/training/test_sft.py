@@ -216,7 +216,7 @@ def test_only_the_last_message_or_some_can_be_trained() -> None:
 
 @pytest.mark.parametrize("select", [[0], [], [9], "final"])
 def test_a_selection_without_an_assistant_message_is_refused(select: Any) -> None:
-    with pytest.raises(InvalidRequest, match="assistant messages are"):
+    with pytest.raises(InvalidRequest, match="the assistant messages"):
         sft(load_renderer(QWEN3), [QUESTION, ANSWER, NEXT], select=select)
 
 

@@ -165,7 +165,9 @@ def test_slime_passes_on_whether_it_evaluates_and_miles_its_whole_input() -> Non
     assert names == ["call_args", "evaluation"]
 
 
-@pytest.mark.parametrize(("number", "why"), [(5, "the agent failed"), (6, "nothing was sampled"), (8, "took too long")])
+@pytest.mark.parametrize(
+    ("number", "why"), [(5, "the agent failed"), (6, "completed no model call"), (8, "took too long")]
+)
 def test_a_rollout_that_failed_is_one_sample_without_loss(router: Router, number: int, why: str) -> None:
     ((sample,),) = ran([number], **({"seconds": 0.0} if number == 8 else {}))
     assert sample.status.value == "aborted"

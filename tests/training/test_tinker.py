@@ -122,7 +122,7 @@ def test_transitions_are_what_the_client_sampled(ledger: live.Ledger) -> None:
     assert live.checked(golden, [row for one in made for row in rows_of(one)])[::2] == (set(), set())
 
 
-@pytest.mark.parametrize(("number", "error"), [(5, "the agent failed"), (6, "sampled nothing")])
+@pytest.mark.parametrize(("number", "error"), [(5, "the agent failed"), (6, "completed no model call")])
 def test_an_agent_that_fails_fails_its_group(ledger: live.Ledger, number: int, error: str) -> None:
     with pytest.raises((RuntimeError, InvalidRequest), match=error):
         trajectories_of(ledger, 7, number)

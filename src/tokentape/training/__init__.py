@@ -1,7 +1,7 @@
-"""Samples and batches of recorded sessions for trainers.
+"""Make samples and batches for trainers from recorded sessions.
 
-`exports` has a function per trainer. `trl`, `verl`, `slime`, `skyrl`, `verifiers`, `tinker`, `agent_lightning`,
-`nemo_rl` and `openenv` run agents live.
+`exports` has a function for each trainer. `trl`, `verl`, `slime`, `skyrl`, `verifiers`, `tinker`, `agent_lightning`,
+`nemo_rl` and `openenv` run agents during training.
 """
 
 from __future__ import annotations

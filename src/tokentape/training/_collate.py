@@ -1,11 +1,11 @@
 """Collate samples into batches, padded on either side or packed, as numpy arrays or torch tensors.
 
 Per-token arrays of a batch are not shifted: at [row, t] are the id, the mask, the logprob and the columns of the *same*
-token. A causal model's logits at t - 1 predict the token at t. So either give `labels` to a model that shifts them, as
-models of transformers do, or use `shifted()`, whose arrays match `logits[:, :-1]`.
+token. A causal model's logits at t - 1 predict the token at t. So either pass `labels` to a model that shifts them, as
+transformers models do, or use `shifted()`, whose arrays match `logits[:, :-1]`.
 
 The loss mask comes from the samples, never from a comparison with the padding id, which may also end sequences.
-Advantages and other numbers per token are columns of samples.
+Advantages and other per-token numbers are columns of samples.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ class Batch:
     attention_mask: npt.NDArray[np.int64]
     """1 for tokens, 0 for padding."""
     position_ids: npt.NDArray[np.int64]
-    """Position in its sample, from 0; 0 for padding."""
+    """The token's position in its sample, from 0; 0 for padding."""
     segment_ids: npt.NDArray[np.int32]
-    """Number of the token's sample in the row, from 1; 0 for padding. Attention stays within a number."""
+    """Number of the token's sample in the row, from 1; 0 for padding. Tokens attend only to their own sample."""
     loss_mask: npt.NDArray[np.bool_]
     """Tokens that carry loss."""
     labels: npt.NDArray[np.int64]
     """The ids where `loss_mask` is True, else -100. Not shifted."""
     logprobs: npt.NDArray[np.float32]
-    """Logprob of the token at sampling; 0.0 for other tokens, NaN for a trained token that was not sampled."""
+    """Recorded logprob of a sampled token; 0.0 for other tokens, NaN for a trained token that was not sampled."""
     temperatures: npt.NDArray[np.float32]
     """Divide the logits that predict the token by this: then `log_softmax`, over the token's support if the batch has
-    one, gives the distribution of `logprobs`. 1.0 for tokens without loss, NaN if not known."""
+    one, gives the distribution of `logprobs`. 1.0 for tokens without loss, NaN if unknown."""
     weight_versions: npt.NDArray[np.int32]
     """Index in `versions` of the weights that sampled the token; -1 for tokens that were not sampled."""
     versions: tuple[str, ...]
     places: npt.NDArray[np.int64]
-    """For each sample its row, first position and the position after its last, shape [samples, 3]."""
+    """Row, start and end (exclusive) of each sample, shape [samples, 3]."""
     cu_seqlens: npt.NDArray[np.int32]
-    """Where sequences begin in the flattened [rows * length], and the end, for attention kernels with variable lengths.
-    Runs of padding count as sequences."""
+    """Sequence starts in the flattened [rows * length], and the end, for attention kernels with variable lengths. Runs
+    of padding count as sequences."""
     rewards: npt.NDArray[np.float64]
-    """Reward of each sample, NaN if it has none."""
+    """Reward of each sample, NaN if it has no reward."""
     truncated: npt.NDArray[np.bool_]
-    """For each sample, True if its last turn is known to have reached its token budget."""
+    """For each sample, True if its last turn is known to have ended because it reached its token budget."""
     groups: tuple[str | None, ...]
     """Group of each sample."""
     columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Columns by name, per token; 0.0 for padding."""
+    """Per-token columns by name; 0.0 for padding."""
     payloads: dict[str, TokenRows] = field(default_factory=dict)
     """Payloads by name: `rows` of shape [rows, length, ...] and `known` of shape [rows, length]."""
     media: tuple[tuple[MediaSpan, ...], ...] = ()
-    """Images of each sample, at offsets in the sample."""
+    """Images of each sample; their offsets count from the sample's start."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays by name: fields, columns, and payloads as `NAME` and `NAME_known`.
@@ -94,10 +94,10 @@ class Batch:
     def shifted(self) -> dict[str, npt.NDArray[Any]]:
         """Return arrays of shape [rows, length - 1]. Index t has the token at t + 1, which `logits[:, t]` predict.
 
-        These are `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. The ratio of
-        a policy to the one that sampled is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) -
-        logprobs)` where `loss_mask` is True; with supports, use `renormalized_logprobs` instead of `log_softmax`. The
-        first token of a sample has no loss, so no loss depends on the previous sample of a packed row.
+        These are `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. The
+        importance ratio is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) - logprobs)` where
+        `loss_mask` is True; with supports, use `renormalized_logprobs` instead of `log_softmax`. The first token of a
+        sample has no loss, so no loss depends on the previous sample in a packed row.
         """
         names = ("loss_mask", "logprobs", "temperatures", "weight_versions")
         arrays = {"target_ids": self.input_ids, **{name: getattr(self, name) for name in names}, **self.columns}
@@ -124,14 +124,14 @@ def padded(
 ) -> Batch:
     """Pad samples to one row each.
 
-    Rows have exactly `length` tokens; by default they are as long as the longest sample, rounded up to a `multiple`.
-    `vocab_size` is the number of rows of the model's embedding. Set `check_logprobs` to False for a loss that does not
-    use logprobs.
+    Rows have exactly `length` tokens; by default they are as long as the longest sample, rounded up to a multiple of
+    `multiple`. `vocab_size` is the number of rows in the model's embedding. Set `check_logprobs` to False if the loss
+    does not use logprobs.
 
-    Raises `InvalidRequest` if there is no sample; for an id outside the vocabulary; for a sample longer than `length`
+    Raises `InvalidRequest` if `samples` is empty; for an id outside the vocabulary; for a sample longer than `length`
     (`assemble(..., max_length=...)` cuts or drops these); if the first token of a sample carries loss; for a trained
-    token without a value in a column; for recorded logprobs that no `log_softmax(logits / temperature)` gives; and for
-    logprobs over the whole vocabulary with recorded supports.
+    token without a value in a column; for recorded logprobs that `log_softmax(logits / temperature)` can't produce; and
+    for logprobs over the whole vocabulary with recorded supports.
     """
     _check(samples, pad_id, vocab_size)
     lengths = [len(sample.token_ids) for sample in samples]
@@ -150,7 +150,7 @@ def packed(
     multiple: int = 1,
     check_logprobs: bool = True,
 ) -> Batch:
-    """Pack samples into one row, or by first fit into few rows of `length` tokens.
+    """Pack samples into one row, or with `length` into rows of that many tokens, by first fit.
 
     Attention must not cross samples: pass `cu_seqlens` to a kernel, or build a mask from `segment_ids`. Some models
     (transformers' flash attention, one row) find boundaries from `position_ids`, which restart at each sample; pass
@@ -161,7 +161,7 @@ def packed(
     size = _row_length(sum(sizes) if length is None else max(sizes), length, multiple)
     places = np.zeros((len(samples), 3), np.int64)
     used: list[int] = []
-    # First fit, longest sample first. In a single row, the order stays.
+    # First fit, longest sample first. A single row keeps the order.
     order = range(len(samples)) if length is None else sorted(range(len(samples)), key=lambda n: -sizes[n])
     for n in order:
         row = next((row for row, filled in enumerate(used) if filled + sizes[n] <= size), len(used))
@@ -174,15 +174,15 @@ def packed(
 
 def _row_length(longest: int, length: int | None, multiple: int) -> int:
     if multiple < 1:
-        raise InvalidRequest(f"rows can't be a multiple of {multiple} tokens long", "multiple")
+        raise InvalidRequest(f"multiple is {multiple}: expected at least 1", "multiple")
     if length is None:
         return -(-longest // multiple) * multiple
     if length % multiple:
-        raise InvalidRequest(f"rows of {length} tokens are not a multiple of {multiple} long", "length")
+        raise InvalidRequest(f"length is {length}: expected a multiple of {multiple}", "length")
     if longest > length:
         raise InvalidRequest(
-            f"a sample has {longest} tokens, rows have {length}; give assemble a MaxLength({length}, ...) that cuts or "
-            "drops such samples",
+            f"a sample has {longest} tokens, rows have {length}; pass max_length=MaxLength({length}, ...) to assemble, "
+            "which cuts or drops such samples",
             "length",
         )
     return length
@@ -190,9 +190,9 @@ def _row_length(longest: int, length: int | None, multiple: int) -> int:
 
 def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
     if not samples:
-        raise InvalidRequest("there are no samples for a batch", "samples")
+        raise InvalidRequest("there are no samples: a batch needs at least 1", "samples")
     if not 0 <= pad_id < vocab_size:
-        raise InvalidRequest(f"padding id {pad_id} is outside the vocabulary of {vocab_size} ids", "pad_id")
+        raise InvalidRequest(f"padding id {pad_id} is outside the vocabulary: expected 0 to {vocab_size - 1}", "pad_id")
     names = set(samples[0].columns)
     for n, sample in enumerate(samples):
         ids, where = sample.token_ids, f"sample {n} (session {sample.session_id!r}, leaf {sample.leaf})"
@@ -200,13 +200,13 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
         if outside.size:
             position = int(outside[0])
             raise InvalidRequest(
-                f"{where} has id {int(ids[position])} at {position}, the vocabulary has {vocab_size} ids", "samples"
+                f"{where} has id {int(ids[position])} at {position}: expected 0 to {vocab_size - 1}", "samples"
             )
         if not ids.size or sample.loss_mask[0]:
-            raise InvalidRequest(f"{where} begins with a token that carries loss: nothing predicts it", "samples")
+            raise InvalidRequest(f"{where} begins with a token that carries loss: no logits predict it", "samples")
         if set(sample.columns) != names:
             raise InvalidRequest(
-                f"{where} has columns {sorted(sample.columns)}, the first sample {sorted(names)}; give all the same",
+                f"{where} has columns {sorted(sample.columns)}, the first sample {sorted(names)}; set the same in all",
                 "samples",
             )
         for name in sample.columns:
@@ -214,7 +214,7 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
 
 
 def _temperatures(sample: Sample, check: bool) -> npt.NDArray[np.float32]:
-    # Samples of supervised fine-tuning have no logprobs.
+    # Samples for supervised fine-tuning have no logprobs.
     if check and not np.isnan(sample.logprobs[sample.loss_mask]).all():
         refuse_unlike_supports(sample)
         return token_temperatures(sample)
@@ -289,15 +289,15 @@ def _empty_payloads(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[s
             if name not in payloads:
                 payloads[name] = TokenRows(blank_rows((*shape, *kind[1]), kind[0]), np.zeros(shape, np.bool_))
             elif (payloads[name].rows.dtype, payloads[name].rows.shape[2:]) != kind:
-                raise InvalidRequest(f"payload {name!r} has rows of different dtypes or shapes", "samples")
+                raise InvalidRequest(f"dtypes or shapes of payload {name!r} differ between samples", "samples")
     return payloads
 
 
 def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
-    """Return the sample with a named column: give one number for all trained tokens, one per turn or one per token.
+    """Return the sample with a named column. Pass one number for all trained tokens, one per turn or one per token.
 
-    One number, or one per turn, applies to trained tokens only; other tokens get 0. Raises `InvalidRequest` for another
-    number of values.
+    One number, or one per turn, applies to trained tokens only; other tokens get 0. Raises `InvalidRequest` for any
+    other number of values.
 
     >>> with_column(sample, "advantages", 0.5)                                      # doctest: +SKIP
     """
@@ -322,10 +322,10 @@ def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
 def group_advantages(
     samples: Sequence[Sample], *, name: str = "advantages", scale: bool = True, epsilon: float = 1e-6
 ) -> list[Sample]:
-    """Return samples with GRPO's advantage as a column: reward minus the group's mean, divided by its deviation.
+    """Return samples with the GRPO advantage as a column: reward minus group mean, divided by the standard deviation.
 
     The mean is over sessions: a session with several samples counts once, with the mean of their rewards. `scale` False
-    omits the division (Dr. GRPO). Raises `InvalidRequest` for a sample without reward or group.
+    omits the division (Dr. GRPO). Raises `InvalidRequest` for a sample without a reward or a group.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     for sample in samples:
@@ -344,21 +344,21 @@ def group_advantages(
 def _group_of(sample: Sample) -> str:
     if sample.group is None:
         raise InvalidRequest(
-            f"a sample of session {sample.session_id!r} has no group: name the key of its metadata with --group, or in "
-            "Python `group` to `assemble`"
+            f"a sample of session {sample.session_id!r} has no group: pass the metadata key that names it as --group, "
+            "or in Python as `group` of `assemble`"
         )
     return sample.group
 
 
 def column_of(sample: Sample, name: str) -> TokenValues:
-    """Return a column. Raises `InvalidRequest` if there is none, or if it has no number for a trained token."""
+    """Return a column. Raises `InvalidRequest` if it does not exist or has no value for a trained token."""
     where = f"session {sample.session_id!r}, leaf {sample.leaf}"
     if name not in sample.columns:
-        raise InvalidRequest(f"{where}: there is no column {name!r}; see `with_column`", "samples")
+        raise InvalidRequest(f"{where}: there is no column {name!r}; add it with `with_column`", "samples")
     missing = np.flatnonzero(sample.loss_mask & ~np.isfinite(sample.columns[name]))
     if missing.size:
         raise InvalidRequest(
-            f"{where}: no value in column {name!r} for {missing.size} trained tokens, the first at {int(missing[0])}; "
+            f"{where}: column {name!r} has no value for {missing.size} trained tokens, the first at {int(missing[0])}; "
             "annotate them, or leave the sample out",
             "samples",
         )
@@ -366,34 +366,34 @@ def column_of(sample: Sample, name: str) -> TokenValues:
 
 
 def reward_of(sample: Sample) -> float:
-    """Return a sample's reward. Raises `InvalidRequest` if there is none."""
+    """Return a sample's reward. Raises `InvalidRequest` if it has no reward."""
     if sample.reward is None:
-        raise InvalidRequest(f"session {sample.session_id!r} has no reward; give one, or leave the session out")
+        raise InvalidRequest(f"session {sample.session_id!r} has no reward; set one, or leave the session out")
     return sample.reward
 
 
 IMAGE_TYPE = 1
-"""Value in `mm_token_type_ids` for a placeholder of an image; text and padding are 0."""
+"""Value in `mm_token_type_ids` for image placeholders; text and padding are 0."""
 
 
 def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Return the images of a batch, processed again, in the order of their placeholders in its rows.
+    """Process the images of a batch again, and return them in the order of their placeholders.
 
         inputs = to_torch(media_arrays(batch, session.media))
         logits = model(input_ids, attention_mask=attention_mask, **inputs).logits
 
     Don't pass `position_ids`: the model computes its own from these arrays, in more than one dimension. `load` returns
-    the bytes of an image, or of the settings that it was processed with, by their SHA-256; for example `media` of a
-    client's session. Needs the extra `images`.
+    the bytes of an image, or of its processor settings, for a SHA-256; for example, pass `media` of a client's session.
+    Needs the extra `images`.
 
     Returns `mm_token_type_ids`, int64 [rows, length], and if there are images `pixel_values`, float32 [patches of all
     images, values of a patch], and `image_grid_thw`, int64 [images, 3].
 
     Raises `InvalidRequest` for a row with several samples, because a vision model numbers positions per row, and if an
-    image now has another number of tokens or another position than recorded, because the libraries have changed.
+    image's token count or position now differs from the record, because the libraries have changed.
     """
     if len(np.unique(batch.places[:, 0])) < len(batch.places):
-        raise InvalidRequest("images can't be packed: the model numbers the positions of whole rows; use `padded`")
+        raise InvalidRequest("samples with images can't be packed, since models number positions per row; use `padded`")
 
     @cache
     def processor(settings: str) -> QwenImageProcessor:
@@ -413,8 +413,8 @@ def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.ND
             length = processor(span.settings).lengths(arrays["image_grid_thw"])[0]
             if length != span.length or (batch.input_ids[row, here] != processor(span.settings).placeholder_id).any():
                 raise InvalidRequest(
-                    f"image {span.sha256} has {length} tokens, the record has {span.length}: process it with the "
-                    "versions of transformers and Pillow that its settings name"
+                    f"image {span.sha256} has {length} tokens, the record has {span.length}: install the versions of "
+                    "transformers and Pillow that its settings name"
                 )
             types[row, here] = IMAGE_TYPE
             images.append(arrays)

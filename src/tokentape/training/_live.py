@@ -1,4 +1,4 @@
-"""Agents as rollouts of a trainer: a gateway in the trainer's process, and a session for each rollout."""
+"""Run agents as a trainer's rollouts, through a gateway in the trainer's process, with a session for each rollout."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ Task: TypeAlias = Mapping[str, Any]
 """A row of the trainer's dataset."""
 
 Agent: TypeAlias = Callable[[str, str, Task], Awaitable[float | None]]
-"""Does one task: `async def agent(base_url, api_key, task)`. Gives both to any client of OpenAI's or Anthropic's wire
-API, and returns the reward, or None where the trainer finds it."""
+"""Does one task: `async def agent(base_url, api_key, task)`. It passes the first two to any OpenAI or Anthropic client,
+and returns the reward, or None to have the trainer compute it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One agent's run."""
+    """The result of one agent's run."""
 
     session_id: str
     samples: tuple[Sample, ...]
-    """What of the session is trained. Several where it branched, none where nothing was sampled."""
+    """Samples of the session: several if it branched, none if no model call was completed."""
     error: Exception | None
     """What the agent raised."""
     replies: Mapping[int, Message] = field(default_factory=dict)
-    """What the agent read, by turn."""
+    """The replies that the agent got, by turn."""
 
 
 @dataclass(frozen=True)
 class LiveGateway:
-    """A gateway over an engine of this process, for agents on this machine. Get it with `live_gateway`."""
+    """A gateway with an engine in this process, for agents on this machine. Made by `live_gateway`."""
 
     client: AsyncClient
     renderer: Renderer
     store: SqliteStore
-    """Its record, to read."""
+    """The gateway's record, opened for reading."""
     keeps: bool
     """Whether sessions stay in the record."""
     handles: dict[str, Any]
-    """By session what its calls are sampled with."""
+    """By session id, the handle that `sample` gets with the session's calls."""
 
     async def run(
         self,
@@ -73,10 +73,10 @@ class LiveGateway:
         seconds: float | None = None,
         stop_rule: StopRule | None = None,
     ) -> Rollout:
-        """Run an agent in a new session, for at most so many seconds. What it raises is in the rollout.
+        """Run an agent in a new session, for at most `seconds`. If it raises, the rollout has the exception.
 
-        The gateway's `sample` gets `handle` with each call of the session. Its metadata name the group and the attempt;
-        `pin` and `default` are its sampling parameters. Sessions of a temporary record are deleted once they are read.
+        The gateway's `sample` gets `handle` with each call of the session. The session's metadata have `group` and
+        `attempt`; `pin` and `default` are its sampling parameters. In a temporary record, it is deleted once read.
         """
         labels = {"group": group, "attempt": attempt, **(metadata or {})}
         session = await self.client.session(session_id, metadata=labels, pin=pin, default=default)
@@ -92,13 +92,13 @@ class LiveGateway:
                 error = raised
             stored, trajectories = await asyncio.to_thread(self._read, session.session_id)
         finally:
-            # Also where the trainer cancels the rollout.
+            # Also if the trainer cancels the rollout.
             del self.handles[session.session_id]
             if not self.keeps:
                 await session.delete()
         assembled = assemble(trajectories, group=lambda _: group)
         if stop_rule is not None:
-            # What an agent that failed left is not trained.
+            # Samples of a failed agent are not trained.
             stop_rule.add(assembled.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
         return Rollout(session.session_id, tuple(assembled.samples), error, replies)
@@ -122,11 +122,11 @@ async def live_gateway(
     logprobs_mode: str,
     directory: Path | str | None = None,
 ) -> LiveGateway:
-    """Return the gateway of this event loop for a model. It starts at the first call, and ends with the loop.
+    """Return this event loop's gateway for a model. It starts at the first call, and ends with the loop.
 
-    Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. `sample` gets the handle
-    of the session first. The model is a folder or the name of one in the Hub's cache. Raises as `find_model` and
-    `serving`.
+    Later calls for the model return the same gateway, so pass the same arguments; see `FunctionEngine`. The first
+    argument of `sample` is the session's handle. `model_dir` is a folder, or the Hub repo id of a cached model. Raises
+    as `find_model` and `serving` do.
     """
     folder = find_model(Path(model_dir), weights=False)
     handles: dict[str, Any] = {}
@@ -146,7 +146,7 @@ async def live_gateway(
     ready = opened.get(str(folder))
     if ready is None or (ready.done() and ready.exception() is not None):
         ready = opened[str(folder)] = asyncio.get_running_loop().create_future()
-        # Its own task: a rollout that is cancelled meanwhile must not take the gateway from the others.
+        # Its own task: cancelling a rollout meanwhile must not stop the gateway that the other rollouts wait for.
         task = asyncio.create_task(_hold(ready, folder, make_engine, directory, handles))
         _held.add(task)
         task.add_done_callback(_held.discard)
@@ -160,9 +160,9 @@ async def _hold(
     directory: Path | str | None,
     handles: dict[str, Any],
 ) -> None:
-    """Start a gateway, on another thread, and end it when this task is cancelled: an event loop does that at its end.
+    """Start a gateway on a different thread, and stop it when this task is cancelled, as an event loop does at its end.
 
-    The engine is made here, since its function belongs to this event loop.
+    The engine is made here, because its function belongs to this event loop.
     """
     try:
         renderer = await asyncio.to_thread(Renderer.load, model_dir)
@@ -181,7 +181,7 @@ async def _hold(
 
 
 def imported(target: Any, param: str) -> Any:
-    """Return an object, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
+    """Return `target`, or import it if it is a `package.module.name`. Raises `InvalidRequest` if that fails."""
     if not isinstance(target, str):
         return target
     module, _, name = target.rpartition(".")
@@ -190,23 +190,23 @@ def imported(target: Any, param: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidRequest(
             f"{param} {target!r} can't be imported ({error}); expected package.module.name: write the full name, and "
-            "put the package where Python finds it, with PYTHONPATH for example",
+            "make the package importable, for example with PYTHONPATH",
             param,
         ) from None
 
 
 def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return the parameters of `names` as vLLM and SGLang take them, without stop strings."""
+    """Return the parameters in `names` in the form of vLLM and SGLang, without stop strings."""
     fields = {name: getattr(params, name) for name in names if name != "stop_strings"}
     return fields | {"top_k": params.top_k or -1, "stop_token_ids": list(params.stop_token_ids)}
 
 
 def vllm_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
-    """Return the sampling parameters of a call of vLLM's for ids and logprobs."""
+    """Return the sampling parameters of a vLLM call that returns ids and logprobs."""
     own = {"max_tokens": params.max_tokens, "skip_special_tokens": False, "logprobs": 1}
     return sampling_fields(params, names) | own
 
 
 def version_between(first: object, last: object) -> str | None:
-    """Return the version of a completion that began with one and ended with another, `7-8`: where is not known."""
+    """Return a completion's weight version, or a range such as `7-8` if it changed at an unknown token."""
     return None if last is None else str(last) if first == last else f"{first}-{last}"

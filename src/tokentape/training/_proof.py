@@ -1,7 +1,7 @@
-"""Prove that a training tokenizer changes no old text.
+"""Prove that a training tokenizer encodes old text to the same ids as the serving tokenizer.
 
-The parts that determine ids and text must be equal, and every old added token must be there with its flags. Texts must
-have the same ids: yours, texts on which tokenizers are known to differ, and texts that contain every old token.
+The parts that determine ids and text must be equal, and every old added token must exist with the same flags. Texts
+must get the same ids: your own, texts on which tokenizers are known to differ, and texts that contain every old token.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tokentape.training._tokenizer import TrainingTokenizer, token_ids
 PARTS = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
 """The parts of `tokenizer.json` that determine ids and text. Added tokens are compared separately."""
 
-_CHARACTERS = 1 << 15  # of a file that are encoded at once
-_MIXED = 2000, 64  # texts of random tokens, for unusual sequences of them, and their length
+_CHARACTERS = 1 << 15  # of a file, encoded at once
+_MIXED = 2000, 64  # number and length of texts of random tokens, which have unusual sequences
 _AROUND = 64
 _CHAT = "<|im_start|>user\nhi<|im_end|>\n<think>\n</think><tool_call>{}</tool_call> <s>[INST] x [/INST]</s>"
 
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """A text with other ids, from which no character can be removed."""
+    """A text whose ids differ, and that is minimal: without any one character they would not."""
 
     text: str
     old_ids: tuple[int, ...]
@@ -49,16 +49,16 @@ class Proof:
 
     texts: int
     tokens: int
-    """Tokens of all texts, by the old tokenizer."""
+    """Number of tokens in all texts, as the old tokenizer encodes them."""
     changed_texts: int
     counterexample: Counterexample | None
     """The shortest of the first few changed texts."""
     changed_parts: tuple[str, ...]
-    """The `PARTS` that differ, and old added tokens that are missing or have other flags."""
+    """The `PARTS` that differ, and old added tokens that are missing or have different flags."""
     changed_spellings: tuple[int, ...]
-    """Old ids that decode to another text."""
+    """Old ids that decode to a different text."""
     fingerprint: str
-    """Hex SHA-256 of the `PARTS` of the old tokenizer. Equal for tokenizers that differ in added tokens only."""
+    """Hex SHA-256 of the old tokenizer's `PARTS`. Equal for tokenizers that differ only in added tokens."""
 
     @property
     def ok(self) -> bool:
@@ -69,8 +69,8 @@ class Proof:
 def prove(old: str | Path, new: str | Path | TrainingTokenizer, corpus: Iterable[str | Path] = ()) -> Proof:
     """Compare the tokenizer in folder `old` with `new`, a folder or a training tokenizer.
 
-    `corpus` has texts (`str`) and UTF-8 files (`Path`). Files are read in pieces, and texts are encoded on all cores,
-    with the control tokens that they contain, as in `transformers`. So a text that contains a new token is found.
+    `corpus` has texts (`str`) and UTF-8 files (`Path`). Files are read in chunks, and texts are encoded on all cores.
+    Control tokens in a text are encoded as such, as in `transformers`, so a text that contains a new token is found.
     Raises `InvalidRequest` for a folder without `tokenizer.json`.
     """
     was, now = _read_spec(old), _read_spec(new)
@@ -110,7 +110,7 @@ def _shrunk(source: str, text: str, sides: Sequence[tokenizers.Tokenizer]) -> Co
     first = len(commonprefix(ids(text)))
     offsets = sides[0].encode(text, add_special_tokens=False).offsets
     offset = offsets[first][0] if first < len(offsets) else len(text)
-    # A short piece of a long text probably differs too, and shrinks much faster.
+    # A short part of a long text probably differs too, and shrinks much faster.
     near = text[max(0, offset - _AROUND) : offset + _AROUND]
     least = smallest_text(near if differs(near) else text, differs)
     old_ids, new_ids = ids(least)
@@ -138,7 +138,7 @@ def _read_spec(source: str | Path | TrainingTokenizer) -> Any:
     if isinstance(source, TrainingTokenizer):
         return json.loads(source.source)
     if not (path := Path(source, "tokenizer.json")).is_file():
-        raise InvalidRequest(f"no tokenizer.json in {source}; a proof compares two of them")
+        raise InvalidRequest(f"no tokenizer.json in {source}: pass a folder that has one")
     return json.loads(path.read_bytes())
 
 

@@ -1,7 +1,8 @@
-"""Compare recorded conversations with their messages rendered again, and the logprobs of both.
+"""Compare recorded conversations, and their logprobs, with what rendering their messages again would give.
 
-A trainer that gets messages would have these renderings. As in `check-logprobs`, there are three channels: before the
-first difference tokens have the same context, after a difference of ids only the same text, then another text.
+A trainer that gets messages would train on these renderings. As in `check-logprobs`, there are three channels: tokens
+before the first difference have the same context, tokens after a difference in ids have the same text, and tokens after
+a difference in text have neither.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokentape.types import TokenIds, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Changes in one channel."""
+    """The changes in one channel."""
 
     sequences: int = 0
     """Sequences with a difference, even if only in the context."""
@@ -35,21 +36,21 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class IfRerendered:
-    """The result of `check_rerendered`. Numbers are new - recorded logprobs of unchanged tokens, in nats."""
+    """The result of `check_rerendered`. `Numbers` are of new minus recorded logprobs of unchanged tokens, in nats."""
 
     sequences: int
     refused: int
-    """Conversations that the template refuses, or that have images. They are in no other number."""
+    """Conversations that the template refuses, or that have images. The other numbers leave them out."""
     tokens: int
     """Trained tokens."""
     id_drift: Changed
     text_drift: Changed
     numeric: Numbers
-    """Before the first difference."""
+    """Tokens before the first difference."""
     behind_id_drift: Numbers
-    """After other ids, before any other text."""
+    """Tokens after a difference in ids, before any difference in text."""
     behind_text_drift: Numbers
-    """After other text."""
+    """Tokens after a difference in text."""
 
 
 def check_rerendered(
@@ -57,9 +58,8 @@ def check_rerendered(
 ) -> IfRerendered:
     """Render the whole conversation of each branch again, and compare it with the record.
 
-    A trainer that gets messages has these rows. `tokentape drift` instead renders before every turn, as a server does.
-    Without `forward` there are no logprobs, and the `Numbers` are empty. Logprobs are those of the recorded ids in the
-    new context; changed ids have none.
+    `tokentape drift` instead renders before every turn, as a server does. Without `forward` there are no logprobs, and
+    the `Numbers` are empty. Logprobs are of the recorded ids in the new context; changed ids have none.
     """
     counts: Counter[str] = Counter()
     kinds: dict[str, Counter[str]] = {"ids": Counter(), "text": Counter()}
@@ -103,7 +103,7 @@ def check_rerendered(
 
 
 def _pairs(sessions: Iterable[StoredSession], renderer: Renderer) -> Iterator[tuple[Trajectory, TokenIds | None]]:
-    """Yield branches with the ids of their rendered messages; None if they are refused or have images."""
+    """Yield branches with the ids of their rendered messages; None if refused by the template, or with images."""
     for stored in sessions:
         session = stored.tree()
         for trajectory in stored.trajectories():

@@ -1,9 +1,9 @@
-"""Make samples from trajectories: decide which tokens are trained, in which sequence.
+"""Make samples from trajectories: decide which tokens are trained, and in which sequence.
 
 The trajectories of a session share prefixes. Each sampled token carries loss in at most one sample of a session; in the
-others it is context. Masks are decided after `select`, `split` and `max_length`: if the trajectory that trained a
-shared turn was removed, the next one with this turn trains it. The steps are plain functions, so you can write your
-own. Where possible, a sample's arrays are views of its trajectory's arrays.
+other samples it is context. Masks are decided after `select`, `split` and `max_length`: if the trajectory that trained
+a shared turn was removed, the next trajectory with this turn trains it. The steps are plain functions, so you can write
+your own. Where possible, a sample's arrays are views of its trajectory's arrays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sample(Trajectory):
     """
 
     group: str | None = None
-    """Samples of one group are compared with each other (GRPO). None if `assemble` was not given a group."""
+    """Samples in the same group are compared with each other (GRPO). None if `assemble` was called without `group`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ Split: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Piece]]
 
 
 def longest_branch(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """Keep only the trajectory with the most tokens; of several, the first."""
+    """Keep only the trajectory with the most tokens, the first one on a tie."""
     return [max(trajectories, key=lambda trajectory: len(trajectory.token_ids))] if trajectories else []
 
 
 @dataclass(frozen=True, slots=True)
 class KeepVerdicts:
-    """Keep only trajectories with one of these verdicts: `exact`, `closed`, `forked`, or with a cause `forked:sibling`.
+    """Keep only trajectories with one of these verdicts: `exact`, `closed`, `forked`, or a cause: `forked:sibling`.
 
     Raises `InvalidRequest` for an unknown verdict.
     """
@@ -84,17 +84,17 @@ class KeepVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class DropRetries:
-    """Of several turns that answer the same context, keep only one, with its continuations.
+    """Among turns with the same context, keep one and its continuations.
 
     Such siblings come from an agent that retried a call, or from calls with several choices: don't use this step to
-    compare all answers. A context is the same if the parent and the ids added to it are.
+    compare all answers. Contexts are the same if the turns have the same parent and add the same ids to it.
     """
 
     keep: Literal["first", "last", "continued"] = "last"
-    """The turn committed `first` or `last`; `continued`: all turns with a continuation, or the last if none has one."""
+    """The turn committed `first` or `last`; `continued`: all turns that were continued, or the last if none was."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Return the trajectories without removed turns."""
+        """Return the trajectories that contain no removed turn."""
         siblings: dict[tuple[int | None, bytes], set[int]] = {}
         continued: set[int] = set()
         for trajectory in trajectories:
@@ -115,15 +115,15 @@ class DropRetries:
 
 
 def one_per_leaf(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
-    """Return one sample per trajectory. A shared turn is trained in the first."""
+    """Return one sample per trajectory. A shared turn is trained in the first trajectory that has it."""
     return [Piece(trajectory, len(trajectory.turns), range(len(trajectory.turns))) for trajectory in trajectories]
 
 
 def one_per_turn(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
     """Return one sample per turn: its context, and its completion as the only trained tokens.
 
-    For trainers with one action per sequence. The total length is quadratic in the turns of a path. `reward` is still
-    that of the whole path; the reward of the action is the last of `turn_rewards`.
+    For trainers with one action per sequence. The total length is quadratic in the number of turns of a path. `reward`
+    is still the whole path's reward; the action's reward is the last of `turn_rewards`.
     """
     first: dict[int, Piece] = {}
     for trajectory in trajectories:
@@ -143,12 +143,12 @@ class MaxLength:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.how not in ("cut", "drop"):
-            raise InvalidRequest(f"a maximum of {self.tokens} tokens by {self.how!r}: expected 1 or more, cut or drop")
+            raise InvalidRequest(f"tokens is {self.tokens}, how is {self.how!r}: expected at least 1, and cut or drop")
 
 
 @dataclass(frozen=True, slots=True)
 class AssemblyReport:
-    """Counts of trajectories and samples. Reports of several calls can be added."""
+    """Count trajectories and samples. Reports from several calls can be added with `+`."""
 
     sessions: int = 0
     trajectories: int = 0
@@ -156,7 +156,7 @@ class AssemblyReport:
     tokens: int = 0
     """Tokens of all samples."""
     trained_tokens: int = 0
-    """Tokens of all samples with loss."""
+    """Tokens with loss in all samples."""
     not_selected: int = 0
     """Trajectories that `select` removed."""
     too_long: int = 0
@@ -166,9 +166,9 @@ class AssemblyReport:
     cut_tokens: int = 0
     """Tokens cut off from samples."""
     cut_trained_tokens: int = 0
-    """Tokens with loss among these."""
+    """Those of `cut_tokens` that had loss."""
     nothing_to_train: int = 0
-    """Samples that were removed because no token has loss: others train them, or they were cut off."""
+    """Samples that were removed because no token has loss: other samples train them, or they were cut off."""
 
     def __add__(self, other: AssemblyReport) -> AssemblyReport:
         return AssemblyReport(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -191,12 +191,12 @@ def assemble(
     group: str | Callable[[Trajectory], str] | None = None,
     roles: Sequence[str] | None = None,
 ) -> Assembled:
-    """Make samples, session by session in the given order.
+    """Make samples from trajectories, session by session, in the order in which the sessions come.
 
-    Pass all trajectories of a session in one call, otherwise a token may be trained twice. They come from
+    Pass all trajectories of a session in one call, otherwise a token may be trained twice. Get them from
     `StoredSession.trajectories()`, `ClientSession.trajectories()`, a snapshot or `read_trajectories(...)`. `group` is
-    the key in a session's metadata with the name of the group, or a function that returns the name. `roles` selects
-    branches by role: `main`, `subagent`, `side_call`.
+    the key of the group name in a session's metadata, or a function that returns the name. `roles` selects branches by
+    role: `main`, `subagent`, `side_call`.
 
     >>> assembled = assemble(read_trajectories("rollouts.parquet"), group="task")                # doctest: +SKIP
     >>> assembled.report.trained_tokens                                                          # doctest: +SKIP
@@ -221,8 +221,8 @@ def _with_roles(roles: Sequence[str], trajectories: Sequence[Trajectory]) -> Seq
     silent = next((trajectory for trajectory in trajectories if not trajectory.role), None)
     if silent is not None:
         raise InvalidRequest(
-            f"session {silent.session_id!r}: its trajectories say no role; take them from `tokentape export` or from a "
-            "client's session, or give `edges` to `StoredSession.trajectories`",
+            f"the trajectories of session {silent.session_id!r} have no roles: read them with `tokentape export` or a "
+            "client's session, or pass `edges` to `StoredSession.trajectories`",
             "roles",
         )
     return [trajectory for trajectory in trajectories if trajectory.role in roles]
@@ -267,7 +267,7 @@ def _of_session(
 
 
 def _length(piece: Piece, limit: int | None = None) -> int:
-    """Return the number of tokens through the last sampled token of a piece, or through the last one before `limit`."""
+    """Return a piece's length up to and including its last sampled token, or the last one before `limit`."""
     starts, ends = piece.trajectory.completion_starts[: piece.turns], piece.trajectory.completion_ends[: piece.turns]
     if limit is not None:
         ends = np.minimum(ends[starts < limit], limit)
@@ -275,7 +275,7 @@ def _length(piece: Piece, limit: int | None = None) -> int:
 
 
 def _owners(trajectories: Sequence[Trajectory]) -> dict[int, Trajectory]:
-    """Return for each turn the trajectory that trains it, where a missing column value is NaN."""
+    """Return the trajectory that trains each turn. In it, a missing column value is NaN."""
     owners: dict[int, Trajectory] = {}
     for trajectory in trajectories:
         for n, start in enumerate(trajectory.completion_starts.tolist()):
@@ -325,7 +325,7 @@ def _columns(
 ) -> dict[str, TokenValues]:
     """Return columns with NaN for missing values in the turns that the sample trains.
 
-    `whole` has zeros for turns that it does not train; their owner says whether these are values.
+    `whole` has zeros for turns that it does not train; the turn's owner has the values, or NaN.
     """
     others = [owners[whole.turns[n]] for n in mine if whole.turns[n] in owners]
     names = sorted({name for trajectory in [whole, *others] for name in trajectory.columns})
@@ -355,8 +355,8 @@ def group_name(trajectory: Trajectory, group: str | Callable[[Trajectory], str] 
         return None if group is None else group(trajectory)
     if group not in trajectory.metadata:
         raise InvalidRequest(
-            f"session {trajectory.session_id!r} has no {group!r} in its metadata to name its group; it has: "
-            f"{', '.join(trajectory.metadata) or 'none'}. Give it when the session is made: "
+            f"the metadata of session {trajectory.session_id!r} has no {group!r} to name its group; its keys: "
+            f"{', '.join(trajectory.metadata) or 'none'}. Set it when you create the session: "
             f"client.session(ID, metadata={{{group!r}: ...}})",
             "group",
         )
@@ -365,20 +365,20 @@ def group_name(trajectory: Trajectory, group: str | Callable[[Trajectory], str] 
 
 
 SAMPLES = Layout(Sample, (FileField("group", "string", nullable=True),), "samples_version", 1)
-"""Files of samples: Parquet or JSON lines of trajectories with their final mask and the column `group`.
+"""The layout of sample files: Parquet or JSON lines of trajectories with their final mask and the column `group`.
 
 They can also be read as trajectories. `tokentape.samples_version` in a Parquet file's metadata, and `samples_version`
-in a line, is the version of the fields that only samples have: it changes if one is changed or removed.
+in a line, is the version of the fields that only samples have: it changes if such a field changes or is removed.
 """
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> int:
-    """Write samples to a file, as JSON lines if it is named `.jsonl`, else as Parquet. Return their number."""
+    """Write samples to a file, as JSON lines if its name ends with `.jsonl`, else as Parquet. Return their number."""
     return write_file(samples, path, SAMPLES)
 
 
 def read_samples(path: str | Path) -> Iterator[Sample]:
-    """Yield the samples of a file, bit for bit. Raises `InvalidRequest` for another format or version."""
+    """Yield the samples in a file, bit for bit. Raises `InvalidRequest` for an unknown format or version."""
     return cast("Iterator[Sample]", iter_file(path, SAMPLES))
 
 

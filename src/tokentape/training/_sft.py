@@ -1,10 +1,10 @@
 """Make samples for supervised fine-tuning from conversations: the template's ids, with a mask of assistant turns.
 
-An assistant turn trains what a model has to sample for it: from after the generation prompt through the token that ends
-the turn. If a template marks this with `{% generation %}`, its marks are used, as in transformers. Otherwise turns are
-found in the rendering by their header, a control token that callers' text can't contain; in templates without headers,
-by the text of the message before. The spans found are checked against provenance: they must have all text of the
-assistant, and no character of a user, tool or system message. Otherwise the conversation is refused.
+The trained part of an assistant turn is what a model has to sample: from after the generation prompt through the token
+that ends the turn. If a template marks this with `{% generation %}`, its marks are used, as in transformers. Otherwise
+turns are located by their header, a control token that callers' text can't contain; in templates without headers, by
+the text of the preceding message. The spans are checked against provenance: they must cover all of the assistant's
+text, and no character of a user, tool or system message. Otherwise the conversation is refused.
 
 The mask is computed from character offsets in the rendering together with the ids, so neither truncation nor the
 tokenizer can shift it.
@@ -39,7 +39,7 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
-    """A rendered conversation. Offsets are characters of the marked text, in which a mark has two characters."""
+    """A rendered conversation. Offsets count characters of its marked text, where each control token takes two."""
 
     renderer: Renderer
     messages: Sequence[Message]
@@ -48,12 +48,12 @@ class RenderedConversation:
     codes: Codes
     """Provenance per character."""
     flat: npt.NDArray[np.int64]
-    """The offset of each character if a mark counts as one, and the end."""
+    """The offset of each character, with a mark as one character, and the end offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantSpan:
-    """The span that an assistant message trains: characters `start` to before `end` of the marked text."""
+    """The trained span of an assistant message: characters [`start`, `end`) of the marked text."""
 
     message: int
     start: int
@@ -74,21 +74,21 @@ def sft_sample(
 
     `select` chooses the messages: `all`, `final` for the last message, or their indices. With `reasoning` False,
     reasoning and its delimiters are not trained. The ids are those of `transformers.apply_chat_template` without
-    generation prompt, with the arguments of tool calls as objects: JSON text is decoded first, as in the gateway. Each
-    trained message is a turn of the sample, numbered by its index, so `assemble` can cut and group these samples too.
+    generation prompt, with tool call arguments as objects: JSON text is decoded first, as in the gateway. Each trained
+    message is a turn of the sample, numbered by its index, so `assemble` can cut and group these samples too.
     `logprobs` are NaN for trained tokens. With `marks` False, `{% generation %}` is ignored: some templates mark text
-    of their generation prompt, or the line break after a turn, which a model does not sample.
+    in their generation prompt, or the line break after a turn, which a model does not sample.
 
-    Nothing is added: if a template writes nothing after the last turn (GLM), no end of turn is trained.
+    No ids are added: if a template writes nothing after the last turn (GLM), no end of turn is trained.
 
     Raises `TemplateRefused` if the template refuses the conversation, or if the assistant's text can't be found in its
     rendering (then train the final turn only), and `InvalidRequest` for an unknown word in `select` or the index of a
-    message of another role.
+    message that is not the assistant's.
     """
     messages = [_with_objects(message) for message in messages]
     chosen = _chosen(messages, select)
     if renderer.is_external:
-        raise InvalidRequest("an overriding renderer does not say which of its ids the assistant says", "renderer")
+        raise InvalidRequest("an overriding renderer can't tell which ids to train: use the template's own", "renderer")
     rendered = _rendered(renderer, messages, setup, generate=False)
     marked = _marked_by_template(rendered) if marks else None
     turn_spans = marked if marked is not None else find_spans(rendered, chosen)
@@ -100,7 +100,7 @@ def sft_sample(
     ranges = [(span.message, *_tokens(places, span)) for span in spans if span.message in chosen]
     ranges = [(message, start, end) for message, start, end in ranges if start < end]
     if not ranges:
-        raise InvalidRequest("the template writes nothing for the messages to train", "select")
+        raise InvalidRequest("the template renders no text for the selected messages: select others", "select")
     loss_mask = np.zeros(len(encoded.ids), np.bool_)
     for _, start, end in ranges:
         loss_mask[start:end] = True
@@ -124,7 +124,7 @@ def sft_sample(
 
 
 def find_spans(rendered: RenderedConversation, chosen: Collection[int]) -> list[AssistantSpan]:
-    """Return the span of each assistant message, or only the last if only that is chosen. Raises `TemplateRefused`."""
+    """Return the span of each assistant message, or of the last if only that is chosen. Raises `TemplateRefused`."""
     for find_starts in (_starts_after_headers, _starts_after_others):
         if (starts := find_starts(rendered)) is not None:
             return _with_ends(rendered, starts)
@@ -134,8 +134,8 @@ def find_spans(rendered: RenderedConversation, chosen: Collection[int]) -> list[
         if rendered.text.startswith(before):
             return _with_ends(rendered, {last: len(before)})
     raise TemplateRefused(
-        "the rendering does not show which tokens the assistant says: the template neither begins its turns "
-        "with a control token of their own nor writes them right after the message before. Train the final turn only."
+        "can't locate the assistant's turns in the rendering: the template neither begins them with a control token of "
+        "their own nor writes them right after the preceding message. Train the final turn only."
     )
 
 
@@ -149,13 +149,13 @@ def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Colle
         indices = sorted({int(n) for n in select})
     if not indices or not set(indices) <= set(speakers):
         raise InvalidRequest(
-            f"messages {indices} are to be trained, assistant messages are {speakers}; name some of those", "select"
+            f"select chooses messages {indices}; choose from the assistant messages: {speakers}", "select"
         )
     return indices
 
 
 def _with_objects(message: Message) -> Message:
-    """Return the message with the arguments of its calls as objects, because templates would quote strings."""
+    """Return the message with tool call arguments as objects, because templates would quote strings."""
     calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
     for call in calls:
         if "arguments" in call["function"]:
@@ -175,7 +175,7 @@ def _rendered(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, 
 
 
 def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] | None:
-    """Return the spans of the template's `{% generation %}` blocks; None unless there is one per message."""
+    """Return the spans of the template's `{% generation %}` blocks; None unless each assistant message has one."""
     source, marks = _GENERATION.subn(_shown, rendered.renderer.template.source)
     if not marks:
         return None
@@ -189,21 +189,21 @@ def _marked_by_template(rendered: RenderedConversation) -> list[AssistantSpan] |
 
 
 def _shown(tag: re.Match[str]) -> str:
-    """Replace a generation tag by one that writes a sentinel, with the same whitespace control."""
+    """Replace a generation tag by a tag that writes a sentinel, with the same whitespace control."""
     left, end, right = tag.groups()
     sentinel = _CLOSE if end else _OPEN
     return f'{{%{left} if true %}}{{{{ "\\u{ord(sentinel):04x}" }}}}{{% endif {right}%}}'
 
 
 def _starts_after_headers(rendered: RenderedConversation) -> dict[int, int] | None:
-    """Return the start of each assistant message, after its header; None if some have no header."""
+    """Return the start of each assistant message, after its header; None if any has no header."""
     form = rendered.renderer.format(rendered.setup)
     prompt = form.generation_prompt
     shared = prompt[: common_prefix(form.header, prompt)]
     if not MARK.match(shared):
         return None
     speakers = _speakers(rendered.messages)
-    # Try the longest prefix first: the prompt may have an empty reasoning block, which is filled in some turns.
+    # Try the longest prefix first: the prompt may have an empty reasoning block, which is not empty in some turns.
     for end in [len(shared), *(match.start() for match in reversed(list(MARK.finditer(shared, 1))))]:
         header_ends = [match.end() for match in re.finditer(re.escape(shared[:end]), rendered.text)]
         if len(header_ends) == len(speakers):
@@ -217,7 +217,7 @@ def _starts_after_headers(rendered: RenderedConversation) -> dict[int, int] | No
 
 
 def _starts_after_others(rendered: RenderedConversation) -> dict[int, int] | None:
-    """Return the start of each assistant message, after the text that follows the message before; None if it varies."""
+    """Return the start of each assistant message, after what follows the preceding one; None if that text varies."""
     by_writer = groupby(enumerate(rendered.messages), lambda entry: entry[1]["role"] == "assistant")
     groups, runs = [(own, [n for n, _ in run]) for own, run in by_writer], list(_runs(rendered.codes))
     if [own for own, _ in groups] != [own for own, _, _ in runs] or any(own and len(run) > 1 for own, run in groups):
@@ -242,7 +242,7 @@ def _starts_after_others(rendered: RenderedConversation) -> dict[int, int] | Non
 
 
 def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
-    """Yield runs of callers' text: whether it is the assistant's, its first and its last character."""
+    """Yield (whether it is the assistant's, first character, last character) for each run of callers' text."""
     places = np.flatnonzero(codes != Provenance.TEMPLATE)
     own = codes[places] == Provenance.ASSISTANT
     edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(places)]
@@ -252,7 +252,7 @@ def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
 
 
 def _with_ends(rendered: RenderedConversation, starts: dict[int, int]) -> list[AssistantSpan]:
-    """Return the spans of turns through the token that ends them, or if there is none, through the closing text."""
+    """Return the spans of turns through the token that ends them, or without one, through the closing text."""
     renderer, messages, text, codes = rendered.renderer, rendered.messages, rendered.text, rendered.codes
     form, stops = renderer.format(rendered.setup), renderer.stop_ids(rendered.setup)
     ends = [m.end() for m in MARK.finditer(text) if renderer.tokenizer.control_of_mark(m[0]).id in stops]
@@ -275,18 +275,18 @@ def _with_ends(rendered: RenderedConversation, starts: dict[int, int]) -> list[A
 
 
 def _check(rendered: RenderedConversation, spans: Sequence[AssistantSpan], *, whole: bool) -> None:
-    """Raise `TemplateRefused` if spans have others' text or none of their own, or, if `whole`, don't have all of it."""
+    """Raise `TemplateRefused` if spans contain others' text or lack the assistant's; with `whole`, lack any of it."""
     own, others = rendered.codes == Provenance.ASSISTANT, np.isin(rendered.codes, _FOREIGN)
     inside = np.zeros(len(rendered.codes), np.bool_)
     for span in spans:
         inside[span.start : span.end] = True
         if others.any() and _speaks(rendered.messages[span.message]) and not own[span.start : span.end].any():
-            raise TemplateRefused(f"the template writes nothing of what message {span.message} says: nothing to train")
+            raise TemplateRefused(f"the template drops the content of message {span.message}: nothing to train")
     wrong, missed = int((inside & others).sum()), int((~inside & own).sum()) if whole else 0
     if wrong or missed:
         raise TemplateRefused(
-            f"the mask of this conversation would train {wrong} characters that others wrote and leave {missed} of the "
-            "assistant's out; the template writes turns in a way that is not understood"
+            f"the mask of this conversation would train {wrong} characters that others wrote and miss {missed} of the "
+            "assistant's: this template's turn format is not supported"
         )
 
 
@@ -300,7 +300,7 @@ def _speaks(message: Message) -> bool:
 
 
 def _without_reasoning(rendered: RenderedConversation, span: AssistantSpan) -> AssistantSpan:
-    """Return the span of the turn after its reasoning, if it has any."""
+    """Return the span without the turn's reasoning."""
     form = rendered.renderer.format(rendered.setup).reasoning
     for close in filter(None, (form.close, form.close.strip()) if form is not None else ()):
         offset = rendered.text.find(close, span.start, span.end)
@@ -310,6 +310,6 @@ def _without_reasoning(rendered: RenderedConversation, span: AssistantSpan) -> A
 
 
 def _tokens(places: npt.NDArray[np.int64], span: AssistantSpan) -> tuple[int, int]:
-    """Return the tokens that are completely in the span."""
+    """Return the start and end of the tokens that are completely in the span."""
     within = np.flatnonzero((places[:, 0] >= span.start) & (places[:, 1] <= span.end) & (places[:, 1] > span.start))
     return (int(within[0]), int(within[-1]) + 1) if within.size else (0, 0)

@@ -1,4 +1,4 @@
-"""A stop rule: limits on the last samples of a training run, which halt the run or log a warning; trackers of it."""
+"""Halt a training run, or warn, if its last samples exceed limits; log their shares to trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokentape.types import Trajectory
 _log = logging.getLogger("tokentape.training")
 
 Tracker: TypeAlias = Callable[[Mapping[str, float]], None]
-"""A function that takes numbers by name, such as `StopRule.numbers`."""
+"""A function that is called with numbers by name, such as those of `StopRule.numbers`."""
 
 _SHARES: Mapping[str, Callable[[Trajectory], bool]] = {
     "unchecked_bridges": lambda sample: "bridge unchecked" in sample.verdict or "bridge differs" in sample.verdict,
@@ -36,19 +36,19 @@ class StopRule:
     >>> rule = StopRule(forked=0.2, truncated=0.3)                                  # doctest: +SKIP
     >>> rule.add(assemble(session.trajectories()).samples)                          # doctest: +SKIP
 
-    From `window` samples on, the limits are checked at each sample. Samples without loss don't count. None means no
-    limit. Several threads may use one rule.
+    Once the window is full, the limits are checked at each sample. Samples without loss don't count. None means no
+    limit. Several threads may share a rule.
 
     Args:
-        unchecked_bridges: largest share of samples with a bridge that was not checked, or that differs.
-        forked: largest share of samples with a verdict of a fork.
+        unchecked_bridges: largest share of samples with a bridge (ids added after a turn) not checked, or that differs.
+        forked: largest share of samples whose verdict is a fork.
         truncated: largest share of samples with a turn that reached its token budget.
         not_exact: largest share of samples with a verdict other than `exact`.
         log_ratio: largest mean of |log importance ratio|, in nats per trained token; see `add_logprobs`.
-        window: number of samples, and of calls of `add_logprobs`, in the window.
+        window: number of samples, and of `add_logprobs` calls, to look back at.
         action: `halt` raises `TrainingStopped`, then and at each later call. `warn` logs each limit that is exceeded.
-        tracker: called with `numbers()` at each `add`; `wandb_tracker` and `tensorboard_tracker` make one. Its first
-            exception is logged.
+        tracker: called with `numbers()` at each `add`; see `wandb_tracker` and `tensorboard_tracker`. Its first
+            exception is logged, later ones are ignored.
 
     """
 
@@ -65,13 +65,13 @@ class StopRule:
         tracker: Tracker | None = None,
     ) -> None:
         if window < 1 or action not in ("halt", "warn"):
-            raise InvalidRequest(f"window {window}, action {action!r}: expected 1 or more, and halt or warn")
+            raise InvalidRequest(f"window {window}, action {action!r}: expected at least 1, and halt or warn")
         limits = (unchecked_bridges, forked, truncated, not_exact, log_ratio)
         self._limits = dict(zip((*_SHARES, "log_ratio"), limits, strict=True))
         for name, limit in self._limits.items():
             highest = 1.0 if name in _SHARES else sys.float_info.max
             if limit is not None and not 0 <= limit <= highest:
-                expected = "a share from 0 to 1" if name in _SHARES else "a finite number of nats, 0 or more"
+                expected = "a share from 0 to 1" if name in _SHARES else "a finite number of nats, at least 0"
                 raise InvalidRequest(f"{name} is {limit}: expected {expected}", name)
         self._seen: deque[tuple[bool, ...]] = deque(maxlen=window)
         self._ratios: deque[tuple[float, int]] = deque(maxlen=window)
@@ -81,7 +81,7 @@ class StopRule:
         self._lock = RLock()
 
     def add(self, samples: Iterable[Trajectory]) -> None:
-        """Add samples that will be trained. Raises `TrainingStopped` if a limit is or was exceeded."""
+        """Add samples that will be trained. Raises `TrainingStopped` if a limit is, or was earlier, exceeded."""
         with self._lock:
             for sample in samples:
                 if sample.loss_mask.any():
@@ -92,15 +92,15 @@ class StopRule:
             self._halt()
 
     def add_logprobs(self, trainer: npt.ArrayLike, recorded: npt.ArrayLike) -> None:
-        """Add the trainer's logprobs of trained tokens and the recorded ones, as arrays or torch tensors.
+        """Add the trainer's and the recorded logprobs of trained tokens, as arrays or torch tensors.
 
-        The limit is on the mean of |log ratio|, since the mean ratio is 1 for any pair of distributions. Raises as
-        `add`, and `InvalidRequest` if the shapes differ.
+        The limit is on the mean of |log ratio|, because the mean ratio is 1 for any pair of distributions. Raises as
+        `add` does, and `InvalidRequest` if the shapes differ.
         """
         ours, theirs = _array(recorded), _array(trainer)
         if ours.shape != theirs.shape:
             raise InvalidRequest(
-                f"the trainer's logprobs have shape {theirs.shape}, the recorded ones {ours.shape}: expected the same",
+                f"the trainer's logprobs have shape {theirs.shape}, the recorded ones {ours.shape}: pass equal shapes",
                 "trainer",
             )
         apart = np.abs(theirs - ours)
@@ -112,7 +112,7 @@ class StopRule:
             self._halt()
 
     def numbers(self) -> dict[str, float]:
-        """Return the shares and the mean |log ratio| of the window, if there are any."""
+        """Return the shares and the mean |log ratio| over the window; those without data yet are left out."""
         with self._lock:
             seen, ratios = [*self._seen], [*self._ratios]
         shares = {name: sum(row[n] for row in seen) / len(seen) for n, name in enumerate(_SHARES) if seen}
@@ -126,7 +126,7 @@ class StopRule:
                 self._tracker(numbers)
         except Exception:
             if not self._tracker_failed:
-                _log.exception("the tracker of a stop rule failed; it is called on, later failures are not logged")
+                _log.exception("a stop rule's tracker failed; it is still called, but further failures are not logged")
             self._tracker_failed = True
 
     def _judge(self, names: set[str]) -> None:
@@ -144,25 +144,25 @@ class StopRule:
         if self._passed and self._action == "halt":
             raise TrainingStopped(
                 f"{'; '.join(self._passed.values())} (over the last {self._seen.maxlen}); look at the sessions with "
-                "`tokentape view`, and make a new StopRule to go on"
+                "`tokentape view`, and create a new StopRule to continue"
             )
 
 
 def _array(logprobs: Any) -> npt.NDArray[np.float64]:
-    """Return logprobs in float64. A tensor may be on a device, have a gradient, or be bfloat16, which NumPy lacks."""
+    """Return logprobs as float64. A tensor may be on a GPU, require gradients, or be bfloat16, which NumPy lacks."""
     return np.asarray(logprobs.detach().cpu().double() if hasattr(logprobs, "detach") else logprobs, np.float64)
 
 
 def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
     """Return a function that logs numbers by name to the open `wandb` run, such as the trainer's.
 
-    Without an open run, it opens a new one in offline mode, with `options` (`project`, `name`) and in
-    `directory`/wandb; `wandb sync` uploads it. Raises `InvalidRequest` without the package.
+    If no run is open, it opens a new run in offline mode, with `options` (`project`, `name`), in `directory`/wandb;
+    `wandb sync` uploads it. Raises `InvalidRequest` if the package is not installed.
     """
     try:
         import wandb
     except ModuleNotFoundError:
-        raise InvalidRequest("Weights & Biases needs its client; run: pip install 'tokentape[wandb]'") from None
+        raise InvalidRequest("wandb_tracker needs the package wandb; run: pip install 'tokentape[wandb]'") from None
     own: Any = None
 
     def track(numbers: Mapping[str, float]) -> None:
@@ -182,12 +182,12 @@ def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
 def tensorboard_tracker(directory: Path | str) -> Tracker:
     """Return a function that writes numbers by name to an event file in `directory`, one step per call.
 
-    Raises `InvalidRequest` without the package.
+    Raises `InvalidRequest` if the package is not installed.
     """
     try:
         from tensorboard.summary import Writer
     except ModuleNotFoundError:
-        raise InvalidRequest("TensorBoard needs its package; run: pip install 'tokentape[tensorboard]'") from None
+        raise InvalidRequest("tensorboard_tracker needs: pip install 'tokentape[tensorboard]'") from None
     writer, steps = Writer(str(directory)), count()
 
     def track(numbers: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What trainers replay besides ids: the ids that truncated sampling kept (supports), and routed experts."""
+"""Export what trainers replay besides ids: the ids that truncated sampling kept (supports), and routed experts."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     import torch
 
 Kept = list[npt.NDArray[np.int32] | None]
-"""For each token the ids that truncation kept, or None for the whole vocabulary."""
+"""For each token, the ids that truncation kept, or None for the whole vocabulary."""
 
 
 def renormalized_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, supports: npt.NDArray[Any], temperatures: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """Return the log-probability of each id over its support, as the sampler drew it, float32 with gradients.
+    """Return each id's log-probability normalized over its support, the ids it was drawn from, float32 with gradients.
 
-    `logits` [..., vocabulary] predict `ids` [...]. `supports` [...] are rows of the payload `supports`; an empty one
-    means the whole vocabulary. The logits are first divided by `temperatures` [...]. With a batch of `padded`:
+    `logits` [..., vocabulary] predict `ids` [...]. `supports` [...] are rows of the payload `supports`; an empty row
+    means the whole vocabulary. The logits are first divided by `temperatures` [...]. With a batch from `padded`:
 
     >>> after = batch.shifted()                                                           # doctest: +SKIP
     >>> renormalized_logprobs(logits[:, :-1], to_torch(after)["target_ids"], batch.payloads["supports"].rows[:, 1:])
     ...                                                                                   # doctest: +SKIP
 
-    Raises `InvalidRequest` for an id that is not in its support, so that the two don't match, and for a support with
-    only its size recorded.
+    Raises `InvalidRequest` for an id that is not in its support, because then the two belong to different tokens, and
+    for a support of which only the size is recorded.
     """
     import torch
 
     if any(too_many(support) for support in supports.ravel()):
         raise InvalidRequest(
-            "of a support only its size is recorded, since it was larger than `--supports`; expected its ids: leave "
-            "the token out, or record with a larger number",
+            "for a support only its size is recorded, because it was larger than `--supports`: leave the token out, or "
+            "record with a larger `--supports`",
             "supports",
         )
 
@@ -69,14 +69,14 @@ def refuse_unlike_supports(sample: Sample) -> None:
         if recorded is not None and recorded.truncation is False and rows.any():
             raise InvalidRequest(
                 f"turn {turn} of session {sample.session_id!r} has supports, and logprobs over the whole vocabulary; "
-                "expected both of one distribution: record with --logprobs-mode processed, or leave the supports out "
-                "with `replace(sample, payloads={})`",
+                "both must be of the same distribution: record with --logprobs-mode processed, or leave the supports "
+                "out with `replace(sample, payloads={})`",
                 "samples",
             )
 
 
 def token_supports(sample: Sample) -> Kept | None:
-    """Return the support of each trained token, None if none has one. Raises `InvalidRequest` for one outside."""
+    """Return each trained token's support, None if none has one. Raises `InvalidRequest` if it lacks the token."""
     out: Kept = [None] * len(sample.token_ids)
     for (_, start, end), recorded in zip(sample.completions(), sample.logprobs_of, strict=True):
         if recorded is None or not recorded.truncation:
@@ -93,9 +93,9 @@ def token_supports(sample: Sample) -> Kept | None:
 
 
 def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] | None) -> dict[str, Any]:
-    """Return slime's fields for the supports of a response; with Miles' class `RolloutSamplingMask`, Miles' field.
+    """Return slime's fields for a response's supports; with Miles' class `RolloutSamplingMask`, Miles' field.
 
-    Miles needs a support for each token: for a token that is not trained, it is the token itself.
+    Miles needs a support for each token: a token that is not trained gets itself as its support.
     """
     supports = token_supports(sample)
     if supports is None:
@@ -104,7 +104,7 @@ def slime_fields(sample: Sample, start: int, sampling_mask: Callable[..., Any] |
     if sampling_mask is not None:
         if any(trained and not row for trained, row in zip(sample.loss_mask[start:], rows, strict=True)):
             raise InvalidRequest(
-                "Miles replays supports for all turns or none; some were sampled with truncation, others without",
+                "Miles replays supports for all turns or none; some were sampled without truncation: sample all alike",
                 "samples",
             )
         rows = [row or [int(own)] for row, own in zip(rows, sample.token_ids[start:], strict=True)]
@@ -144,16 +144,16 @@ def skyrl_fields(samples: Sequence[Sample], starts: Sequence[int]) -> dict[str, 
 
 
 EXPERTS = "routed_experts"
-"""The payload that says which experts computed each token when it was sampled."""
+"""The payload with the experts that each token was routed to when it was sampled."""
 
 
 def routed_experts(sample: Sample, layers: int | None = None) -> npt.NDArray[np.int32] | None:
     """Return the experts of all tokens but the last, int32 [tokens - 1, layers, top k]; None if none are recorded.
 
-    No forward pass reads the last token. SGLang returns the experts of all layers in one row: with `layers` such rows
-    are taken apart, else they are returned as they are, [tokens - 1, layers * top k].
+    The last token is never fed to the model. SGLang returns the experts of all layers in one row: with `layers`, such
+    rows are split by layer, else they are returned unchanged, [tokens - 1, layers * top k].
 
-    Raises `InvalidRequest` if the experts of another token are not known, since a trainer replays all of them.
+    Raises `InvalidRequest` if the experts of any of these tokens are unknown, because a trainer replays all of them.
     """
     payload = sample.payloads.get(EXPERTS)
     if payload is None:
@@ -170,7 +170,7 @@ def routed_experts(sample: Sample, layers: int | None = None) -> npt.NDArray[np.
 
 
 def all_experts(sample: Sample, last: int) -> npt.NDArray[np.int32] | None:
-    """Return `routed_experts` with a row for the last token too, filled with `last`; None if none are recorded."""
+    """Return `routed_experts` plus a row for the last token, filled with `last`; None if none are recorded."""
     rows = routed_experts(sample)
     return None if rows is None else np.concatenate([rows, np.full((1, *rows.shape[1:]), last, np.int32)])
 
@@ -191,11 +191,12 @@ def prime_rl_experts(sample: Sample, make: Callable[..., Any]) -> dict[str, Any]
 
 
 def skyrl_experts(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return what SkyRL has for the experts of its samples. Raises `InvalidRequest` if only some samples have them."""
+    """Return SkyRL's field for experts. Raises `InvalidRequest` if only some samples have them."""
     experts = [rows for rows in map(routed_experts, samples) if rows is not None]
     if experts and len(experts) < len(samples):
         raise InvalidRequest(
-            f"{len(experts)} of {len(samples)} samples have routed experts; SkyRL replays them for all or none",
+            f"{len(experts)} of {len(samples)} samples have routed experts; SkyRL replays them for all or none: leave "
+            "them out with `replace(sample, payloads={})`",
             "samples",
         )
     return {"rollout_expert_indices": experts} if experts else {}

@@ -1,4 +1,4 @@
-"""Files of what the exports give: a row per sample, as users of a trainer load it."""
+"""Write exports to files, with one row per sample, for users of a trainer to load."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tokentape.training._collate import group_advantages
 from tokentape.training._samples import Sample
 
 WITH_ADVANTAGES = ("prime-rl", "tinker")
-"""Trainers that take advantages instead of rewards."""
+"""Trainers that need advantages instead of rewards."""
 
 
 def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the export for `trainer`, a name in `TRAINERS`, as one row per sample; for Agent Lightning one per turn.
 
-    Lists over samples, those of SkyRL and TRL, are split into rows. If a trainer needs advantages and no sample has
-    them, they are computed by `group_advantages`. Raises `InvalidRequest` as the exports do, for a trainer without
-    rows, and if only some samples have advantages.
+    The lists over samples that SkyRL and TRL use are split into rows. If a trainer needs advantages and no sample has
+    them, they are computed by `group_advantages`. Raises `InvalidRequest` as the exports do, for a trainer that has no
+    row format, and if only some samples have advantages.
     """
     if trainer in WITH_ADVANTAGES:
         without = [sample for sample in samples if "advantages" not in sample.columns]
         if without and len(without) < len(samples):
             raise InvalidRequest(
-                f"{len(without)} of {len(samples)} samples have no column 'advantages', one of session "
-                f"{without[0].session_id!r} for example: attach it to all, or to none for those of their group",
+                f"{len(without)} of {len(samples)} samples have no column 'advantages', for example one of session "
+                f"{without[0].session_id!r}: attach it to all, or to none to have them computed from rewards",
                 "advantages",
             )
         samples = group_advantages(samples) if without else samples
@@ -53,15 +53,15 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
             return [exports.tinker_datum(sample) for sample in samples]
         case "agent-lightning":
             return [triplet for sample in samples for triplet in exports.agent_lightning_triplets(sample)]
-    raise InvalidRequest(f"there are no rows for {trainer!r}", "trainer")
+    raise InvalidRequest(f"{trainer!r} has no row format; use its function in `tokentape.training.exports`", "trainer")
 
 
 def accepted_rows(
     trainer: str, samples: Sequence[Sample]
 ) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
-    """Return the accepted samples, their rows, and by session id the reasons for refused sessions.
+    """Return the accepted samples, their rows, and the reasons for refused sessions by session id.
 
-    Sessions are exported one by one only if the export of all of them fails.
+    Sessions are exported one by one only if exporting all of them together fails.
     """
     try:
         return samples, trainer_rows(trainer, samples), {}
@@ -99,7 +99,7 @@ def _line(row: dict[str, Any]) -> str:
     try:
         return json.dumps(row, default=lambda array: array.tolist(), allow_nan=False)
     except ValueError:
-        raise InvalidRequest("a row has a number that is not finite, which JSON can't represent") from None
+        raise InvalidRequest("a row has a number that is not finite, which JSON can't represent: drop it") from None
 
 
 def _apart(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Check that the recorded logprobs of a sample are of the distribution that a trainer computes.
+"""Check that a sample's recorded logprobs belong to the distribution that a trainer computes.
 
 All trainers compute `log_softmax(logits / temperature)` over the whole vocabulary, without penalties and truncation,
-and compare it with the recorded logprob. That is the same distribution for raw logprobs at temperature 1, for processed
-ones without penalties and truncation, and for scaled ones without penalties. Some trainers can also compute it over the
-ids that truncation kept, if these are recorded (`Trainer.supports`).
+and compare it with the recorded logprob. Both are of the same distribution if the recorded logprobs are raw at
+temperature 1, processed without penalties and truncation, or scaled without penalties. Some trainers can also compute
+it over the ids that truncation kept, if these are recorded (`Trainer.supports`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The temperature that a trainer divides its logits by."""
+    """Describes how a trainer computes logprobs: which temperature it divides logits by, and over which ids."""
 
     name: str
     version: str
-    """The release or commit for which this was read in its code."""
+    """The release or commit whose source code these facts come from."""
     setting: str | None
-    """Its setting for the one temperature of a batch. None: see `per_token`."""
+    """The trainer's setting for a batch-wide temperature. None: see `per_token`."""
     supports: bool = False
-    """Whether it takes the ids that truncation kept, and computes truncated logprobs over these."""
+    """Whether it accepts the ids that truncation kept, and computes truncated logprobs over them."""
     per_token: bool = False
-    """Whether it takes a temperature per token. Without this and a `setting`, it does not divide."""
+    """Whether it accepts a temperature per token. A trainer with neither this nor a `setting` does not divide."""
 
     @property
     def formula(self) -> str:
-        """The logprobs that it computes."""
+        """The formula of the logprobs that it computes."""
         if self.per_token:
             return "log_softmax(logits / T), T given per token"
         return "log_softmax(logits)" if self.setting is None else f"log_softmax(logits / T), T = {self.setting}"
@@ -57,13 +57,13 @@ TRAINERS: Mapping[str, Trainer] = {
         Trainer("prime-rl", "559b44772", None, supports=True, per_token=True),
         Trainer("verifiers", "0.4.1.dev86", "temperature of the sampling arguments"),
         Trainer("SkyRL", "a9564572", "generator.sampling_params.temperature", supports=True),
-        # With top_k or top_p in its config it truncates too, so they must stay neutral.
+        # With top_k or top_p in its config it truncates too, so they must stay at the values that keep all ids.
         Trainer("NeMo-RL", "7ea279ab", "policy.generation.temperature"),
         Trainer("Tinker", "0.38.0", None),
         Trainer("Agent Lightning", "0.3.0", "actor_rollout_ref.rollout.temperature"),
     )
 }
-"""The trainers by their name for `tokentape doctor --trainer`."""
+"""The trainers by their names for `tokentape doctor --trainer`."""
 
 _REMEDIES = {
     "vllm": "restart vLLM with `--logprobs-mode processed_logprobs`",
@@ -71,23 +71,23 @@ _REMEDIES = {
     "sglang": "restart SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
     "transformers": "start the gateway with `--logprobs-mode processed`",
 }
-"""By engine, how its logprobs become those at the temperature of sampling."""
+"""By engine, the setting that makes it report logprobs at the sampling temperature."""
 
 _OWN = Trainer("a loop over samples", "", None, supports=True, per_token=True)
 
 
 def temperature(samples: Sequence[Sample], trainer: str) -> float:
-    """Return the temperature of the recorded logprobs of all `samples`, which the trainer has to divide by.
+    """Return the temperature of the recorded logprobs in all `samples`, which the trainer has to divide by.
 
-    Only turns with a trained token count; 1.0 if there are none. Raises `InvalidRequest` if the trainer can't compute
-    the logprobs of a turn, if turns have several temperatures, and for Tinker if the temperature is not 1.
+    Only turns with a trained token count; without any, the result is 1.0. Raises `InvalidRequest` if the trainer can't
+    compute a turn's logprobs, if temperatures differ between turns, and for Tinker if the temperature is not 1.
     """
     temperatures = {value for sample in samples for _, _, value in turn_temperatures(sample, trainer)}
     about = TRAINERS[trainer]
     if len(temperatures) > 1:
         raise InvalidRequest(
             f"{about.name} divides by one temperature, {about.setting}; turns were sampled at "
-            f"{', '.join(f'{value:g}' for value in sorted(temperatures))}: leave samples out, or sample all at one",
+            f"{', '.join(f'{value:g}' for value in sorted(temperatures))}: leave samples out, or use one temperature",
             "samples",
         )
     (own,) = temperatures or {1.0}
@@ -123,7 +123,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, i
 
 
 def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.float32]:
-    """Return a temperature per token, float32 [tokens], 1.0 where it is not trained. Raises as `turn_temperatures`."""
+    """Return a temperature per token, float32 [tokens], 1.0 for untrained tokens. Raises as `turn_temperatures`."""
     out = np.ones(len(sample.token_ids), np.float32)
     for start, end, value in turn_temperatures(sample, trainer):
         out[start:end] = value
@@ -133,10 +133,10 @@ def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.f
 def with_distributions(
     sample: Sample, *, sampled_from: TokenDistribution, logprobs_of: TokenDistribution | None = None
 ) -> Sample:
-    """Return the sample with distributions for the turns that have none recorded.
+    """Return the sample with distributions filled in for turns that have none recorded.
 
-    `logprobs_of` is `sampled_from` by default. Recorded distributions stay. For a record of an older release, sampled
-    at temperature 1 without penalties and truncation:
+    `logprobs_of` defaults to `sampled_from`. Recorded distributions are kept. For a record from an older release,
+    sampled at temperature 1 without penalties and truncation:
 
     >>> plain = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
     >>> samples = [with_distributions(sample, sampled_from=plain) for sample in samples]  # doctest: +SKIP
@@ -149,30 +149,31 @@ def with_distributions(
 
 
 def served(trainer: str, logprobs_mode: str, engine: str = "") -> CheckResult:
-    """Check whether a trainer can use logprobs with this `EngineInfo.logprobs_mode`, of the engine with this name.
+    """Check whether a trainer can use logprobs that `engine` reports with this `EngineInfo.logprobs_mode`.
 
-    `ok`: at any temperature. `warn`: at temperature 1 only, although the trainer takes others. `fail`: never.
+    `ok`: at any temperature that the trainer supports. `warn`: at temperature 1 only. `fail`: never.
     """
     from tokentape.audit._served import CheckResult  # loads an HTTP client, which exports don't need
 
     about = TRAINERS[trainer]
-    summary = f"{about.name} {about.version} computes {about.formula}; recorded are {logprobs_mode}"
+    summary = f"{about.name} {about.version} computes {about.formula}; the record has {logprobs_mode}"
     only_at_1 = about.setting is None and not about.per_token
     where = " at temperature 1" if only_at_1 else ""
     if condition := _SAME.get(logprobs_mode):
         return CheckResult("trainer", "ok", f"{summary}: the same{where} {condition}")
     if logprobs_mode in ("raw_logprobs", "penalised_logprobs"):
-        summary, advice = f"{summary}: the same at temperature 1 only", "" if only_at_1 else f"Else {_remedy(engine)}."
+        advice = "" if only_at_1 else f"For other temperatures {_remedy(engine)}."
+        summary = f"{summary}: the same at temperature 1 only"
         return CheckResult("trainer", "ok" if only_at_1 else "warn", summary, advice)
     advice = "Sample with vLLM, SGLang or the embedded engine."
-    return CheckResult("trainer", "fail", f"{summary}: what they are is not known", advice)
+    return CheckResult("trainer", "fail", f"{summary}: their distribution is unknown", advice)
 
 
 _SAME = {
     "processed_logprobs": "with top_p 1, top_k 0, min_p 0 and no penalties",
     "scaled_logprobs": "without penalties",
 }
-"""By mode, when the logprobs are the trainer's at its temperature."""
+"""By mode, the condition under which the logprobs are those that a trainer computes at its temperature."""
 
 
 def _remedy(engine: str) -> str:
@@ -181,7 +182,7 @@ def _remedy(engine: str) -> str:
 
 
 def served_to_all(logprobs_mode: str, engine: str) -> CheckResult:
-    """Check whether every trainer can use an engine's logprobs: `ok`, or a warning with what to do."""
+    """Check whether every trainer can use an engine's logprobs. Return `ok`, or a warning with advice."""
     from tokentape.audit._served import CheckResult
 
     results = [served(name, logprobs_mode, engine) for name in TRAINERS]
@@ -196,7 +197,7 @@ def served_to_all(logprobs_mode: str, engine: str) -> CheckResult:
 
 
 def log_served(log: logging.Logger, logprobs_mode: str, engine: str) -> None:
-    """Log for which trainers an engine's logprobs are right and, as a warning, what to do for the others."""
+    """Log whether trainers can use an engine's logprobs; if not all can, warn with advice."""
     check = served_to_all(logprobs_mode, engine)
     level = logging.INFO if check.status == "ok" else logging.WARNING
     log.log(level, "%s", f"{check.found}. {check.advice}" if check.advice else check.found)

@@ -1,13 +1,13 @@
-"""Agent Lightning 1.0: agents in the processes that its controller starts, over its proxy's completions of token ids.
+"""Agent Lightning 1.0: run agents in the processes that its controller starts, with token ids through its proxy.
 
     class Rollout(AgentRollout):
         agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
         model_dir = "path/to/model"         # tokenizer and chat template of the model that is trained
         max_context = 32768
 
-Name it in `local.agent_class`, or call `asyncio.run(Rollout().run())` in the container. `task` has the environment
-variables of the process, so also those of `env_map`. Agent Lightning's proxy records each call, and its trainer takes
-the ids from there.
+Name the class in `local.agent_class`, or call `asyncio.run(Rollout().run())` in the container. `task` has the process's
+environment variables, including those of `env_map`. Agent Lightning's proxy records each call, and its trainer reads
+the ids from these records.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_pen
 
 
 class AgentRollout:
-    """What an agent's class derives from: runs the agent for the rollout of this process, and reports its reward."""
+    """Base class of an agent's class. Runs the agent for this process's rollout, and reports its reward."""
 
     agent: ClassVar[Any]
-    """An `Agent`, as a static method, or `package.module.name` of one. If it returns None, no reward is reported."""
+    """An `Agent` as a static method, or its `package.module.name`. If it returns None, no reward is reported."""
     model_dir: ClassVar[Path | str]
     max_context: ClassVar[int]
     temperature: ClassVar[float] = 1.0
-    """That of Agent Lightning's `default_proxy.train`: the proxy samples with it, whatever a call asks for."""
+    """Set it to the temperature in `default_proxy.train`: the proxy samples with that, whatever a call asks for."""
     seconds: ClassVar[float | None] = None
     directory: ClassVar[Path | str | None] = None
 
     async def run(self) -> None:
-        """Run the agent. Raises what it raised: then the controller calls the rollout failed."""
+        """Run the agent. Raises the agent's exception, and the controller then marks the rollout as failed."""
         url = os.environ["AGL_OPENAI_BASE_URL"]
         match = re.search(r"/rollout/([^/]+)/attempt/([^/]+)/", url)
         if match is None:
-            raise InvalidRequest(f"AGL_OPENAI_BASE_URL is {url!r}; expected a rollout and an attempt in it")
+            raise InvalidRequest(f"AGL_OPENAI_BASE_URL is {url!r}; expected a rollout and an attempt in its path")
         headers = {"authorization": f"Bearer {os.environ.get('AGL_KEY', '')}"}
         async with httpx2.AsyncClient(headers=headers, timeout=600.0) as client:
             gateway = await live_gateway(
@@ -74,19 +74,19 @@ class AgentRollout:
 
 
 async def _sample(proxy: tuple[httpx2.AsyncClient, str], prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-    """Sample at the proxy, which adds the model, its temperature and `return_token_ids`."""
+    """Sample through the proxy, which adds the model, its temperature and `return_token_ids`."""
     client, url = proxy
     body = {"prompt": prompt_ids, **vllm_fields(params, _SAMPLING)}
     try:
         answer = (await client.post(f"{url}/completions", json=body)).raise_for_status()
     except httpx2.HTTPError as error:
         status = error.response.status_code if isinstance(error, httpx2.HTTPStatusError) else 503
-        # It answers 429 while it is paused for new weights.
+        # The proxy answers 429 while it is paused for new weights.
         kind = EngineUnavailable if status == 429 or status >= 500 else EngineError
         raise kind(f"Agent Lightning's proxy did not answer the call: {error!r}") from error
     (choice,) = answer.json()["choices"]
     if choice["prompt_token_ids"] != prompt_ids:
-        raise EngineContractError("the server sampled from another prompt than it was given")
+        raise EngineContractError("the server's prompt_token_ids differ from the requested prompt")
     return SampleDelta(
         tuple(choice["token_ids"]),
         tuple(choice["logprobs"]["token_logprobs"]),

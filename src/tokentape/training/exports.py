@@ -1,14 +1,14 @@
 """Convert samples to the formats of trainers, as plain dictionaries and arrays, without importing the trainers.
 
 If a format has a prompt and a response, the prompt ends before the first sampled token, and the response is the rest.
-A mask is 1 for tokens that this sample trains; a turn that another sample trains is context. `decode` makes the text
-that some formats have; without it the text is empty, and no trainer needs it.
+A mask is 1 for tokens that this sample trains; a turn that a different sample trains is context. Some formats also have
+the decoded text: `decode` makes it. Without `decode` it is empty; no trainer needs it.
 
-A sample is truncated if its last turn ended with `length`. If that is not known, it counts as finished.
+A sample is truncated if its last turn ended with `length`. If the finish reason is unknown, it counts as finished.
 
-The fields were read in the code of each trainer; docs/how-to/train.md has the versions and the tests with them. All
-functions raise `InvalidRequest`, and say which setting helps, if the recorded logprobs are not of the distribution that
-the trainer computes (see `_trainers`). They also raise it for samples with images, because exports have no pixels.
+The fields follow each trainer's source code; docs/how-to/train.md lists the versions and the tests with them. All
+functions raise `InvalidRequest`, naming the setting to change, if the recorded logprobs belong to a different
+distribution than the trainer computes (see `_trainers`), and for samples with images, because exports have no pixels.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def verl_agent_loop_output(
 ) -> dict[str, Any]:
     """Return the fields of verl's `AgentLoopOutput`, for your own agent loop that returns `AgentLoopOutput(**fields)`.
 
-    `prompt_length` and `response_length` are those of verl's rollout config: a longer response is cut, as in verl's own
-    loops, and a longer prompt refused. verl's default trainer expects its steps as weight versions, `7` or a range
-    `7-9`; for other versions, `global_steps` is used. With `logprobs` False, verl computes them, and the recorded ones
-    may be of any distribution. Recorded experts become `routed_experts`.
+    `prompt_length` and `response_length` are set in verl's rollout config: a longer response is cut, as in verl's own
+    loops, and a longer prompt is refused. verl's default trainer expects its step numbers as weight versions, `7` or a
+    range `7-9`; other versions are replaced by `global_steps`. With `logprobs` False, verl computes the logprobs, and
+    the recorded ones are not checked. Recorded experts become `routed_experts`.
     """
     split, end = _within(sample, prompt_length, response_length)
     divisor = _temperature([sample], "verl" if logprobs else None)
@@ -85,7 +85,7 @@ def verl_agent_loop_output(
 
 
 def _steps(version: str) -> Sequence[int | None]:
-    """Return verl's steps in a version like `7` or `7-9`; none for other versions."""
+    """Return the verl steps in a version such as `7` or `7-9`; an empty list for any other version."""
     parts = version.split("-")
     return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else []
 
@@ -101,13 +101,13 @@ def verl_data_proto(
     """Return the arguments of verl's `DataProto.from_dict`, except that `tensors` are arrays: convert them to torch.
 
     Prompts are padded on the left, responses on the right, to the longest or to `prompt_length` and `response_length`;
-    a longer response is cut, a longer prompt refused. `rm_scores` has the reward at the last token of the response,
+    a longer response is cut, a longer prompt is refused. `rm_scores` has the reward at the response's last token,
     `uid` is the group for GRPO's advantages, and `meta_info` has the temperature to divide logits by. verl's
     `compute_advantage` counts every sample of a `uid`; its `compute_advantage_for_multi_trajectories`, which needs
     `batch_key`, counts every session once.
 
-    Raises `InvalidRequest` for a sample without reward, unless there is a column `advantages`; then `rm_scores` are
-    left out.
+    Raises `InvalidRequest` for a sample without a reward, unless the samples have a column `advantages`; then
+    `rm_scores` are left out.
     """
     divisor = _temperature(samples, "verl")
     splits = [_within(sample, prompt_length, response_length) for sample in samples]
@@ -162,11 +162,11 @@ def slime_sample(
     from a hash of the session id, is the same for all samples of a session, so the loss counts them as one rollout. If
     prompts have different numbers of samples, slime normalizes rewards over all of them as one group; to avoid that,
     use `--custom-reward-post-process-path tokentape.training.slime.normalized_rewards`. With `logprobs` False, for
-    evaluation, the recorded logprobs may be of any distribution.
+    evaluation, the recorded logprobs are left out and not checked.
 
     Recorded supports become slime's `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`, or with Miles' class
     `RolloutSamplingMask` as `sampling_mask`, its `rollout_sampling_mask`. Recorded experts become
-    `rollout_routed_experts`; those of SGLang need `expert_layers`, the model's number of layers.
+    `rollout_routed_experts`; experts recorded from SGLang need `expert_layers`, the model's number of layers.
     """
     _temperature([sample], "slime" if logprobs else None)
     split = _split(sample)
@@ -202,9 +202,9 @@ def prime_rl_training_sample(
     """Return the fields of prime-rl's `TrainingSample`, all aligned with `token_ids`.
 
     Recorded supports and experts become its `sampling_mask` and `routed_experts`; pass its classes `SamplingMask` and
-    `RoutedExperts` for objects instead of dictionaries.
+    `RoutedExperts` to get objects instead of dictionaries.
 
-    Raises `InvalidRequest` if the sample has no column with the name `advantages`.
+    Raises `InvalidRequest` if the sample does not have the column that `advantages` names.
     """
     _temperature([sample], None)
     temperatures = token_temperatures(sample, "prime-rl")
@@ -223,16 +223,15 @@ def prime_rl_training_sample(
 def verifiers_nodes(
     samples: Sequence[Sample], decode: Decode | None = None, *, logprobs: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the nodes of a verifiers `Trace` from all samples of a session: per turn the added and the sampled ids.
+    """Return the nodes of a verifiers `Trace` from all samples of a session.
 
-    A shared turn is one node; its mask is True if one of the samples trains it. `logprobs` and `advantages` are for
-    trained tokens only. The message of a node has its text in `content`, without separate parts; training uses the ids.
-    With `logprobs` False, for evaluation, the recorded logprobs may be of any distribution.
-
-    Raises `InvalidRequest` for samples of several sessions.
+    Each turn has two nodes, one for the ids added to the context and one for the sampled ids. A turn that several
+    samples share occurs once; its mask is True if one of them trains it. `logprobs` and `advantages` cover trained
+    tokens only. `content` of a message is the node's decoded text; training uses the ids. With `logprobs` False, for
+    evaluation, the recorded logprobs are not checked. Raises `InvalidRequest` for samples from several sessions.
     """
     if len({sample.session_id for sample in samples}) > 1:
-        raise InvalidRequest("a trace is of one session, the samples are of several", "samples")
+        raise InvalidRequest("the samples come from several sessions; pass those of one session per trace", "samples")
     _temperature(samples, "verifiers" if logprobs else None)
     nodes: list[dict[str, Any]] = []
     node_of_turn: dict[int, int] = {}
@@ -275,14 +274,14 @@ def skyrl_generator_output(
 ) -> dict[str, Any]:
     """Return SkyRL's `GeneratorOutput`: `prompt_token_ids`, `response_ids`, `rewards`, `loss_masks` and others.
 
-    Rewards are one number per sample, or with `per_token` the column of this name. A session with several samples is a
-    trajectory of several steps: set `generator.step_wise_trajectories`, pass SkyRL's `TrajectoryID` as `trajectory_id`,
-    and pass the samples of a session together, as `assemble` returns them. SkyRL then uses the reward of the last step.
-    `instance_id` is the group, else the session. Recorded supports and experts become `rollout_sample_support` and
-    `rollout_expert_indices`. `stop_reasons` is None unless all are known. With `logprobs` False, for evaluation, the
-    recorded logprobs may be of any distribution.
+    Rewards are one number per sample, or per token the column that `per_token` names. A session with several samples is
+    a trajectory of several steps: set `generator.step_wise_trajectories`, pass SkyRL's `TrajectoryID` as
+    `trajectory_id`, and pass the samples of a session together, as `assemble` returns them. SkyRL then uses the reward
+    of the last step. `instance_id` is the sample's group, or its session if it has no group. Recorded supports and
+    experts become `rollout_sample_support` and `rollout_expert_indices`. `stop_reasons` is None unless all are known.
+    With `logprobs` False, for evaluation, the recorded logprobs are left out and not checked.
 
-    Raises `InvalidRequest` for a sample without reward or without that column, and for interleaved sessions.
+    Raises `InvalidRequest` for a sample without a reward or without that column, and for interleaved sessions.
     """
     _temperature(samples, "skyrl" if logprobs else None)
     splits = [_split(sample) for sample in samples]
@@ -295,7 +294,7 @@ def skyrl_generator_output(
     last = [session != after for session, after in zip(sessions, [*sessions[1:], None], strict=False)]
     if sum(last) > len(set(sessions)):
         raise InvalidRequest(
-            "samples of a session have to follow each other: their last one is its last step", "samples"
+            "samples of several sessions are interleaved; pass the samples of each session together", "samples"
         )
     repetitions: dict[str, dict[str, int]] = {}
     groups = [sample.group or sample.session_id for sample in samples]
@@ -322,9 +321,9 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
     """Return NeMo-RL's `DatumSpec` with its `message_log`, with torch tensors, or arrays if `tensors` is False.
 
     NeMo-RL trains by role: trained tokens are `assistant` messages with `generation_logprobs`; other tokens are `user`
-    messages in the prompt and `environment` messages after it. `length` is the prompt's, because NeMo-RL groups samples
-    by their prompts. `total_reward` and `truncated` are what its rollouts add. Recorded experts become `routed_experts`
-    of each message, -1 for the last token, which NeMo-RL routes itself.
+    messages in the prompt and `environment` messages after it. `length` is the prompt length, because NeMo-RL groups
+    samples by their prompts. `total_reward` and `truncated` are the fields that its rollouts add. Recorded experts
+    become `routed_experts` of each message, -1 for the last token, which NeMo-RL routes itself.
     """
     _temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
@@ -353,8 +352,8 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
 def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> dict[str, Any]:
     """Return the parts of a Tinker `Datum`: `tokens` for `ModelInput.from_ints`, and arrays `loss_fn_inputs`.
 
-    Targets are the ids shifted by one. The inputs are those of the losses `importance_sampling` and `ppo`, where an
-    advantage of 0 means no loss; if `advantages` is None, those of `cross_entropy`, with `weights`.
+    Targets are the ids shifted by one. The arrays fit the losses `importance_sampling` and `ppo`, where an advantage of
+    0 means no loss; if `advantages` is None, they fit `cross_entropy`, with `weights`.
     """
     _temperature([sample], None if advantages is None else "tinker")
     mask = sample.loss_mask
@@ -372,8 +371,8 @@ def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> di
 def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
     """Return Agent Lightning's `Triplet`s: one per trained turn, with its whole context as prompt.
 
-    Each turn has its own reward, but the last trained turn has the sample's, which Agent Lightning takes as the reward
-    of all turns. Raises `InvalidRequest` if the last turn also has a reward and the two differ.
+    Each triplet has its turn's reward, except the last: it has the sample's reward, which Agent Lightning uses for all
+    turns. Raises `InvalidRequest` if the last trained turn also has a reward and the two differ.
     """
     _temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
@@ -385,7 +384,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
             if own not in (None, sample.reward):
                 raise InvalidRequest(
                     f"session {sample.session_id!r} has reward {sample.reward:g}, its last trained turn {own:g}: "
-                    "Agent Lightning takes the last triplet's reward for all; give only one of them",
+                    "Agent Lightning uses the last triplet's reward for all turns; set only one of the two",
                     "samples",
                 )
             own = sample.reward
@@ -407,8 +406,8 @@ def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None
     for sample in samples:
         if sample.media:
             raise InvalidRequest(
-                f"session {sample.session_id!r} has {len(sample.media)} images: an export has the ids that stand for "
-                "them and not their pixels; see `training.media_arrays`",
+                f"session {sample.session_id!r} has {len(sample.media)} images, and exports have only their "
+                "placeholder ids, not their pixels: use `training.media_arrays` in your own loop",
                 "samples",
             )
     return None if trainer is None else temperature(samples, trainer)
@@ -428,12 +427,12 @@ def _columns(samples: Sequence[Sample], names: tuple[str, str, str, str]) -> dic
 
 
 def _within(sample: Sample, prompt_length: int | None, response_length: int | None) -> tuple[int, int]:
-    """Return the start and end of the response. Raises `InvalidRequest` for a longer prompt, which can't be cut."""
+    """Return the start and end of the response. Raises `InvalidRequest` if the prompt is too long: it can't be cut."""
     split, end = _split(sample), len(sample.token_ids)
     if prompt_length is not None and split > prompt_length:
         raise InvalidRequest(
-            f"the prompt of session {sample.session_id!r} has {split} tokens, more than {prompt_length}: cut, it is "
-            "not what was sampled from; leave the sample out",
+            f"the prompt of session {sample.session_id!r} has {split} tokens, more than {prompt_length}, and a cut "
+            "prompt is not the one that was sampled from: leave the sample out",
             "prompt_length",
         )
     return split, end if response_length is None else min(end, split + response_length)

@@ -1,13 +1,13 @@
-"""NeMo-RL with NeMo-Gym: a gateway in the trainer's process, for Gym's agents. For NeMo-RL 7ea279abf, Gym 07d6b0d07.
+"""NeMo-RL with NeMo-Gym: run a gateway in the trainer's process for Gym's agents. For NeMo-RL 7ea279abf, Gym 07d6b0d07.
 
-In a copy of `run_grpo_nemo_gym.py`, around `setup` and the training, with `tokenizer` and `config` of that script:
+In a copy of `run_grpo_nemo_gym.py`, wrap `setup` and the training, using that script's `tokenizer` and `config`:
 
     with PolicyGateway(tokenizer.name_or_path, config.policy["generation"]) as gateway:
-        ...                                 # `setup` gets `gateway.url` in Gym's configuration
+        ...                                 # pass `gateway.url` to `setup` in Gym's configuration
         gateway.generation = policy_generation
         grpo_train(...)
 
-Gym's model server needs a class that gives each rollout its own session, see docs/how-to/train-live.md.
+Gym's model server needs a class that gives each rollout its own session; see docs/how-to/train-live.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["PolicyGateway"]
 
 
 class PolicyGateway:
-    """A gateway on this machine's loopback over NeMo-RL's generation handle, `VllmGeneration` for example.
+    """Runs a gateway on the loopback interface that samples with NeMo-RL's generation handle, such as `VllmGeneration`.
 
-    That handle samples with the trainer's own parameters and token budget. A call that asks for others is refused.
+    The handle samples with the trainer's own parameters and token budget. Calls that ask for other values are refused.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PolicyGateway:
         self.generation: Any = None
         """NeMo-RL's `policy_generation`. Set it before the first rollout."""
         self.url = ""
-        """The gateway's address, during the context."""
+        """The gateway's URL while the context is open."""
         self._config, self._directory = generation_config, directory
         self._model_dir = find_model(Path(model_dir), weights=False)
         self._stack = ExitStack()
@@ -69,14 +69,14 @@ class PolicyGateway:
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         if self.generation is None:
-            raise EngineUnavailable("NeMo-RL's policy_generation is not there yet; set it before the first rollout")
+            raise EngineUnavailable("`generation` is not set: assign NeMo-RL's policy_generation before any rollout")
         budget = min(self._config["max_new_tokens"], self._room - len(prompt_ids))
         theirs = (self._config["temperature"], self._config["top_p"], self._config["top_k"] or -1, budget)
         requested = (params.temperature, params.top_p, params.top_k or -1, min(params.max_tokens, budget))
         if theirs != requested:
             raise InvalidRequest(
                 f"NeMo-RL samples with temperature, top_p, top_k and token budget {theirs} whatever a call asks for; "
-                f"this one asks for {requested}: ask for the same"
+                f"this call asks for {requested}: request the same values"
             )
         data = {"input_ids": torch.tensor([prompt_ids]), "input_lengths": torch.tensor([len(prompt_ids)])}
         async with aclosing(self.generation.generate_async(BatchedDataDict(data))) as results:

@@ -1,10 +1,10 @@
-"""OpenEnv: its environments as agents of any adapter, and agents inside TRL's `HarnessRolloutWorker`.
+"""OpenEnv: use its environments as agents in any adapter, and run agents in TRL's `HarnessRolloutWorker`.
 
-Written for OpenEnv 0.10.0 and TRL 1.16.0. An environment as `async def agent(base_url, api_key, task)`:
+Written for OpenEnv 0.10.0 and TRL 1.16.0. To use an environment as `async def agent(base_url, api_key, task)`:
 
     agent = HarnessAgent(factory, MCPHarnessAdapter())
 
-An agent in TRL's worker, which spawns a process: the agent has to be a function of a module, or its name.
+To run an agent in TRL's worker, which spawns a process, pass a module-level function or its name:
 
     HarnessRolloutWorker(harness_session_factory=GatewaySessions("http://127.0.0.1:8800", "my_module.agent"), ...)
 """
@@ -30,17 +30,17 @@ __all__ = ["GatewaySessions", "HarnessAgent"]
 
 @dataclass(frozen=True, slots=True)
 class HarnessAgent:
-    """An agent that runs a white-box harness of OpenEnv's in a session of an environment."""
+    """An agent that runs an OpenEnv white-box harness in a session of an environment."""
 
     factory: Any
     """A `ResourceSessionFactory`. `create` is called with the task."""
     adapter: Any
     """A `HarnessAdapter` with `run_white_box`, for example `MCPHarnessAdapter`."""
     limits: Any = None
-    """`HarnessRunLimits`. Its `sampling` are fields of each chat completion."""
+    """`HarnessRunLimits`. Its `sampling` fields are sent with each chat completion."""
 
     async def __call__(self, base_url: str, api_key: str, task: Task) -> float | None:
-        """Run the harness and return the environment's reward, or None without one."""
+        """Run the harness, and return the environment's reward, or None if it has none."""
         return await asyncio.to_thread(self._run, base_url, api_key, task)
 
     def _run(self, base_url: str, api_key: str, task: Task) -> float | None:
@@ -57,7 +57,7 @@ class HarnessAgent:
 
 
 def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], sampling: Mapping[str, Any]) -> Any:
-    """Sample a turn: OpenEnv's `ModelStep`. The message goes back as the gateway gave it, reasoning included."""
+    """Sample a turn, as OpenEnv's `ModelStep`. The next call sends the gateway's message back unchanged."""
     from openenv.core.harness import ModelStepResult
     from openenv.core.llm_client import LLMResponse, ToolCall
 
@@ -75,7 +75,7 @@ def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], 
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments; none where the model wrote something else, as TRL has it."""
+    """Return a call's arguments, or no arguments if the model did not write a JSON object, as in TRL."""
     try:
         arguments = json.loads(text)
     except ValueError:
@@ -85,17 +85,17 @@ def _arguments(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySessions:
-    """A `harness_session_factory` of TRL's `HarnessRolloutWorker`: sessions of a gateway, with an agent in each.
+    """A `harness_session_factory` for TRL's `HarnessRolloutWorker` that runs an agent in each session of a gateway.
 
-    The worker pins its sampling parameters. `task` is the row of the dataset if `trl.carry_rows` has been called with
-    it, otherwise it has `prompt` only. If an agent raises, its rollout is not scored; if it raises `TimeoutError`, TRL
+    The worker pins its sampling parameters. `task` is the dataset's row if the dataset comes from `trl.carry_rows`,
+    otherwise it has `prompt` only. If an agent raises, its rollout is not scored; if it raises `TimeoutError`, TRL
     trains what was sampled until then.
     """
 
     gateway: str
-    """Its URL. TRL's worker process calls it."""
+    """The gateway's URL, which TRL's worker process calls."""
     agent: Agent | str
-    """Or `package.module.name` of one. What it returns is the session's reward."""
+    """An agent or its `package.module.name`. It returns the session's reward."""
     api_key: str | None = None
     pin: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class GatewaySessions:
         return replace(self, pin={**self.pin, **sampling})
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> _AgentSession:
-        """Make a session. The seed is the worker's group."""
+        """Make a session. The worker passes the same seed to all sessions of a group."""
         return _AgentSession(self, row_of(task), {"group": str(seed), "attempt": episode_id})
 
 
@@ -118,7 +118,7 @@ class _AgentSession:
         self._rollout: Rollout | None = None
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
-        """Run the agent. Raises what it raises."""
+        """Run the agent. Raises the agent's exception."""
         self._rollout = run_agent(
             self._client,
             lambda session, row: self._agent(session.base_url, session.api_key, row),
@@ -155,7 +155,7 @@ class _AgentSession:
         return VerifyResult(env_reward=rewards[0] if rewards else None, done=True)
 
     def close(self) -> None:
-        """End the client; a call that it has under way fails."""
+        """Close the client; a call in flight fails."""
         self._client.close()
 
     def _samples(self) -> Any:

@@ -1,4 +1,4 @@
-"""SkyRL: agents as its generator, on its inference engines. Written for SkyRL a9564572.
+"""SkyRL: run agents as its generator, on its inference engines. Written for SkyRL a9564572.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
@@ -31,10 +31,10 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids
 
 
 class AgentGenerator:
-    """A `GeneratorInterface` that runs agents. It derives from no class of SkyRL's.
+    """A `GeneratorInterface` that runs agents. It does not derive from a SkyRL class.
 
-    If the agent of one rollout raises, takes longer than `seconds`, samples nothing or gives no reward, no rollout of
-    that prompt is trained, as in SkyRL's own Harbor generator. Sessions are recorded in `directory`, or not kept.
+    If one rollout's agent raises, takes longer than `seconds`, completes no model call or returns no reward, no rollout
+    of that prompt is trained, as in SkyRL's own Harbor generator. Sessions are kept only if `directory` is set.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AgentGenerator:
         self._stop_rule = stop_rule
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
-        """Run an agent for each prompt and return a `GeneratorOutput`, in the order of the prompts."""
+        """Run an agent for each prompt, and return a `GeneratorOutput` in the order of the prompts."""
         engine = self._config.inference_engine.engine_init_kwargs or {}
         gateway = await live_gateway(
             self._model_dir,
@@ -74,7 +74,7 @@ class AgentGenerator:
         names = input_batch["trajectory_ids"]
         if names is None:
             raise InvalidRequest(
-                "the batch has no trajectory_ids, which say which rollouts are compared with each other"
+                "the batch has no trajectory_ids: they must show which rollouts are compared with each other"
             )
         rollouts = await asyncio.gather(*(self._run(gateway, input_batch, n) for n in range(len(names))))
         by_name = list(zip(names, rollouts, strict=True))
@@ -127,7 +127,7 @@ class AgentGenerator:
         )
         if rollout.error is None and any(sample.reward is None for sample in rollout.samples):
             rollout = replace(
-                rollout, error=InvalidRequest(f"session {rollout.session_id!r} has no reward: return one")
+                rollout, error=InvalidRequest(f"session {rollout.session_id!r} has no reward: the agent must return it")
             )
         if rollout.error is not None:
             _log.warning("the agent of %s failed; its prompt is not trained", name.instance_id, exc_info=rollout.error)
@@ -153,7 +153,7 @@ class AgentGenerator:
 
 
 def _without_loss(rollout: Rollout) -> dict[str, Sequence[Any]]:
-    """Return one step of two ids that nothing is trained of, as SkyRL's Harbor generator has it."""
+    """Return one step of two ids without loss, as SkyRL's Harbor generator does."""
     return {
         "prompt_token_ids": [[0]],
         "response_ids": [[0]],

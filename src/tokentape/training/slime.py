@@ -1,11 +1,11 @@
-"""slime and Miles: agents in place of `generate`, on the servers that the rollout's router has.
+"""slime and Miles: run agents in place of `generate`, on the servers behind the rollout's router.
 
-Written for slime 624b824a8 and Miles 31f1ca961. In a module of yours:
+Written for slime 624b824a8 and Miles 31f1ca961. In a module of your own:
 
     generate = generating(agent)        # async def agent(base_url, api_key, task) -> float | None
 
-and `--custom-generate-function-path my_module.generate`. `task` has the fields of the sample; the agent returns the
-reward, or None if the trainer's reward model is to find it from the response.
+Then pass `--custom-generate-function-path my_module.generate`. `task` has the fields of the sample; the agent returns
+the reward, or None to have the trainer's reward model compute it from the response.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def generating(
 ) -> Callable[..., Awaitable[Any]]:
     """Return a function for the trainers' `--custom-generate-function-path` that runs the agent.
 
-    It makes a `Sample` for each branch of the agent's session.
+    The function makes a `Sample` for each branch of the agent's session.
 
-    If the agent raised, took longer than `seconds`, sampled nothing or was aborted, its rollout becomes one sample
-    without loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions stay in `directory`;
-    without one they are deleted once they are read. `stop_rule` is given every sample.
+    If the agent raised, took longer than `seconds`, completed no model call or was aborted, its rollout becomes one
+    sample without loss, with status `aborted` and `remove_sample`, as in slime's own coding agent. Sessions are kept
+    in `directory`; without one they are deleted once they are read. `stop_rule` gets the samples to train.
     """
     run_agent = imported(agent, "agent")
 
@@ -88,7 +88,7 @@ def generating(
         return [_filled(sample, slime_sample(branch, *about, decode, logprobs=not evaluation)) for branch in counted]
 
     async def generate(*call_args: Any, evaluation: bool = False) -> Any:
-        """Take what slime gives, arguments, a sample and sampling parameters, or Miles' `GenerateFnInput`."""
+        """Accept slime's arguments (args, sample, sampling parameters), or Miles' `GenerateFnInput`."""
         if len(call_args) == 3:
             return await run(*call_args, evaluation)
         (whole,) = call_args
@@ -99,11 +99,11 @@ def generating(
 
 
 def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Normalize rewards as slime does, with every rollout counted once in its group; both lists are per sample.
+    """Return raw and normalized rewards per sample, normalized as slime does, but with each rollout counted once.
 
-    For slime's `--custom-reward-post-process-path`: its own takes the whole batch for one group where rollouts have
-    several samples. Samples with `remove_sample` count in no group; Miles' own, which counts each rollout once by
-    itself, counts these with 0.
+    For slime's `--custom-reward-post-process-path`: if rollouts have several samples, slime's default treats the whole
+    batch as one group. Samples with `remove_sample` are left out of their group; Miles' default, which also counts each
+    rollout once, counts them as 0.
 
     Raises `InvalidRequest` if samples of one rollout have different rewards.
     """
@@ -117,7 +117,7 @@ def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], 
             counted = groups.setdefault(sample.group_index, {}).setdefault(_rollout_of(sample), reward)
             if counted != reward:
                 raise InvalidRequest(
-                    f"samples of rollout {_rollout_of(sample)} have rewards {counted:g} and {reward:g}"
+                    f"samples of rollout {_rollout_of(sample)} have rewards {counted:g} and {reward:g}: set one for all"
                 )
     scaled = args.grpo_std_normalization and args.advantage_estimator != "reinforce_plus_plus_baseline"
     out = []
@@ -136,7 +136,7 @@ def _rollout_of(sample: Any) -> Any:
 
 
 class _Router:
-    """The servers of a rollout, asked as the trainer's own `generate` does."""
+    """Calls a rollout's servers as the trainer's own `generate` does."""
 
     def __init__(self, args: Any, sample: Any, state: Any) -> None:
         self._args, self._state = args, state
@@ -164,7 +164,7 @@ class _Router:
         )
         about = output["meta_info"]
         end = about["finish_reason"]
-        # Otherwise it was aborted for new weights, and the gateway has the rest of it sampled with those.
+        # Otherwise it was aborted for new weights, and the gateway samples the rest of the completion with them.
         if end["type"] == "abort" and (end.get("status_code") or self._ended()):
             raise _aborted()
         sampled, version = about.get("output_token_logprobs") or (), about.get("weight_version")
@@ -178,7 +178,7 @@ class _Router:
         )
 
     def _ended(self) -> bool:
-        """Whether the trainer has all that it needs and aborts the rest."""
+        """Return whether the trainer has all samples that it needs and aborts the remaining calls."""
         if self._state is None:
             module = sys.modules.get(f"{self.package}.rollout.sglang_rollout")
             self._state = module and module.GenerateState(self._args)
@@ -190,26 +190,26 @@ def _max_context(args: Any, model_dir: Path) -> int:
     room = config.get("text_config", config).get("max_position_embeddings")
     room = getattr(args, "rollout_max_context_len", None) or room
     if room is None:
-        raise InvalidRequest("the model's config has no max_position_embeddings; set --rollout-max-context-len")
+        raise InvalidRequest("the model's config.json has no max_position_embeddings; set --rollout-max-context-len")
     return int(room)
 
 
 def _aborted() -> EngineUnavailable:
-    error = EngineUnavailable("the trainer aborted what was under way; this rollout is over")
+    error = EngineUnavailable("the trainer aborted the calls in flight; this rollout is over")
     error.retry = False
     return error
 
 
 def _refuse(args: Any, sample: Any, sampling_params: dict[str, Any]) -> None:
-    """Raise `InvalidRequest` for what would be trained wrongly."""
+    """Raise `InvalidRequest` for settings and samples that would be trained wrongly."""
     if getattr(args, "partial_rollout", False):
-        raise InvalidRequest("--partial-rollout continues a text, and an agent can't be continued: leave it out")
+        raise InvalidRequest("an agent can't resume a partial rollout: remove --partial-rollout")
     if sampling_params.get("custom_params"):
         raise InvalidRequest("slime replays top-p from data that sessions don't have: use --rollout-top-p 1.0")
     if any(value is not None for value in (sample.multimodal_inputs or {}).values()):
-        raise InvalidRequest("samples with images are not exported")
+        raise InvalidRequest("samples with images can't be exported: leave them out of the dataset")
     if getattr(args, "lora_rank", 0) or getattr(args, "lora_adapter_path", None) or getattr(sample, "adapter", None):
-        raise InvalidRequest("agents sample with the model itself, not with an adapter: train without LoRA")
+        raise InvalidRequest("agents sample with the base model, not with an adapter: train without LoRA")
 
 
 def _filled(base: Any, fields: dict[str, Any]) -> Any:
@@ -224,11 +224,11 @@ def _filled(base: Any, fields: dict[str, Any]) -> Any:
 
 
 def _without_loss(base: Any, rollout: Rollout) -> Any:
-    """Return a sample of two ids, since the trainers take none without a response."""
-    why = "nothing was sampled" if rollout.error is None else f"the agent raised {rollout.error!r}"
+    """Return a sample of two ids, because the trainers accept no sample without a response."""
+    why = "the agent completed no model call" if rollout.error is None else f"the agent raised {rollout.error!r}"
     if isinstance(rollout.error, asyncio.TimeoutError):
         why = "the agent took too long"
-    _log.warning("a rollout of group %s is aborted: %s", base.group_index, why)
+    _log.warning("a rollout of group %s is not trained: %s", base.group_index, why)
     fields = {
         "tokens": [0, 0],
         "response": "",

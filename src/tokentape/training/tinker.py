@@ -1,4 +1,4 @@
-"""Tinker cookbook: agents as a strategy of its rollouts, with its sampling client. For tinker-cookbook 0.6.1.
+"""Tinker cookbook: run agents as its rollout strategy, with its sampling client. For tinker-cookbook 0.6.1.
 
     class Rollouts(AgentRollouts, RolloutStrategy):
         agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
@@ -7,7 +7,7 @@
 
     Config(..., rollout_error_tolerance=Rollouts())
 
-`task` has the attributes of an environment, of any class, that `EnvGroupBuilder.make_envs` makes.
+`task` has the attributes of an environment that `EnvGroupBuilder.make_envs` makes; its class does not matter.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = ["AgentRollouts"]
 
 
 class AgentRollouts:
-    """What a strategy derives from before the cookbook's own class. An agent runs for each environment of a group.
+    """Base class of a strategy, to list before the cookbook's own. Runs an agent for each environment of a group.
 
-    A rollout is one trajectory, a transition per turn; where branches part, the cookbook begins another datum. If an
-    agent raises, takes longer than `seconds` or samples nothing, the group is skipped. Sessions are recorded in
-    `directory`, or not kept.
+    A rollout becomes one trajectory with a transition per turn; where branches part, the cookbook begins a new datum.
+    If an agent raises, takes longer than `seconds` or completes no model call, the group is skipped. Sessions are
+    recorded in `directory`; without one, they are not kept.
     """
 
     catches_group_errors = True
     agent: ClassVar[Any]
-    """An `Agent`, as a static method, or `package.module.name` of one. If it returns None, the reward is 0."""
+    """An `Agent` as a static method, or its `package.module.name`. If it returns None, the reward is 0."""
     model_dir: ClassVar[Path | str]
     max_context: ClassVar[int]
     seconds: ClassVar[float | None] = None
     directory: ClassVar[Path | str | None] = None
     stop_rule: ClassVar[StopRule | None] = None
-    """Takes what groups of evaluations sample too: the cookbook says of none what it is for."""
+    """Also gets samples from evaluation, because the cookbook does not say which groups are for evaluation."""
 
     async def execute(self, env_group_builder: Any, policy: Any) -> Any:
         """Run the agents of a group and return a `RolloutResult`."""
@@ -55,7 +55,7 @@ class AgentRollouts:
             name="tinker",
             sampling=frozenset({"temperature", "stop_token_ids"}),
             max_context=self.max_context,
-            # At temperature 1, the only one that is trained, all modes are the same.
+            # Only temperature 1 is trained, at which all modes are the same.
             logprobs_mode="processed_logprobs",
             directory=self.directory,
         )
@@ -84,7 +84,7 @@ async def _sample(policy: Any, prompt_ids: list[int], params: SamplingParams) ->
 
 
 def _trajectory(rollout: Rollout) -> Any:
-    """Return a `Trajectory` with the reward at its last transition. Raises what the agent raised."""
+    """Return a `Trajectory` with the reward at its last transition. Raises the agent's exception."""
     from tinker import ModelInput
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.types import StopReason, Trajectory, Transition
@@ -92,7 +92,7 @@ def _trajectory(rollout: Rollout) -> Any:
     if rollout.error is not None:
         raise rollout.error
     if not rollout.samples:
-        raise InvalidRequest(f"the agent of session {rollout.session_id!r} sampled nothing: expected a call")
+        raise InvalidRequest(f"the agent of session {rollout.session_id!r} completed no model call: it must make one")
     temperature(rollout.samples, "tinker")
     transitions = [
         Transition(

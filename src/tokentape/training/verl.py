@@ -1,4 +1,4 @@
-"""verl: agents as agent loops, on the servers that verl samples with. Written for verl 0.9.1.
+"""verl: run agents as agent loops, on the servers that verl samples with. Written for verl 0.9.1.
 
 In the file that `actor_rollout_ref.rollout.agent.agent_loop_config_path` names:
 
@@ -6,8 +6,8 @@ In the file that `actor_rollout_ref.rollout.agent.agent_loop_config_path` names:
       _target_: tokentape.training.verl.AgentLoop
       agent: my_package.my_module.agent
 
-and `async def agent(base_url, api_key, task) -> float | None` in that module; `task` is the dataset's row. It returns
-the reward, or None if verl's reward function is to find it.
+and in that module, write `async def agent(base_url, api_key, task) -> float | None`; `task` is a row of the dataset. It
+returns the reward, or None to have verl's reward function compute it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "repetition_penalty", "s
 
 
 class AgentLoop:
-    """What verl makes for each rollout: an `AgentLoopBase` without its constructor, which makes a tokenizer of verl's.
+    """The agent loop that verl creates per rollout. It skips `AgentLoopBase`'s constructor, which loads a tokenizer.
 
-    An agent that raises, or takes longer than `seconds`, fails its rollout, and verl drops the prompt's whole group.
-    Sessions are recorded in `directory`, or not kept. `stop_rule` may be `package.module.name`: each rollout has its
-    own loop, and a rule is shared by its process.
+    If an agent raises, or takes longer than `seconds`, its rollout fails, and verl drops the prompt's whole group.
+    Sessions are recorded in `directory`; without one, they are not kept. `stop_rule` may be `package.module.name`:
+    verl creates a loop per rollout, and all loops in a process share the rule.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class AgentLoop:
         self._directory = directory
         self._stop_rule = imported(stop_rule, "stop_rule")
         if self._config.actor_rollout_ref.model.get("custom_chat_template") is not None:
-            raise InvalidRequest("write model.custom_chat_template into the model's folder: it is read from there")
+            raise InvalidRequest("model.custom_chat_template is not used: save that template in the model's folder")
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
-        """Run the agent and return an `AgentLoopOutput` per branch of its session; for the old trainer one alone."""
+        """Run the agent and return an `AgentLoopOutput` per branch of its session; for the old trainer, only one."""
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
         config = self._rollout
@@ -70,14 +70,14 @@ class AgentLoop:
             AgentLoop._sample,
             name=f"verl:{config.name}",
             sampling=_SAMPLING,
-            # SGLang's server keeps one token of its own.
+            # SGLang's server reserves one token.
             max_context=min(room, config.get("max_model_len") or room) - (config.name == "sglang"),
             logprobs_mode=modes.get(config.name) or UNKNOWN_MODE,
             directory=self._directory,
         )
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
-        # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
-        # none of that, and could not compute the logprobs.
+        # verl doesn't tell the loop whether it validates or samples a baseline. It does both with different sampling
+        # settings, trains on neither, and could not compute their logprobs.
         trained = all(sampling_params.get(name) == config.get(name) for name in names[:3])
         rollout = await gateway.run(
             self._agent,
@@ -100,13 +100,14 @@ class AgentLoop:
             return outputs
         if len(outputs) != 1:
             raise InvalidRequest(
-                f"session {rollout.session_id!r} has {len(outputs)} branches; verl's old trainer takes one: use v1"
+                f"session {rollout.session_id!r} has {len(outputs)} branches, and verl's old trainer accepts only one: "
+                "set trainer.use_v1=true"
             )
         return outputs[0]
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         output = await self._servers.generate(
-            # Turns with the same one go to the same server, which has their prefix.
+            # Turns with the same id go to the same server, which has their prefix cached.
             request_id=str(params.session_id),
             prompt_ids=prompt_ids,
             sampling_params=sampling_fields(params, _SAMPLING) | {"max_tokens": params.max_tokens, "logprobs": True},
@@ -121,7 +122,7 @@ class AgentLoop:
 
 
 def _end(stop_reason: str | None, ids: tuple[int, ...], params: SamplingParams) -> FinishReason:
-    """Return how a completion ended: vLLM's server says `completed` for stop and length alike."""
+    """Return how a completion ended: verl's vLLM server reports `completed` for both stop and length."""
     match stop_reason:
         case "abort" | "aborted":
             return "abort"
