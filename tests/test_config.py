@@ -132,7 +132,7 @@ def test_keys_come_from_files_as_well(tmp_path: Path) -> None:
     callers = [ring.caller({"x-api-key": KEY + end}) for end in "abo"]
     assert [(caller.owner, caller.admin) for caller in callers] == [("alice", False), ("bob", False), ("ops", True)]
     twice = resolve({}, {**environ, "TOKENTAPE_KEYS": f"alice={KEY}b"}).config
-    with pytest.raises(InvalidRequest, match="given elsewhere too: alice"):
+    with pytest.raises(InvalidRequest, match="also set elsewhere: alice"):
         twice.all_keys()
 
 
@@ -157,7 +157,7 @@ def test_a_database_is_shown_without_its_password() -> None:
     assert resolved.shown("store") == "postgresql://me:***@host/runs"
     assert resolved.config.location == "postgresql://me:secret@host/runs"
     assert resolve({}, {}).config.location == Path("runs/serve")
-    with pytest.raises(InvalidRequest, match="a directory is named by data"):
+    with pytest.raises(InvalidRequest, match="for a directory, use data"):
         resolve({"store": "runs/serve"}, {})
 
 

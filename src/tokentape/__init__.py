@@ -26,5 +26,5 @@ __all__ = [
     "assemble", "check", "open_record", "read_trajectories", "verify", "write_trajectories",
 ]  # fmt: skip
 
-# `import tokentape` costs next to nothing: a name is imported when it is first used.
+# Keep `import tokentape` fast: a name is imported when it is first used.
 __getattr__ = lazy_names(__name__)

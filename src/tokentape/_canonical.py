@@ -1,4 +1,4 @@
-"""JSON and digests as the record has them: part of the file format, described in `tokentape._session.chain`."""
+"""JSON and digests in the record's format, which `tokentape._session.chain` describes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tokentape.errors import InvalidRequest
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one JSON text that the chain hashes for `value`: with the keys of objects sorted.
+    """Return the JSON text that the hash chain uses for `value`: the keys of objects are sorted.
 
     >>> canonical_json({"b": [1, 2.0], "a": "é"})
     '{"a":"\\\\u00e9","b":[1,2.0]}'
 
-    Raises `InvalidRequest` for what JSON can't hold: NaN, bytes, keys of mixed types, cycles.
+    Raises `InvalidRequest` for values that are not JSON: NaN, bytes, keys of mixed types, cycles.
     """
     return _encoded(_CANONICAL, value)
 
 
 def quick_json(value: Any) -> bytes:
-    """Return JSON of `value` that is mostly equal to `canonical_json`, in a sixth of the time.
+    """Return JSON of `value` that mostly equals `canonical_json`, in a sixth of the time.
 
-    Some floats can be written differently. Equal texts have equal values, but for NaN and infinities: these are null.
+    Some floats may be written differently. Equal texts have equal values, except that NaN and infinities become null.
     """
     with suppress(TypeError, ValueError, OverflowError, RecursionError):
         text = _QUICK.encode(value)
@@ -38,15 +38,15 @@ def quick_json(value: Any) -> bytes:
 
 
 def json_in_order(value: Any) -> str:
-    """Return JSON with the keys of objects in the order given: a template writes tools and arguments in it.
+    """Return JSON with the keys of objects in their own order, in which a template writes tools and arguments.
 
-    Raises `InvalidRequest` as `canonical_json` does.
+    Raises `InvalidRequest` like `canonical_json`.
     """
     return _encoded(_IN_ORDER, value)
 
 
 def digest_of(*fields: bytes) -> str:
-    """Return the hex SHA-256 of `fields`, each preceded by its length: no two sequences of fields encode alike."""
+    """Return the hex SHA-256 of `fields`, each preceded by its length so that the encoding is unambiguous."""
     return hashlib.sha256(framed(*fields)).hexdigest()
 
 
@@ -69,7 +69,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-# A cycle ends in RecursionError, so that the encoder need not look for one.
+# A cycle raises RecursionError, so the encoder need not check for cycles.
 _CANONICAL = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain
 )
@@ -81,4 +81,4 @@ def _encoded(encoder: json.JSONEncoder, value: Any) -> str:
     try:
         return encoder.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"a value to be recorded is not JSON ({type(error).__name__})") from None
+        raise InvalidRequest(f"a value can't be recorded, because it is not JSON ({type(error).__name__})") from None

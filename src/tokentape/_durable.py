@@ -1,4 +1,4 @@
-"""Files that are there after a power cut."""
+"""Write files that survive a power cut."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PART = ".part"
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file, making its folder if there is none. It appears under its name once it is whole and on the disk.
+    """Open a new file, creating its folder if needed. It gets its name once it is complete and flushed to the disk.
 
-    If the context raises, there is no file. A link stays, and the file that it names is replaced. What is no regular
-    file, such as a FIFO or `/dev/stdout`, is written to directly: it has readers of its own.
+    If the context raises, no file appears. If the path is a link, the file that it points to is replaced. Anything but
+    a regular file, such as a FIFO or `/dev/stdout`, is written to directly.
     """
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
@@ -40,13 +40,13 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file as `durable_file` does."""
+    """Write a file like `durable_file`."""
     with durable_file(path) as file:
         file.write(data)
 
 
 def flush_directory(directory: Path) -> None:
-    """Make the names in it durable."""
+    """Flush the names in a directory to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

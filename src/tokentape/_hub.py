@@ -1,4 +1,4 @@
-"""A model folder by its path, or by its name on the Hugging Face Hub from this machine's cache. No network."""
+"""Find a model folder by its path, or by its Hub repo id in this machine's cache, without network access."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_model(model: Path, *, weights: bool) -> Path:
-    """Return the folder `model`, or the one that the local cache has for a Hub name.
+    """Return the folder `model`, or the folder that the local cache has for a Hub repo id.
 
     Raises:
-        InvalidRequest: there is neither. The text has the command that downloads it: all of it, or without `weights`
-            what a tokenizer and a template need.
+        InvalidRequest: neither exists. The message contains the command that downloads the model, or without `weights`
+            only the files of its tokenizer and template.
 
     """
     if model.is_dir():
@@ -24,8 +24,8 @@ def find_model(model: Path, *, weights: bool) -> Path:
     name = str(model)
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
-            f"there is no model folder {name}{' (it is a file)' if model.exists() else ''}; expected a folder with "
-            "tokenizer.json and a chat template, or a name on the Hub such as Qwen/Qwen3-8B",
+            f"there is no model folder {name}{' (it is a file)' if model.exists() else ''}; pass a folder with "
+            "tokenizer.json and a chat template, or a Hub repo id such as Qwen/Qwen3-8B",
             "model",
         )
     cached = _cache() / f"models--{name.replace('/', '--')}"
@@ -42,12 +42,12 @@ def find_model(model: Path, *, weights: bool) -> Path:
 
 
 def is_hub_name(model: Path) -> bool:
-    """Return whether this is not a folder but has the form of a Hub name."""
+    """Return whether this is not an existing path but has the format of a Hub repo id."""
     return not model.exists() and _NAME.fullmatch(str(model)) is not None
 
 
 def _cache() -> Path:
-    """Return the folder to which the Hub's own client downloads."""
+    """Return the folder that the Hub's own client downloads to."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

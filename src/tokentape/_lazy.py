@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazy_names(package: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package`. It imports a name from where `if TYPE_CHECKING:` in its source does."""
+    """Return a `__getattr__` for `package` that imports names as `if TYPE_CHECKING:` in its source does."""
 
     def find(name: str) -> Any:
         module = _homes(package).get(name)
@@ -25,7 +25,7 @@ def lazy_names(package: str) -> Callable[[str], Any]:
 
 @cache
 def _homes(package: str) -> dict[str, str]:
-    """Return the module of each name that a package imports."""
+    """Return the module of each name that the package imports."""
     import ast
     import pkgutil
 

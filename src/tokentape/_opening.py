@@ -1,6 +1,6 @@
-"""Make the parts of a gateway from a configuration: the renderer, the engine, and the application.
+"""Create the parts of a gateway from a configuration: the renderer, the engine, and the application.
 
-`tokentape serve` serves the application on a socket, Ray Serve in its replicas.
+`tokentape serve` serves the application on a socket, and Ray Serve in its replicas.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _log = logging.getLogger("tokentape.serve")
 _WAIT_LOG_SECONDS = 5.0
 _WAIT_TICK_SECONDS = 1.0
 _TEMPLATE_SECONDS = 10.0
-"""The start waits no longer for a comparison that can only warn."""
+"""Time limit at startup for a comparison that can only warn."""
 
 _SAMPLING = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
-"""The gateway's sampling defaults, and other values that mean the same."""
+"""The gateway's sampling defaults, and other values with the same meaning."""
 
 _OWN_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "llamacpp": "/props"}
 """By kind, a path that the other kinds do not have. (vLLM in development mode also has `/server_info`.)"""
@@ -56,10 +56,10 @@ Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
 
 def model_folder(config: ServeConfig) -> Path:
-    """Return the model's folder; without one, the tiny model's if it is embedded.
+    """Return the model's folder. Without a model, return the tiny model's for the embedded engine.
 
-    Raises `InvalidRequest` as `find_model`, and if no model is named for a server, after asking it what it serves.
-    Not for an event loop.
+    Raises `InvalidRequest` like `find_model`, and if no model is named for a server; the message lists what the server
+    serves. Do not call it in an event loop.
     """
     if config.model is not None:
         return find_model(config.model, weights=config.engine.kind == "transformers")
@@ -67,8 +67,8 @@ def model_folder(config: ServeConfig) -> Path:
         return MODEL
     serves = asyncio.run(_served_names(config.engine))
     raise InvalidRequest(
-        "a server needs the folder of the model that it serves, or its name on the Hub, for its tokenizer and chat "
-        f"template (tokentape serve MODEL --engine ...); {serves}",
+        "a server needs the folder of the model that it serves, or its Hub repo id, for tokenizer and chat template: "
+        f"tokentape serve MODEL --engine ...; {serves}",
         "model",
     )
 
@@ -83,11 +83,11 @@ async def _served_names(config: EngineConfig) -> str:
 
 
 async def wait_for_engine(config: EngineConfig, *, once: bool = False) -> None:
-    """Return when a server of `config` answers, or after `wait_seconds`: a server that loads refuses connections.
+    """Wait until a server of `config` answers, or for `wait_seconds`: a server that is loading refuses connections.
 
-    The log says at once, and then every few seconds, what is waited for. With `once`, look once and return.
+    Logs what it waits for, at once and then every few seconds. With `once`, check once and return.
 
-    Raises `EngineError` or `InvalidRequest` if waiting can't help: no host has this name, or it is no engine's address.
+    Raises `EngineError` or `InvalidRequest` if waiting can't help: the host does not exist, or it is not an engine.
     """
     now = asyncio.get_running_loop().time
     logged_at, end = -math.inf, now() + config.wait_seconds
@@ -101,7 +101,7 @@ async def wait_for_engine(config: EngineConfig, *, once: bool = False) -> None:
 
 
 async def _missing(config: EngineConfig) -> str:
-    """Return why no server of `config` answers yet, empty if one does. Raises as `wait_for_engine`."""
+    """Return why no server of `config` answers yet; empty if one answers. Raises like `wait_for_engine`."""
     silent: list[str] = []
     wrong: list[TokentapeError] = []
     for url in config.urls:
@@ -121,7 +121,7 @@ async def _missing(config: EngineConfig) -> str:
 
 @asynccontextmanager
 async def _asking(config: EngineConfig, url: str) -> AsyncIterator[HttpClient]:
-    """Yield connections to a server. The text of an error begins with its address."""
+    """Yield an HTTP client for a server. Error messages begin with the server's URL."""
     http = None
     try:
         http = HttpClient(url, api_key=config.api_key, timeouts=config.timeouts)
@@ -135,43 +135,43 @@ async def _asking(config: EngineConfig, url: str) -> AsyncIterator[HttpClient]:
 
 
 def model_name(config: ServeConfig) -> str:
-    """Return the model's name in replies."""
+    """Return the name of the model in replies."""
     if config.model is not None and is_hub_name(config.model):
         return config.model_id or str(config.model)
     return config.model_id or (config.model or MODEL).resolve().name
 
 
 def folder_model(config: ServeConfig) -> FolderModel:
-    """Return what the model's folder says about the model."""
+    """Return what the model folder contains about the model."""
     hub_names = [str(config.model)] if config.model is not None and is_hub_name(config.model) else []
     return FolderModel.read(model_folder(config), *hub_names)
 
 
 def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
-    """What `open_record` takes."""
+    """Return the argument `synchronous` for `open_record`."""
     return "FULL" if config.synchronous == "full" else "NORMAL"
 
 
 def served_model(config: ServeConfig, renderer: Renderer) -> ServedModel:
-    """Return what a record keeps about the model that it is made with."""
+    """Return what a record stores about the model that is served."""
     return ServedModel(str(model_folder(config).resolve()), renderer.tokenizer.sha256, renderer.fingerprint)
 
 
 def open_renderer(config: ServeConfig) -> Renderer:
-    """Load the model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load`."""
+    """Load the model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` like `Renderer.load`."""
     model = model_folder(config)
     images = find_image_processor(model) if config.engine.kind == "transformers" else None
     _log.info("loading tokenizer and chat template from %s (up to a minute the first time, later a few seconds)", model)
     renderer = Renderer.load(model, config.chat_template, images=images, strict_text=config.strict_text)
-    # A template that can't be used is refused at once, not after the weights are loaded.
+    # Refuse a template that can't be used now, not after the weights are loaded.
     load_or_certify(renderer, {})
-    # The encoder is built with the first text, which takes half a second: no call should wait for it.
+    # Build the encoder now. It takes half a second, and otherwise the first call would wait for it.
     renderer.tokenizer.encode_marked("")
     return renderer
 
 
 def other_sampling(config: ServeConfig) -> str:
-    """Return which sampling defaults of the model's generation_config.json the gateway does not use; empty if none."""
+    """Describe the sampling defaults in generation_config.json that the gateway does not use; empty if none."""
     try:
         generation_config = json.loads((model_folder(config) / "generation_config.json").read_bytes())
     except (OSError, ValueError):
@@ -191,14 +191,14 @@ def other_sampling(config: ServeConfig) -> str:
     options = " ".join(f"--default {name}={value}" for name, value in differing.items())
     return (
         f"calls that don't say otherwise are sampled with {ours}. The model's generation_config.json has {theirs}, "
-        f"which vLLM and SGLang use by default; for that, add {options}"
+        f"which vLLM and SGLang use by default; to use these values, add {options}"
     )
 
 
 async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain: Drain | None = None) -> Starlette:
-    """Make the application, which owns the store from then on, as with `create_app`.
+    """Create the application, which owns the store from then on, like `create_app`.
 
-    Call it in the event loop that will serve it: an engine's connections belong to their loop. Raises as
+    Call it in the event loop that will serve it, because an engine's connections belong to their loop. Raises like
     `open_configured` and `open_captured`.
     """
     if config.payloads_to is not None:
@@ -239,7 +239,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
 async def open_captured(
     config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None] = lambda: None
 ) -> ChatServer:
-    """Connect to the server that renders. Raises as `open_configured`."""
+    """Connect to the server that renders. Raises like `open_configured`."""
     from tokentape.engines._vllm_chat import VllmChatServer
 
     (url,) = config.engine.urls
@@ -259,9 +259,9 @@ async def open_configured(
     """Load the model's weights, or connect to the server or its replicas.
 
     Unless `check` is off, a server's model is verified when it is opened and whenever it may have changed;
-    `weights_now` returns the version of the weights, for servers that do not report it.
+    `weights_now` returns the weight version for servers that do not report it.
 
-    Raises `InvalidRequest` and `EngineError` as `open_engine`, `GuardedEngine.open` and `EnginePool.open`.
+    Raises `InvalidRequest` and `EngineError` like `open_engine`, `GuardedEngine.open` and `EnginePool.open`.
     """
     engine = config.engine
     if engine.kind == "transformers":
@@ -284,7 +284,7 @@ async def open_configured(
 
 
 def _replica_name(url: str) -> str:
-    """Return the address without the scheme; one host may serve several replicas under paths."""
+    """Return the URL without its scheme. It includes the path, because one host may serve several replicas."""
     parts = urlsplit(url)
     return parts.netloc + parts.path.rstrip("/")
 
@@ -292,7 +292,7 @@ def _replica_name(url: str) -> str:
 async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard: Guard | None) -> Engine:
     from tokentape.engines._kinds import open_engine
 
-    _log.info("asking %s what it serves, and comparing it with the model folder", url)
+    _log.info("comparing the model that %s serves with the model folder", url)
     async with _asking(config, url) as http:
         await refuse_gateway(config.kind, http)
         try:
@@ -307,7 +307,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
             )
         except EngineError as error:
             if "answered 404" in str(error) and (kind := await _looks_like(http, config.kind)):
-                error.args = (f"{error}. This looks like a server of another kind: --engine {kind}",)
+                error.args = (f"{error}. This looks like a different kind of server; try --engine {kind}",)
             raise
     if guard is None:
         return engine
@@ -321,7 +321,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
 
 
 async def _looks_like(http: HttpClient, kind: str) -> str | None:
-    """Return the kind, other than `kind`, of the servers that have a path of this server; None if there is none."""
+    """Return a different kind than `kind` if the server has a path that only this kind has; otherwise None."""
     for other_kind, path in _OWN_PATHS.items():
         with suppress(TokentapeError):
             if other_kind != kind and await attempt(http.get(path)) is not None:

@@ -1,4 +1,4 @@
-"""Settings declared once: a field of a dataclass with its default, its help and its command-line flag."""
+"""Declare settings as dataclass fields with a default, a help text and a command-line flag."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def option(
     least: int = 0,
     most: float | None = None,
 ) -> Any:
-    """Return a dataclass field that is also an option. Without `flag`, a field `some_name` gets `--some-name`."""
+    """Return a dataclass field with an `Option`. Without `flag`, the flag of a field `some_name` is `--some-name`."""
     metadata = {"option": Option(help, flag, metavar, least, most)}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -41,19 +41,19 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of a tree of dataclasses, by its dotted name."""
+    """A setting in a tree of dataclasses, by its dotted name."""
 
     name: str
     annotation: Any
     kind: Any
-    """The type without None."""
+    """`annotation` without None."""
     default: Any
     option: Option | None
     """None for a setting without a flag."""
 
     @property
     def repeats(self) -> bool:
-        """Whether the setting takes several values."""
+        """Whether the setting accepts several values."""
         return get_origin(self.kind) in (tuple, Mapping)
 
     @property
@@ -73,7 +73,7 @@ class Setting:
         return f"{said} Default: {default:g}." if isinstance(default, float) else f"{said} Default: {default}."
 
     def convert(self, value: Any, where: str, *, strict: bool) -> Any:
-        """Convert `value` to the setting's type. Raises `InvalidRequest`; its message begins with `where`."""
+        """Convert `value` to the setting's type. Raises `InvalidRequest` with a message that begins with `where`."""
         if get_origin(self.kind) is Literal and value not in get_args(self.kind):
             raise InvalidRequest(f"{where}: expected one of {', '.join(get_args(self.kind))}", where)
         annotation = self.annotation
@@ -98,7 +98,7 @@ def env_name(name: str) -> str:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a dataclass of defaults and of those inside it."""
+    """Yield the settings of a dataclass of defaults and of its nested dataclasses."""
     kinds = get_type_hints(type(config))
     for member in fields(config):
         default, kind = getattr(config, member.name), kinds[member.name]
@@ -111,7 +111,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[Setting]:
 
 
 def build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a tree of dataclasses with these values by dotted name, defaults elsewhere."""
+    """Build a tree of dataclasses from values by dotted name. Missing values have their defaults."""
     arguments = {}
     for name, inner in get_type_hints(kind).items():
         if is_dataclass(inner):

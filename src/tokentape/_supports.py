@@ -1,7 +1,7 @@
-"""Sampling supports: which ids truncation by top-k, top-p or min-p kept for one token, in few bytes.
+"""Encode sampling supports: the ids that truncation by top-k, top-p or min-p kept for one token.
 
-A first byte says what follows: runs of ids with their distances as variable-length numbers, a bitmap, or only how many
-ids there are, where that is more than was to be recorded. No bytes at all: nothing is known.
+The first byte selects the format: runs of ids, with distances as variable-length numbers; a bitmap; or only the number
+of ids, if there were too many to record. An empty support means that nothing is known.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 SUPPORTS = "supports"
-"""The name of the payload that has them."""
+"""The name of the payload with the supports."""
 
 _TOO_MANY, _RUNS, _BITMAP = b"\x00", b"\x01", b"\x02"
 
 
 def pack(ids: npt.ArrayLike, most: int) -> bytes:
-    """Return the kept ids of a token as bytes, or only their number if they are more than `most`.
+    """Encode the kept ids of a token, or only their number if there are more than `most`.
 
     >>> [len(pack(ids, 4096)) for ids in ([7], [3, 90, 11000], range(5000, 6000), range(0, 8000, 2))]
     [2, 6, 5, 1002]
     """
     ids = np.unique(np.asarray(ids, np.int64))
     if not ids.size or ids[0] < 0:
-        raise ValueError("a support has at least one id, and no negative one")
+        raise ValueError("a support must have at least one id and no negative ids")
     if ids.size > most:
         return _TOO_MANY + number(ids.size)
     edges = np.flatnonzero(np.diff(ids) > 1)
@@ -44,14 +44,14 @@ def pack(ids: npt.ArrayLike, most: int) -> bytes:
 
 
 def is_known(support: bytes) -> bool:
-    """Return whether the kept ids of a token are there."""
+    """Return whether the kept ids of a token are recorded."""
     return support[:1] not in (b"", _TOO_MANY)
 
 
 def kept_ids(support: bytes) -> npt.NDArray[np.int32] | None:
-    """Return the kept ids of a token in ascending order; None where they are not known or were too many.
+    """Return the kept ids of a token in ascending order; None if they are not known or were too many to record.
 
-    Raises ValueError for bytes that `pack` did not make.
+    Raises ValueError for bytes that `pack` did not write.
     """
     if not is_known(support):
         return None
@@ -60,7 +60,7 @@ def kept_ids(support: bytes) -> npt.NDArray[np.int32] | None:
         bits = np.unpackbits(np.frombuffer(support, np.uint8, offset=offset), bitorder="little")
         return (np.flatnonzero(bits) + base * 8).astype(np.int32)
     if support[:1] != _RUNS:
-        raise ValueError(f"a support of an unknown kind: {support[0]}")
+        raise ValueError(f"the support has the unknown format {support[0]}; expected bytes that `pack` wrote")
     runs, offset, after = [], 1, 0
     while offset < len(support):
         coded, offset = read_number(support, offset)
@@ -74,12 +74,12 @@ def kept_ids(support: bytes) -> npt.NDArray[np.int32] | None:
 
 
 def too_many(support: bytes) -> int | None:
-    """Return how many ids were kept where they were too many to be recorded."""
+    """Return the number of kept ids if they were too many to record; otherwise None."""
     return read_number(support, 1)[0] if support[:1] == _TOO_MANY else None
 
 
 def number(value: int) -> bytes:
-    """Return a number of at least 0 in as few bytes as it needs, seven bits in each, lowest first (LEB128)."""
+    """Encode a nonnegative number as unsigned LEB128: seven bits per byte, lowest bits first."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -88,7 +88,7 @@ def number(value: int) -> bytes:
 
 
 def read_number(data: bytes, offset: int) -> tuple[int, int]:
-    """Return the number at an offset, and the offset after it. Raises ValueError if the data ends before."""
+    """Decode the number at an offset. Return it and the offset after it. Raises ValueError if the data ends early."""
     value = shift = 0
     while offset < len(data):
         byte = data[offset]

@@ -1,7 +1,7 @@
 """The configuration of a gateway: a frozen tree of settings from flags, the environment, a TOML file and defaults.
 
-Names of settings have dots. `limits.body_bytes` comes from its flag if given, else from the environment variable
-`TOKENTAPE_LIMITS_BODY_BYTES`, else from `body_bytes` in the file's table `[limits]`, else it is the default.
+Settings have dotted names. `limits.body_bytes` comes from its flag if set, else from the environment variable
+`TOKENTAPE_LIMITS_BODY_BYTES`, else from `body_bytes` in the file's table `[limits]`, else from the default.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokentape.store._postgres import is_url, without_password
 Source: TypeAlias = Literal["flag", "env", "file", "default"]
 
 DEFAULT_FILE = Path("tokentape.toml")
-"""Read if it exists and no other file is given."""
+"""The file that is read if it exists and no other file is named."""
 
 SECRETS = frozenset({"keys", "admin_keys", "engine.api_key"})
 """Settings that are never shown."""
@@ -38,13 +38,13 @@ SECRETS = frozenset({"keys", "admin_keys", "engine.api_key"})
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine that samples, and its address."""
+    """The engine that samples, and its URL."""
 
     kind: EngineKind = option(
-        "transformers", "transformers: in this process. The others: the server at --engine-url.", "--engine"
+        "transformers", "transformers: run in this process. Others: use the server at --engine-url.", "--engine"
     )
     urls: tuple[str, ...] = option(
-        (), "Base URL of the engine's server. Repeat it for several replicas.", "--engine-url", "URL"
+        (), "Base URL of the engine's server. Repeat the flag for several replicas.", "--engine-url", "URL"
     )
     model: str | None = option(
         None, "Name of the folder's model on the server. Default: the first that it lists.", "--engine-model", "NAME"
@@ -60,28 +60,28 @@ class EngineConfig:
     )
     logprobs_mode: Literal["raw", "scaled", "processed"] | None = option(
         None,
-        "Which log-probabilities the embedded engine reports. processed: those that tokens are sampled with. scaled: "
-        "those before top-p, top-k and min-p. raw: the model's own. A server has an option of its own. Default: "
+        "Which logprobs the embedded engine reports. processed: those that tokens are sampled with. scaled: those "
+        "before top-p, top-k and min-p. raw: the model's own. For a server, set this at the server. Default: "
         "processed.",
     )
     adapters: Mapping[str, str] = option(
-        {}, "LoRA adapter of the embedded engine, which sessions pin by its name.", "--adapter", "NAME=FOLDER"
+        {}, "LoRA adapter for the embedded engine. Sessions pin it by its name.", "--adapter", "NAME=FOLDER"
     )
-    capture: bool = option(False, "Let the vLLM server render the prompts, and record them and where they drift.")
+    capture: bool = option(False, "Let the vLLM server render the prompts. Record them, and where they drift.")
     verify_prompts: bool = option(
         False,
         "Have vLLM or SGLang return the ids of every prompt and compare them, which costs as much as sending them. "
-        "Otherwise only their number is compared.",
+        "Without it only their number is compared.",
     )
     wait_seconds: float = option(
-        300.0, "How long to wait at the start until the engine's server answers.", "--engine-wait"
+        300.0, "Seconds to wait at startup until the engine's server answers.", "--engine-wait"
     )
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is logged, and how."""
+    """Log level and format."""
 
     level: Level = option("info", "Lowest level that is logged.", "--log-level")
     format: Format = option("text", "json: one JSON object per line, for log collectors.", "--log-format")
@@ -93,36 +93,36 @@ class ServeConfig:
 
     model: Path | None = option(
         None,
-        "Model folder with tokenizer and chat template, and the weights for the embedded engine; or a Hub name that is "
-        "in this machine's cache. Default for the embedded engine: the tiny model shipped.",
+        "Model folder with tokenizer and chat template, and weights for the embedded engine; or a Hub repo id that is "
+        "in this machine's cache. Default for the embedded engine: the shipped tiny model.",
     )
     model_id: str | None = option(None, "Name of the model in replies. Default: the folder's name.", metavar="NAME")
     chat_template: Path | None = option(None, "Chat template to use instead of the model's own.")
     strict_text: bool = option(
         False,
-        "Keep every added token out of callers' text, HTML tags too. Without it only control tokens are kept out, and "
-        "other text is encoded as the tokenizer encodes it.",
+        "Keep every added token, also HTML tags, out of callers' text. Without it only control tokens are kept out, "
+        "and other text is encoded as the tokenizer encodes it.",
     )
     data: Path = option(Path("runs/serve"), "Directory of the record.")
     store: str | None = option(
         None,
-        "Keep the record in PostgreSQL instead, postgresql://user@host/database. Several gateways may share it.",
+        "Keep the record in PostgreSQL instead: postgresql://user@host/database. Several gateways can share it.",
         metavar="URL",
     )
-    workers: int = option(1, "Processes that serve together. Not with the embedded engine.", least=1, most=1024)
+    workers: int = option(1, "Number of processes that serve. Not with the embedded engine.", least=1, most=1024)
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8800, "Port to listen on; 0 takes a free one.", most=65535)
+    port: int = option(8800, "Port to listen on; 0 chooses a free one.", most=65535)
     allowed_hosts: tuple[str, ...] | None = option(
         None,
-        "Host name that requests may be addressed to. Repeat it for several; * allows any. Default: any with API keys, "
-        "otherwise this machine.",
+        "Host name that requests may use. Repeat the flag for several; * allows any. Default: any with API keys, "
+        "otherwise only this machine.",
         "--allowed-host",
         "NAME",
     )
     history: History = option(
         "sampled",
-        "What stays in context of earlier turns. sampled: everything that was sampled. template: what the chat "
-        "template keeps; dropping the rest starts a new branch.",
+        "Which part of earlier turns stays in context. sampled: everything that was sampled. template: what the chat "
+        "template keeps; if it drops something, a new branch starts.",
     )
     stop_mismatch: StopMismatch = option(
         "keep",
@@ -132,23 +132,23 @@ class ServeConfig:
     on_abort: OnAbort = option(
         "resume",
         "What to do with a completion that the engine aborts, for example for new weights. resume: continue it in the "
-        "same turn if its distribution stays the same, otherwise keep it. keep: return it as it is. resample: answer "
-        "with an error, so that the caller asks again.",
+        "same turn if its distribution stays the same, otherwise keep it. keep: return it as it is. resample: return "
+        "an error, so that the caller retries.",
     )
     pin: Mapping[str, Any] = option(
         {}, "Sampling parameter that callers can't change, such as temperature=1.0.", metavar="NAME=VALUE"
     )
-    default: Mapping[str, Any] = option({}, "Sampling parameter for calls that don't name it.", metavar="NAME=VALUE")
+    default: Mapping[str, Any] = option({}, "Sampling parameter for calls that don't set it.", metavar="NAME=VALUE")
     enforce_tools: bool = option(
         False,
-        "Have the engine enforce forced tool choices and strict tools, and refuse them where it can't. Without it they "
-        "are only reported. The logprobs of such turns are those under the constraint. Not with capture.",
+        "Enforce forced tool choices and strict tools in the engine, and refuse them if it can't. Without it they are "
+        "only reported. The logprobs of such turns are those under the constraint. Not with capture.",
     )
     payloads: bool = option(False, "Record what the engine returns per token, such as routed experts.")
     payloads_to: str | None = option(
         None,
-        "Write payloads and supports to files in this folder or at this fsspec URL (s3://bucket/run), and only their "
-        "addresses to the record. A turn is acknowledged after its files are written.",
+        "Write payloads and supports to files in this folder or at this fsspec URL (s3://bucket/run), and only the "
+        "files' URLs to the record. A turn is acknowledged after its files are written.",
         metavar="URL",
     )
     supports: int = option(
@@ -160,18 +160,18 @@ class ServeConfig:
     synchronous: Literal["full", "normal"] = option(
         "full", "full: acknowledged turns survive a power cut. normal: they survive a crash of the gateway."
     )
-    drain_seconds: float = option(30.0, "How long calls may continue after SIGTERM.")
+    drain_seconds: float = option(30.0, "Seconds that calls may continue after SIGTERM.")
     tracing: bool = option(False, "Open OpenTelemetry spans.")
     drift_share: float = option(
         0.01, "Fraction of completions to re-tokenize in the background for drift metrics.", most=1
     )
     check_bridges: CheckBridges = option(
         "sample",
-        "Which bridges to compare in the background with the template's own rendering. sample: the first of each kind "
-        "on a branch, and some more.",
+        "Which bridges (the ids appended after a turn) to compare in the background with the template's own rendering. "
+        "sample: the first of each kind on a branch, and some more.",
     )
-    keys_file: Path | None = option(None, "File with API keys of callers, a line name=key for each.")
-    admin_keys_file: Path | None = option(None, "File with API keys that see every session and the metrics.")
+    keys_file: Path | None = option(None, "File with callers' API keys, one line name=key for each.")
+    admin_keys_file: Path | None = option(None, "File with API keys that can read every session and the metrics.")
     keys: Mapping[str, str] = field(default_factory=dict)
     admin_keys: Mapping[str, str] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -183,7 +183,7 @@ class ServeConfig:
         if self.payloads_to is not None and not (self.payloads or self.supports):
             raise InvalidRequest("payloads_to has nothing to write: add --payloads or --supports", "payloads_to")
         if self.enforce_tools and self.engine.capture:
-            raise InvalidRequest("enforce_tools does not work with capture, where the server renders", "enforce_tools")
+            raise InvalidRequest("enforce_tools does not work with capture: leave one of them out", "enforce_tools")
         if self.engine.kind == "transformers" and self.engine.urls:
             raise InvalidRequest(
                 f"--engine-url {self.engine.urls[0]} without the kind of its server: add --engine {' or '.join(KINDS)}",
@@ -191,32 +191,32 @@ class ServeConfig:
             )
         if self.engine.kind != "transformers" and not self.engine.urls:
             raise InvalidRequest(
-                f"--engine {self.engine.kind} without the address of the server: add --engine-url http://host:port",
+                f"--engine {self.engine.kind} without the URL of the server: add --engine-url http://host:port",
                 "engine",
             )
         if self.engine.kind != "transformers" and self.engine.logprobs_mode is not None:
             raise InvalidRequest(
-                f"--logprobs-mode sets what the embedded engine reports; a {self.engine.kind} server decides that "
-                "itself (vllm serve has an option --logprobs-mode of its own); leave it out",
+                "--logprobs-mode applies only to the embedded engine. Leave it out, and set the mode at the "
+                f"{self.engine.kind} server (vllm serve has its own --logprobs-mode)",
                 "engine.logprobs_mode",
             )
         if self.engine.kind != "transformers" and self.engine.adapters:
             raise InvalidRequest(
-                f"--adapter loads an adapter into the embedded engine; a {self.engine.kind} server has its own: "
-                "leave it out and pin the name that the server gives it",
+                "--adapter applies only to the embedded engine. Leave it out, load the adapter at the "
+                f"{self.engine.kind} server, and pin its name there",
                 "engine.adapters",
             )
         if self.engine.capture and (self.engine.kind != "vllm" or len(self.engine.urls) != 1):
-            raise InvalidRequest("capture takes one vLLM server: --engine vllm and one --engine-url", "engine.capture")
+            raise InvalidRequest("capture needs one vLLM server: --engine vllm and one --engine-url", "engine.capture")
         if self.workers > 1 and self.engine.kind == "transformers":
             raise InvalidRequest(
-                f"{self.workers} workers would load the weights {self.workers} times: the embedded engine takes one "
-                "worker; serve the model with an engine of its own and name its --engine-url",
+                f"{self.workers} workers would load the weights {self.workers} times. Use one worker with the embedded "
+                "engine, or serve the model with an engine server and pass its --engine-url",
                 "workers",
             )
         if self.store is not None and not is_url(self.store):
             raise InvalidRequest(
-                "store takes postgresql://user@host:port/database; a directory is named by data", "store"
+                "store must be postgresql://user@host:port/database; for a directory, use data", "store"
             )
 
     @property
@@ -235,11 +235,11 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration, and the source of each setting."""
+    """A configuration with the source of each setting."""
 
     config: ServeConfig
     sources: Mapping[str, Source]
-    """By the name of the setting, in order."""
+    """Source by setting name, in order."""
     file: Path | None
     """The TOML file that was read."""
 
@@ -251,7 +251,7 @@ class Resolved:
         return value
 
     def shown(self, name: str) -> Any:
-        """Return the value of a setting to print: paths as text, secrets hidden."""
+        """Return a printable value of a setting: paths as text, secrets hidden."""
         value = self.value(name)
         if name == "store" and value:
             return without_password(value)
@@ -263,9 +263,9 @@ class Resolved:
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Resolved:
     """Return the configuration from `flags`, `environ` and a file.
 
-    `flags` are settings by name; those not given are None or empty. By default `file` is the path in
-    `TOKENTAPE_CONFIG`, else `tokentape.toml` if it exists. Paths in it are relative to its folder. Raises
-    `InvalidRequest` for an unreadable file, unknown names in it, and invalid values.
+    `flags` are settings by name; a flag that is not set is None or empty. By default `file` is the path in
+    `TOKENTAPE_CONFIG`, else `tokentape.toml` if it exists. Paths in the file are relative to its folder. Raises
+    `InvalidRequest` if the file can't be read or has unknown names, and for invalid values.
     """
     if file is None and (path := environ.get("TOKENTAPE_CONFIG")):
         file = Path(path)
@@ -304,7 +304,7 @@ def settings() -> Mapping[str, Setting]:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Return the API keys in a file with lines `name=key`. Lines with `#` are comments. Raises `InvalidRequest`."""
+    """Return the API keys in a file with lines `name=key` and `#` comments. Raises `InvalidRequest`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -321,7 +321,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     unknown: list[str] = []
     _flatten(table, "", values, unknown)
     if unknown:
-        raise InvalidRequest(f"{path}: there is no setting {', '.join(map(_with_nearest, unknown))}", "config")
+        raise InvalidRequest(f"{path}: unknown settings: {', '.join(map(_with_nearest, unknown))}", "config")
     return values
 
 
@@ -344,7 +344,7 @@ def _with_nearest(name: str) -> str:
 
 
 def _from_text(text: str, setting: Setting, variable: str) -> Any:
-    """Read an environment variable; commas separate the entries of a list."""
+    """Parse an environment variable; commas separate the entries of a list."""
     if not setting.repeats:
         return text
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -357,7 +357,7 @@ def _named_keys(entries: list[str], where: str) -> dict[str, str]:
         name, equals, key = (part.strip() for part in entry.partition("="))
         # The message does not quote the entry, because a line without "=" may be a key.
         if not equals or name in keys:
-            what = "has no '='" if not equals else "has the name of another"
+            what = "has no '='" if not equals else "repeats a name"
             raise InvalidRequest(f"{where}: entry {number} {what}; expected name=key", "keys")
         keys[name] = key
     return keys
@@ -366,7 +366,7 @@ def _named_keys(entries: list[str], where: str) -> dict[str, str]:
 def _joined(keys: Mapping[str, str], path: Path | None) -> dict[str, str]:
     in_file = {} if path is None else read_keys(path)
     if twice := sorted(in_file.keys() & keys.keys()):
-        raise InvalidRequest(f"{path} names keys that are given elsewhere too: {', '.join(twice)}", "keys_file")
+        raise InvalidRequest(f"{path} has keys that are also set elsewhere: {', '.join(twice)}; keep one", "keys_file")
     return {**keys, **in_file}
 
 

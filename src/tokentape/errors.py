@@ -1,7 +1,7 @@
 """All errors that Tokentape raises on purpose, each with its HTTP status. See docs/reference/errors.md.
 
-A message says what was found, what was expected and what to do. It never contains prompt text, because messages appear
-in logs and in the clients of other users.
+A message states what was found, what was expected and what to do. It never contains prompt text, because messages
+appear in logs and in other users' clients.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 class TokentapeError(Exception):
     """Base class of all errors that Tokentape raises on purpose.
 
-    `status` is the HTTP status of the gateway's answer, and `code` the machine-readable name in its body. `retry` says
-    whether sending the same request again can help; the gateway sends it as `x-should-retry`. `retry_after` is the
-    number of seconds to wait first, if known.
+    `status` is the HTTP status of the gateway's response, and `code` the machine-readable name in its body. `retry` is
+    True if retrying the same request can help; the gateway sends it as `x-should-retry`. `retry_after` is the number of
+    seconds to wait first, if known.
     """
 
     status = 500
@@ -27,7 +27,7 @@ class TokentapeError(Exception):
 
 
 class InvalidRequest(TokentapeError, ValueError):
-    """The request is malformed or asks for something impossible. `param` names the parameter at fault."""
+    """The request is malformed or asks for something impossible. `param` names the invalid parameter."""
 
     status = 400
     code = "invalid_request"
@@ -39,11 +39,11 @@ class InvalidRequest(TokentapeError, ValueError):
 
 
 class NothingToMeasure(InvalidRequest):
-    """There is nothing to measure: the corpus is empty, or the server answers no question."""
+    """There is nothing to measure: the corpus is empty, or the server answers none of the requests."""
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt leaves no room for a reply. Agent harnesses check for this code and shorten the conversation."""
+    """The prompt leaves no space for a reply. Agent harnesses check for this code and shorten the conversation."""
 
     code = "context_length_exceeded"
 
@@ -75,21 +75,21 @@ class Forbidden(TokentapeError):
 
 
 class NotFound(TokentapeError, LookupError):
-    """Nothing exists under this name, or it belongs to another API key. Both cases give the same answer."""
+    """Nothing exists under this name, or it belongs to a different API key. The response is the same in both cases."""
 
     status = 404
     code = "not_found"
 
 
 class Conflict(TokentapeError):
-    """Another writer was first: the turn number is already recorded, or the session id already exists."""
+    """A different writer was first: the turn number is already recorded, or the session id already exists."""
 
     status = 409
     code = "conflict"
 
 
 class CommitRace(Conflict):
-    """Another gateway with the same record answered this call first. A repeated call returns that reply."""
+    """A different gateway with the same record answered this call first. A retry returns that reply."""
 
     code = "answered_elsewhere"
     retry = True
@@ -103,7 +103,7 @@ class TooLarge(TokentapeError):
 
 
 class WrongContentType(TokentapeError):
-    """The body is JSON, but the Content-Type header says otherwise."""
+    """The body is JSON, but the Content-Type header names a different type."""
 
     status = 415
     code = "wrong_content_type"
@@ -116,7 +116,7 @@ class HeadersTooLarge(TokentapeError):
     code = "headers_too_large"
 
     def __init__(
-        self, message: str = "the request's line and headers are larger than the 64 KiB that this gateway takes"
+        self, message: str = "request line and headers exceed the 64 KiB that this gateway accepts; send shorter ones"
     ) -> None:
         super().__init__(message)
 
@@ -129,7 +129,7 @@ class TemplateRefused(TokentapeError, ValueError):
 
 
 class LimitReached(TokentapeError):
-    """A limit of this gateway is reached. There may be room again after `retry_after` seconds."""
+    """A limit of this gateway is reached. A retry may succeed after `retry_after` seconds."""
 
     status = 429
     code = "limit_reached"
@@ -148,7 +148,7 @@ class TokenizerUnusable(TokentapeError, ValueError):
 
 
 class TokenizationChanged(TokentapeError, ValueError):
-    """A tokenizer or template no longer matches its lockfile. `report` has the changes as fields."""
+    """A tokenizer or template no longer matches its lockfile. `report` contains the changes as fields."""
 
     code = "tokenization_changed"
 
@@ -165,7 +165,7 @@ class InvariantViolation(TokentapeError):
 
 
 class EngineError(TokentapeError):
-    """The engine failed. Nothing of this turn was committed."""
+    """The engine failed. The turn was not recorded."""
 
     status = 502
     code = "engine_error"
@@ -173,14 +173,14 @@ class EngineError(TokentapeError):
 
 
 class EngineContractError(EngineError):
-    """The engine's reply can't be trusted: ids are missing, counts differ, or an id is outside the vocabulary."""
+    """The engine's reply is inconsistent: ids are missing, counts differ, or an id is outside the vocabulary."""
 
     code = "engine_contract"
     retry = False
 
 
 class EngineUnavailable(EngineError):
-    """The engine can't be reached, or reports that it takes no requests now."""
+    """The engine can't be reached, or reports that it does not accept requests now."""
 
     status = 503
     code = "engine_unavailable"
@@ -212,20 +212,20 @@ class StoreError(TokentapeError):
 
 
 class StoreLocked(StoreError):
-    """Another process has this data directory open for writing."""
+    """A different process has this data directory open for writing."""
 
     code = "store_locked"
 
 
 class StoreCorrupt(StoreError):
-    """The data read does not match its hash chain, or is not a record."""
+    """The data does not match its hash chain, or is not a record."""
 
     status = 500
     code = "store_corrupt"
 
 
 class StoreFull(StoreError):
-    """There is no space left to write to."""
+    """There is no disk space left for the record."""
 
     status = 507
     code = "store_full"
@@ -239,7 +239,7 @@ class StoreUnavailable(StoreError):
 
 
 class GatewayUnavailable(TokentapeError):
-    """The client could not reach the gateway, or the server at this address is not a gateway."""
+    """The client could not reach the gateway, or the server at this URL is not a gateway."""
 
     status = 503
     code = "gateway_unavailable"
@@ -247,6 +247,6 @@ class GatewayUnavailable(TokentapeError):
 
 
 class TrainingStopped(TokentapeError):
-    """A limit of a stop rule was exceeded, so the samples are not what the run should be trained on."""
+    """A limit of a stop rule was exceeded, so the run should not train on these samples."""
 
     code = "training_stopped"

@@ -43,7 +43,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 
 class Provenance(IntEnum):
-    """Where a token of a trajectory came from. Stored as uint8; the numbers are part of the file format."""
+    """The writer of a token in a trajectory. Stored as uint8; the numbers are part of the file format."""
 
     SAMPLED = 1
     """Returned by the engine. The only tokens that carry loss."""
@@ -64,7 +64,7 @@ class Provenance(IntEnum):
 class Setup:
     """The inputs of rendering other than the messages. Two turns with different setups share no context.
 
-    `Renderer.setup` makes it. `fingerprint` identifies the tokenizer files, the template and the library versions.
+    `Renderer.setup` creates it. `fingerprint` identifies the tokenizer files, the template and the library versions.
     `date` is the date that `strftime_now` returns to the template, fixed for the session. Tools and kwargs are copied,
     so later changes don't affect the setup. Raises `InvalidRequest` if they are not JSON.
     """
@@ -81,7 +81,7 @@ class Setup:
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the fields, ignoring the order of their keys. The store's key."""
+        """Hex SHA-256 of the fields, ignoring the order of their keys. Used as a key in the store."""
         fields = {
             "tools": list(self.tools),
             "template_kwargs": self.template_kwargs,
@@ -93,7 +93,7 @@ class Setup:
 
     @cached_property
     def key(self) -> str:
-        """Hex SHA-256 of the fields and the order of their keys, which a template may print. The key of caches."""
+        """Hex SHA-256 of the fields and the order of their keys, which a template may print. Used as a cache key."""
         return setup_key(self.tools, self.template_kwargs, self.date, self.fingerprint)
 
 
@@ -124,7 +124,7 @@ class TokenDistribution:
     penalties: bool | None = None
     """Presence, frequency or repetition penalties, or stop tokens excluded by `min_tokens`."""
     temperature: float | None = None
-    """The logits were divided by it. 1.0 changes nothing; 0.0 is greedy, so the likeliest token has probability 1."""
+    """Divisor of the logits. 1.0 has no effect; 0.0 means greedy, so the likeliest token has probability 1."""
     truncation: bool | None = None
     """Only the likeliest tokens were kept, by top-k, top-p or min-p, and their probabilities renormalized."""
     grammar: bool | None = None
@@ -145,19 +145,19 @@ class TokenDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The point of a completion where another engine call continued it, after an abort."""
+    """The point of a completion where a further engine call continued it after an abort."""
 
     start: int
     """Offset in the completion of the first token of the continuing call."""
     cause: str
-    """Why the call before was aborted: `engine_abort`, or `paused` if the gateway was paused."""
+    """Why the previous call was aborted: `engine_abort`, or `paused` if the gateway was paused."""
     engine: str | None = None
-    """The engine of the continuing call, as in `Turn.engine`; None if it is the same."""
+    """The engine of the continuing call, as in `Turn.engine`; None if the engine did not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One engine call as it is recorded. Its context is its parent's context + completion + `added_ids`."""
+    """A recorded engine call. Its context is its parent's context + completion + `added_ids`."""
 
     session_id: str
     seq: int
@@ -167,30 +167,30 @@ class Turn:
     setup: str
     """Digest of the `Setup` that the turn was rendered with."""
     messages: tuple[Message, ...]
-    """The messages of the request that the parent did not have."""
+    """The new messages of the request, which the parent's history does not contain."""
     reply: Message
     """The assistant message parsed from the completion, as sent to the client."""
     added_ids: TokenIds
-    """The bridge, or for a root turn the first rendering."""
+    """The bridge (ids appended after the parent's completion), or for a root turn the whole rendered prompt."""
     added_provenance: Codes
     completion_ids: TokenIds
     """Exactly what the engine returned."""
     logprobs: Logprobs
     """One per completion id."""
     finish_reason: FinishReason
-    """Why sampling ended; `stop` also where clients see `tool_calls`."""
+    """Why sampling ended; `stop` also if clients see `tool_calls`."""
     stop: int | str | None
     """The stop id or stop string that ended the completion, if one did."""
     fork: str | None
-    """Why this turn does not continue the session's newest branch; None when it does."""
+    """Why this turn does not continue the session's newest branch; None if it continues it."""
     sampling: Mapping[str, Any]
-    """Sampling parameters as sent to the engine, and notes.
+    """Sampling parameters as sent to the engine, and notes about the call.
 
     - `asked`: the caller's values that a pin overrode.
     - `client`: information about the call from headers of the agent harness.
     - `supports`: for truncated sampling, whether the kept ids are recorded for `all`, `some` or `none` of the tokens.
     - `aborted`, {cause, outcome, why}: the engine aborted the completion, and it was not continued.
-    - `resume_seeds`: the seeds of the calls that continued it.
+    - `resume_seeds`: the seeds of the calls that continued the completion.
     - `parse_problem`: why the completion was not parsed.
     - `drift`, {turn, token}: for a fork with this cause, the turn that the server should have continued, and the first
       token where the server's context differs.
@@ -209,13 +209,13 @@ class Turn:
     """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, `engine_abort`, `answered_elsewhere` (by
     another gateway), or the code of the engine's error."""
     sampled_from: TokenDistribution | None = None
-    """The distribution that the completion was sampled from. None: recorded before this was known."""
+    """The distribution that the completion was sampled from; None in records that predate this field."""
     logprobs_of: TokenDistribution | None = None
-    """The distribution that `logprobs` belong to. None: not known."""
+    """The distribution that `logprobs` belong to; None if not known."""
     resumes: tuple[Resume, ...] = ()
     """Where other engine calls continued the completion, in order."""
     adapter: str | None = None
-    """Name of the LoRA adapter that sampled it; None for the model without an adapter."""
+    """Name of the LoRA adapter that sampled the completion; None for the model without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class RecordedReply:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number given to a session, one turn's action, or the whole path that ends with a leaf.
+    """A reward for a session, for one turn's action, or for the whole path that ends with a leaf (last turn).
 
     Without `turn` and `leaf` it is the session's reward. A later reward for the same target replaces earlier ones.
     """
@@ -256,7 +256,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A fact about a session found after its turns were recorded. Events are appended, never changed."""
+    """A fact about a session that was found after its turns were recorded. Events are appended, never changed."""
 
     session_id: str
     turn: int | None
@@ -289,10 +289,10 @@ class TurnPayload:
     turn: int
     name: str
     start: int
-    """Which of the turn's added and completion ids the first row belongs to. -1 is the last id of the parent: the
-    engine has no row for the last id it samples, only the call that continues it has."""
+    """Index of the first row's token in the turn's added and completion ids. -1 is the parent's last id: an engine
+    returns no row for the last id that it samples; only the call that continues the turn returns it."""
     rows: npt.NDArray[Any]
-    """Shape [tokens, ...], bool, integer or float; or [tokens], each `bytes`, for rows of unequal length."""
+    """Shape [tokens, ...] with bool, integers or floats; or [tokens] with `bytes`, for rows of unequal length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +300,15 @@ class Media:
     """Bytes that a record refers to by hash: an image as received, or the settings of the image processor."""
 
     sha256: str
-    """Hex SHA-256 of `data`: the key under which the store keeps them once."""
+    """Hex SHA-256 of `data`. The store uses it as key, so equal bytes are stored once."""
     mime: str
-    """MIME type of the bytes: `image/png` for example, `application/json` for settings."""
+    """MIME type of the bytes, such as `image/png`; `application/json` for settings."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """The span of an image in a context: its placeholder ids, all alike, provenance MEDIA."""
+    """The span of an image in a context: its placeholder ids, which are all equal and have the provenance MEDIA."""
 
     start: int
     length: int
@@ -340,7 +340,7 @@ class TokenRows:
     """A named array with one row per token of a trajectory."""
 
     rows: npt.NDArray[Any]
-    """Shape [tokens, ...]; a missing row is zeros. Rows of unequal length are `bytes`, a missing one is empty."""
+    """Shape [tokens, ...]; a missing row is zeros. Rows of unequal length are `bytes`; a missing row is empty."""
     known: npt.NDArray[np.bool_]
     """True where the engine returned a row, shape [tokens]."""
 
@@ -367,11 +367,11 @@ class Trajectory:
     weight_versions: tuple[str, ...]
     """One per turn: the version of the weights that sampled its first token."""
     reward: float | None
-    """Reward of the whole path; if there is none, of the session."""
+    """Reward of the whole path, or the session's reward if the path has none."""
     verdict: str
-    """What trainers filter by: `exact`; `forked: CAUSE`; `closed`, the gateway ended a turn that the model had not
-    ended; `captured` or `captured with drift`, the server rendered the contexts. Reservations follow after a comma; see
-    `_session.verdict`."""
+    """State of the context, which trainers filter by: `exact`; `forked: CAUSE`; `closed` if the gateway ended a turn
+    that the model had not ended; `captured` or `captured with drift` if the server rendered the contexts. Reservations
+    follow after a comma; see `_session.verdict`."""
     metadata: Mapping[str, Any]
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn's action; NaN for turns without one."""
@@ -391,11 +391,11 @@ class Trajectory:
     finish_reasons: tuple[FinishReason | None, ...] = ()
     """One per turn: why sampling ended; None for turns of old records, for which it is not known.
 
-    A turn with tool calls has `stop`, where clients see `tool_calls`: trainers read here whether a completion was cut,
-    and SkyRL can mask all that has not `stop`.
+    A turn with tool calls has `stop`, although clients see `tool_calls`: trainers read here whether a completion was
+    cut, and SkyRL can mask turns with other values than `stop`.
     """
     adapters: tuple[str | None, ...] = ()
-    """One per turn: the LoRA adapter that sampled it; None for the model itself, and in files that don't say it."""
+    """One per turn: the LoRA adapter that sampled it; None for the model itself, and in files without this field."""
     role: str = ""
     """`main`, `subagent` or `side_call`, from the lineage of the path; empty if it was not computed."""
     lineage: tuple[LineageEdge, ...] = ()

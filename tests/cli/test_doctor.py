@@ -43,7 +43,7 @@ def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir
     assert done.exit_code == 1
     line, advice = done.stdout.splitlines()[-2:]
     assert line.startswith("fail  engine: http://127.0.0.1:9: the engine refuses connections")
-    assert advice.strip() == "Check that it runs, and its address and API key."
+    assert advice.strip() == "Check that it runs, its URL and its API key."
 
 
 def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_wal_reset_bug_is_noted(version: tuple[int, ...], noted: bool) -> No
 
 def test_a_misspelled_variable_is_told() -> None:
     (finding,) = environment({"TOKENTAPE_PROT": "1", "TOKENTAPE_PORT": "1", "TOKENTAPE_CACHE": "x", "PROT": "1"})
-    assert (finding.found, finding.advice) == ("TOKENTAPE_PROT is no setting", "Did you mean TOKENTAPE_PORT?")
+    assert (finding.found, finding.advice) == ("TOKENTAPE_PROT is not a setting", "Did you mean TOKENTAPE_PORT?")
 
 
 def test_a_directory_in_use_is_a_warning(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_directory_in_use_is_a_warning(tmp_path: Path) -> None:
     assert finding.status == "warn"
     assert "open for writing by process" in finding.found
     assert "stop it" not in finding.found
-    assert finding.advice == "If a gateway is to run there, all is well."
+    assert finding.advice == "This is fine if that process is the gateway."
 
 
 def test_a_file_that_is_no_record_fails(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_what_is_not_certified_is_named(renderer: Renderer) -> None:
 def test_an_engine_that_says_something_else_the_second_time_is_a_warning(renderer: Renderer) -> None:
     finding = asyncio.run(probe(ScriptedEngine(renderer, ["one", "two"]), renderer))
     assert finding.status == "warn"
-    assert "something else" in finding.found
-    assert "Recorded ids and log-probabilities are not affected" in finding.advice
+    assert "differed the second time" in finding.found
+    assert "Recorded ids and logprobs are not affected" in finding.advice
 
 
 def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:

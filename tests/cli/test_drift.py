@@ -84,5 +84,5 @@ def test_without_a_tokenizer_it_says_what_to_do(run: Run, tmp_path: Path) -> Non
     path.write_text("[1]")
     result = run("drift", path)
     assert result.exit_code == 1
-    assert "name its model folder with --tokenizer" in result.stderr
+    assert "pass the model folder with --tokenizer" in result.stderr
     assert run("drift", path, "--fail-above", 2).exit_code == 2

@@ -72,7 +72,7 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
         httpx2.post(f"{url}/sessions/truncated/v1/chat/completions", json=truncated).raise_for_status()
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
-        assert f"stopped; everything that was answered is in {data}" in process.stderr.read()
+        assert f"stopped; every answered call is recorded in {data}" in process.stderr.read()
     assert reply["model"] == "shop"
     assert recorded(data, "s") == reply["choices"][0]["token_ids"]
     assert recorded(data, "with") == other["choices"][0]["token_ids"]
@@ -119,13 +119,13 @@ def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp
         (["--engine-url", "http://127.0.0.1:9"], "add --engine vllm"),
         (
             ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--logprobs-mode", "processed"],
-            "sets what the embedded engine reports",
+            "applies only to the embedded engine. Leave it out, and set",
         ),
         (
             ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--adapter", "a=x"],
-            "pin the name that the server",
+            "pin its name there",
         ),
-        (["--adapter", "a"], "'a' is not NAME=VALUE, a=runs/a for example"),
+        (["--adapter", "a"], "'a' is not NAME=VALUE; for example, a=runs/a"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_with_advice(
@@ -491,7 +491,7 @@ def test_a_server_of_another_kind_is_recognized(renderer: Renderer, model_dir: P
 
     answers = {"/v1/models": {"data": [{"id": "m", "max_model_len": 64}]}, "/version": {"version": "0.32.0"}}
     vllm = Starlette(routes=[Route(path, lambda _, body=body: JSONResponse(body)) for path, body in answers.items()])
-    with running(vllm) as url, pytest.raises(EngineError, match=r"another kind: --engine vllm$"):
+    with running(vllm) as url, pytest.raises(EngineError, match=r"different kind of server; try --engine vllm$"):
         asyncio.run(open_it(url))
 
 

@@ -125,7 +125,7 @@ def test_another_branch_can_be_chosen(run: Run, data_dir: Path) -> None:
 def test_a_leaf_that_is_none_is_refused_with_those_that_are(run: Run, data_dir: Path) -> None:
     done = run("show", data_dir, "forked", "--leaf", 0)
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.endswith("error: session 'forked' has no leaf 0; it has 1, 2\n")
+    assert done.stderr.endswith("error: session 'forked' has no leaf 0; choose from 1, 2\n")
 
 
 def test_json_is_the_trajectory(run: Run, data_dir: Path) -> None:
@@ -154,7 +154,7 @@ def test_an_empty_record_and_aborted_turns_are_named(run: Run, tmp_path: Path) -
         asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn))
     assert run("show", tmp_path / "data").stdout == "s  1 turn (1 aborted), 8 tokens, 4 sampled\n"
     assert (
-        "has only aborted turns (engine_error), which are in no trajectory"
+        "has only aborted turns (engine_error), so it has no trajectory to show"
         in run("show", tmp_path / "data", "s").stderr
     )
 

@@ -59,7 +59,7 @@ def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_
     with viewing(path) as (process, url):
         assert httpx2.get(f"{url}/api/about").json()["text"] is False
         process.kill()
-        assert "showing ids only; name a model folder with --tokenizer" in process.stderr.read()
+        assert "showing ids only; pass a model folder with --tokenizer" in process.stderr.read()
 
 
 def test_beyond_this_machine_the_page_takes_the_key_that_is_printed(record: Record) -> None:

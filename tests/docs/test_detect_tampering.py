@@ -42,5 +42,5 @@ def test_the_commands_of_the_how_to_find_what_was_changed(run, tmp_path: Path, m
     assert done.exit_code == 1
     first, *_, compared, added = done.output.splitlines()
     assert first == "session s: reward of the session was changed since the head"
-    assert compared.endswith("its signature is right")
+    assert compared.endswith("its signature is valid")
     assert added == "added since: nothing"

@@ -36,7 +36,7 @@ def test_where_ray_is_not_installed_it_says_how_to(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="no setting stoer"):
+    with pytest.raises(InvalidRequest, match="unknown settings: stoer"):
         app({"stoer": "postgresql://h/d"})
 
 

@@ -19,32 +19,32 @@ _USAGE: Any = typer.BadParameter.__base__
 
 _COMMANDS = {
     "Record and export": {
-        "serve": "Serve a model, and record token-exactly.",
+        "serve": "Serve a model and record its exact tokens.",
         "show": "Show who wrote which tokens of a session.",
         "view": "Look at trajectories token by token, in a browser.",
         "export": "Write trajectories to a file for a trainer.",
-        "verify": "Re-check every hash and every rule of a record.",
+        "verify": "Check every hash and invariant of a record.",
         "score": "Score the recorded ids with an engine.",
-        "snapshot": "Take sessions out of a running gateway.",
+        "snapshot": "Export and drop sessions of a running gateway.",
         "archive": "Archive old sessions as Parquet files with hashes.",
         "delete": "Delete sessions by metadata and age.",
-        "config": "Look at the settings of a gateway.",
+        "config": "Show the settings of a gateway.",
     },
     "Check a model, a trainer, a server": {
-        "doctor": "Check what `tokentape serve` needs, before it needs it.",
-        "certify": "Say what holds for a model's chat template.",
-        "audit": "Say whether trainer and server give the same ids.",
+        "doctor": "Check that `tokentape serve` can run with its arguments.",
+        "certify": "Test what a model's chat template supports.",
+        "audit": "Check that trainer and server produce the same ids.",
         "lock": "Freeze the ids of texts and messages in a lockfile.",
-        "check": "Say what changed since a lockfile was made.",
+        "check": "Report what changed since a lockfile was created.",
         "check-logprobs": "Compare recorded logprobs with a trainer's.",
         "drift": "Measure how often ids change when they become text.",
         "compare": "Compare two records of token ids, row by row.",
-        "probe": "Count edits that change the ids and not the text.",
+        "probe": "Count edits that change token ids but not text.",
         "premium": "Count tokens per character and byte, by language.",
     },
     "Try": {"demo": "Run agents on a tiny model and show where ids drift."},
 }
-"""By group, the commands with their short help. A command is in the module of its name, imported when it runs."""
+"""Commands and their short help, by group. Each command is in the module with its name, imported when it runs."""
 
 
 class _Commands(TyperGroup):
@@ -81,7 +81,7 @@ class _Commands(TyperGroup):
                 raise
             path = ctx.command_path if error.ctx is None else error.ctx.command_path
             if getattr(error, "option_name", "") == "--record":
-                error.possibilities = ["--data"]  # the names are not alike
+                error.possibilities = ["--data"]  # too different for typer's own suggestion
             typer.echo(f"error: {error.format_message()}\nSee: {path} --help", err=True)
             raise typer.Exit(2) from None
         except (TokentapeError, OSError) as error:
@@ -93,7 +93,7 @@ class _Commands(TyperGroup):
 
 @cache
 def _loaded(name: str) -> Any:
-    """Import the module of a command, and return the command."""
+    """Import a command's module and return the command."""
     function = name.replace("-", "_")
     command = getattr(import_module(f"tokentape.cli.{function}"), function)
     if not isinstance(command, typer.Typer):
@@ -122,7 +122,7 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -131,5 +131,5 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run the command line with the arguments of this process."""
     app(prog_name="tokentape")

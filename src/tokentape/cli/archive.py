@@ -20,7 +20,7 @@ def archive(
     to: Annotated[str, option("Folder or URL: s3://bucket/runs, gs://..., file:///...", "TARGET")],
     older_than: Annotated[str, option("Only sessions with no turn for this long: 30d, 12h, 90m, 0s.", "AGE")] = "30d",
     delete: Annotated[
-        bool, flag("Then delete them from the record. Their ids can't be used again.", "--delete")
+        bool, flag("Afterwards delete them from the record. Their ids can't be used again.", "--delete")
     ] = False,
     url: GatewayUrl = None,
     api_key: AdminKey = None,
@@ -28,8 +28,8 @@ def archive(
 ) -> None:
     """Archive old sessions as Parquet files with hashes.
 
-    The files are read back and compared before anything is deleted. If the command is interrupted, run it again. These
-    commands can read an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
+    The files are read back and compared before anything is deleted. If the command is interrupted, run it again.
+    `show`, `view`, `export`, `verify`, `drift`, `compare` and `check-logprobs` can read an archive.
     """
     seconds = age(older_than, "--older-than")
     with (
@@ -58,7 +58,7 @@ def archive(
 
 
 class _GatewaySnapshots:
-    """`SnapshotClient` of the gateway that has the record open."""
+    """A `SnapshotClient` that uses the gateway that has the record open."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

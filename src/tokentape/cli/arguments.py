@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import typer
 
 NOTHING_MEASURED = 3
-"""The exit code of a command that found nothing to measure. CI must not take that for success."""
+"""The exit code of a command that found nothing to measure. CI must not treat it as success."""
 
 SAME_AS_SERVE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a command that also accepts the arguments of `serve`."""
@@ -26,7 +26,7 @@ def _record(value: str) -> str:
 
 
 def there(value: str) -> str:
-    """Return the location of a record or of an existing file. Raises `BadParameter` for anything else."""
+    """Return `value` if it is the location of a record or of an existing file. Otherwise raises `BadParameter`."""
     from tokentape.store._location import EXPECTED, is_record
 
     if not is_record(value) and not Path(value).exists():
@@ -47,14 +47,14 @@ def flag(help: str, *flags: str) -> Any:  # noqa: A002
 def _named_folder(value: str) -> tuple[str, Path]:
     name, _, folder = value.partition("=")
     if not (name and folder and Path(folder).is_dir()):
-        raise typer.BadParameter(f"{value!r} is not NAME=FOLDER with a folder that exists, a=runs/a for example.")
+        raise typer.BadParameter(f"{value!r} is not NAME=FOLDER with an existing folder; for example, a=runs/a.")
     return name, Path(folder)
 
 
 Adapter: TypeAlias = Annotated[
     Any,
     option(
-        "LoRA adapter to compute with: its name in the record, and its folder. Turns of others are not compared.",
+        "LoRA adapter to use: its name in the record, and its folder. Turns of other adapters are not compared.",
         "NAME=FOLDER",
         "--adapter",
         parser=_named_folder,
@@ -82,18 +82,16 @@ StoreLocation: TypeAlias = Annotated[
     typer.Argument(
         metavar="STORE",
         callback=_record,
-        help="Data directory of a gateway (its --data), running or not; postgresql://user@host/database; an archive.",
+        help="Data directory (--data) of a gateway, running or not, postgresql://user@host/database, or an archive.",
     ),
 ]
 
-ANY_RECORD = (
-    "What a gateway records to, running or not: a data directory, postgresql://user@host/database or an archive."
-)
-"""The help of an argument that is a record or a file."""
+ANY_RECORD = "Record of a gateway, running or not: a data directory, postgresql://user@host/database or an archive."
+"""The first part of the help for an argument that is a record or a file."""
 
 
 def record_or_file(file: str) -> Any:
-    """Return an argument for a record or a file. `file` is the help about the file."""
+    """Return an argument for a record or a file. `file` is the help text for the file."""
     return typer.Argument(metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or {file}")
 
 
@@ -106,8 +104,8 @@ def _folder(value: Any) -> Any:
     for path in value if isinstance(value, list) else [value]:
         if path is not None and not path.is_dir():
             raise typer.BadParameter(
-                f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
-                "tokenizer and chat template are enough, weights are not needed."
+                f"{str(path)!r} is not a folder. Pass a model folder on this machine: nothing is downloaded. It needs "
+                "tokenizer and chat template, but no weights."
             )
     return value
 
@@ -117,13 +115,13 @@ CiFormat: TypeAlias = Annotated[
     option("What to print: text, or findings for a CI system.", None, "--format"),
 ]
 GatewayUrl: TypeAlias = Annotated[
-    str | None, option("Base URL of the gateway that has this data directory open, if one has.", "URL")
+    str | None, option("Base URL of the gateway, if one has this data directory open.", "URL")
 ]
 AdminKey: TypeAlias = Annotated[
-    str | None, option("Its admin key; better in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY")
+    str | None, option("Admin key; better set in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY")
 ]
 AsJson: TypeAlias = Annotated[bool, flag("Print JSON.", "--json")]
-HtmlFile: TypeAlias = Annotated[Path | None, new_file("Write the report as one HTML file too.", "--html")]
+HtmlFile: TypeAlias = Annotated[Path | None, new_file("Also write the report as one HTML file.", "--html")]
 EngineKey: TypeAlias = Annotated[
     str | None, option("API key of the server.", None, "--api-key", envvar="TOKENTAPE_ENGINE_API_KEY")
 ]
@@ -132,10 +130,10 @@ TemplateKwargs: TypeAlias = Annotated[
     str, option("Template kwargs, such as '{\"enable_thinking\": false}'.", "JSON", "--kwargs")
 ]
 TokenizerFolder: TypeAlias = Annotated[
-    Path | None, existing_folder("Model folder. Default: that of a record.", "FOLDER")
+    Path | None, existing_folder("Model folder. Default: the one that the record names.", "FOLDER")
 ]
 IdsColumn: TypeAlias = Annotated[
-    str | None, option("Column of ids in a file of another format. Default: token_ids...", "NAME")
+    str | None, option("Column of ids, if the file has a different format. Default: token_ids...", "NAME")
 ]
 MaskColumn: TypeAlias = Annotated[
     str | None, option("Column with 1 per sampled token. Default: loss_mask..., or all.", "NAME")
@@ -144,7 +142,7 @@ NameColumn: TypeAlias = Annotated[str | None, option("Column with the names of r
 
 
 def age(text: str, name: str) -> float:
-    """Return the seconds of an age such as 30d. Raises `BadParameter`."""
+    """Return an age such as 30d in seconds. Raises `BadParameter`."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise typer.BadParameter(

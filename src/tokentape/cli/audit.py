@@ -25,28 +25,28 @@ _SIDE_HELP = (
 
 def audit(
     a: Annotated[str, typer.Argument(metavar="A", help=f"One side, usually that of training. {_SIDE_HELP}")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other side, usually that of serving, named the same way.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other side, usually that of serving, in the same format.")],
     corpus: Annotated[
-        list[Path] | None, option("File or folder of text or JSON lines to encode too; may be given more than once.")
+        list[Path] | None, option("File or folder of text or JSON lines to encode too; may be repeated.")
     ] = None,
     kwargs: Annotated[
         str, option("Template kwargs of both sides, such as '{\"enable_thinking\": false}'.", "JSON")
     ] = "{}",
-    kwargs_a: Annotated[str, option("Template kwargs of side A alone.", "JSON")] = "{}",
-    kwargs_b: Annotated[str, option("Template kwargs of side B alone.", "JSON")] = "{}",
+    kwargs_a: Annotated[str, option("Template kwargs for side A only.", "JSON")] = "{}",
+    kwargs_b: Annotated[str, option("Template kwargs for side B only.", "JSON")] = "{}",
     template_a: Annotated[Path | None, existing_file("Chat template for side A instead of its own.")] = None,
     template_b: Annotated[Path | None, existing_file("Chat template for side B instead of its own.")] = None,
-    date: Annotated[str | None, option("What templates are shown as today, where it can be set.", "YYYY-MM-DD")] = None,
+    date: Annotated[str | None, option("Date that templates get as today, where it can be set.", "YYYY-MM-DD")] = None,
     api_key: EngineKey = None,
     workers: Annotated[int | None, option("Processes that encode the corpus; by default one per core.", min=1)] = None,
     html: HtmlFile = None,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
 ) -> None:
-    """Find out if two sides give the same ids; if not, name the cause and the smallest input that shows it.
+    """Check that two sides produce the same ids; if not, name the cause and the smallest input that shows it.
 
-    Tries texts, control tokens, BOS and EOS, decoding, chat templates and loss masks on both. Exits with 0 if they
-    agree, 1 if they don't, 3 if nothing could be compared. Downloads nothing, and runs no code from model folders.
+    Compares texts, control tokens, BOS and EOS, decoding, chat templates and loss masks. Exits with 0 if both sides
+    agree, 1 if they don't, 3 if nothing could be compared. Downloads nothing and runs no code from model folders.
     """
     both = json_object(kwargs, "--kwargs")
     given_a = {**both, **json_object(kwargs_a, "--kwargs-a")}
@@ -78,4 +78,4 @@ def audit(
             raise typer.BadParameter(str(error)) from None
     ci = None if file_format == "text" else ci_report(file_format, "tokentape audit", b, RULES, audit_cases(report))
     print_report(audit_layout(report), html, report.to_dict() if as_json else None, ci)
-    end(report.skewed, sum(report.tried.values()), "input that both sides take")
+    end(report.skewed, sum(report.tried.values()), "input that both sides accept")

@@ -21,9 +21,9 @@ from tokentape.cli.output import working
 from tokentape.types import Message
 
 _REQUIRE_HELP = (
-    "Exit with 1 unless all of these are certified: continuations by their roles joined with +, such as "
-    "user,tool,tools+user, and reasoning, calls, parallel, injection. What begins with a tool's result needs calls "
-    "too. Names separated by commas."
+    "Exit with 1 unless all of these are certified, separated by commas: continuations, named by their roles joined "
+    "with +, such as user,tool,tools+user; and reasoning, calls, parallel, injection. A continuation that begins with "
+    "a tool result also requires calls."
 )
 
 
@@ -33,20 +33,20 @@ def certify(
     strict_text: Annotated[
         bool,
         flag(
-            "Keep every added token out of the text of callers, HTML tags too. Default: no, text is encoded as "
-            "the tokenizer encodes it, and control tokens alone are kept out."
+            "Keep every added token, also HTML tags, out of callers' text. By default only control tokens are kept "
+            "out, and other text is encoded as the tokenizer encodes it."
         ),
     ] = False,
     kwargs: TemplateKwargs = "{}",
     required: Annotated[str, option(_REQUIRE_HELP, "NAMES", "--require")] = "",
-    cache: Annotated[bool, flag("Use the cached certificate of this machine.")] = True,
+    cache: Annotated[bool, flag("Use the certificate cached on this machine.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Say what holds for a model's chat template.
+    """Test what a model's chat template supports.
 
-    Renders conversations of a grammar to find out which bridges are exact, which turns are parsed back, and what the
-    template drops. Certificates are cached under TOKENTAPE_CACHE or in the user's cache directory. A continuation is
-    certified unless it is refused; `fork` is exact too, on a new branch.
+    Renders generated conversations to find out which bridges (the ids appended after a turn) are exact, which turns
+    are parsed back, and what the template drops. Certificates are cached under TOKENTAPE_CACHE or in the user's cache
+    directory. A continuation is certified unless it is refused; `fork` is exact too, on a new branch.
     """
     template_kwargs = json_object(kwargs, "--kwargs")
 
@@ -76,10 +76,10 @@ def _names(text: str) -> Sequence[str]:
 
 
 STRATEGIES = {
-    "local": "what follows a turn depends on the new messages only, and so does its cost",
-    "contextual": "it depends on the history too, but only appends: the history is rendered again, the ids stay",
-    "fork": "the template moves or repeats what was said before: such a turn starts a new branch, the old one is kept",
-    "refused": "the template does not take it: a request like that is answered with status 422",
+    "local": "the ids after a turn depend only on the new messages, and so does their cost",
+    "contextual": "they depend on the history too, but are only appended: it is rendered again, its ids stay",
+    "fork": "the template moves or repeats earlier text: such a turn starts a new branch, the old one is kept",
+    "refused": "the template does not accept it: such a request is answered with status 422",
 }
 """The meaning of each bridge strategy."""
 

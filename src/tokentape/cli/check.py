@@ -23,7 +23,7 @@ def check(
     engine: Annotated[str | None, arg.option("Running server or gateway to compare.", "URL")] = None,
     kind: Annotated[
         Literal["vllm", "sglang", "llamacpp", "gateway"] | None,
-        arg.option("vllm, sglang, llamacpp or gateway; detected if not given.", "KIND"),
+        arg.option("vllm, sglang, llamacpp or gateway. Default: detected.", "KIND"),
     ] = None,
     model_name: Annotated[
         str | None, arg.option("Name of the model on the server. Default: the first that it lists.", "NAME")
@@ -33,18 +33,18 @@ def check(
     kwargs: Annotated[
         str | None, arg.option("Template kwargs in use. Default: the lock's.", "JSON", "--kwargs")
     ] = None,
-    strict: Annotated[bool, arg.flag("Also fail for another library version or file with the same ids.")] = False,
+    strict: Annotated[bool, arg.flag("Also fail if library versions or files changed but ids did not.")] = False,
     html: arg.HtmlFile = None,
     file_format: arg.CiFormat = "text",
     as_json: arg.AsJson = False,
 ) -> None:
-    """Report what changed since a lockfile was made. Exits with 1 if anything did, 3 if nothing was compared.
+    """Report what changed since a lockfile was created. Exits with 1 if anything changed, 3 if nothing was compared.
 
-    Reports the changed part of the tokenizer or template, the first input with other ids, the expected and actual ids,
-    and a likely cause. Another library version is reported, but is a failure only if ids changed.
+    Reports the changed part of the tokenizer or template, the first input with different ids, the expected and actual
+    ids, and a likely cause. A changed library version is reported, but is a failure only if ids changed.
     """
     if path is None and engine is None:
-        raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")
+        raise typer.BadParameter("pass a model folder, a server with --engine URL, or both", param_hint="MODEL")
     template_kwargs = None if kwargs is None else arg.json_object(kwargs, "--kwargs")
 
     refuse_output(html, lockfile, path, chat_template)

@@ -28,11 +28,11 @@ from tokentape.training._rerendering import IfRerendered, check_rerendered
 
 
 def check_logprobs(
-    location: Annotated[str, arg.record_or_file("a file that export wrote: .parquet, .jsonl.")],
+    location: Annotated[str, arg.record_or_file("a file that export wrote (.parquet, .jsonl).")],
     model: Annotated[
         Path | None,
         arg.existing_folder(
-            "Model folder, for its tokenizer and its forward pass. Default without --batch: that of the record."
+            "Model folder, for tokenizer and forward pass. Default without --batch: the one that the record names."
         ),
     ] = None,
     batch: Annotated[
@@ -47,9 +47,9 @@ def check_logprobs(
     max_delta: Annotated[float | None, arg.option("Largest difference of one token on the same ids.", "NATS")] = None,
     max_k3: Annotated[float, arg.option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
     max_drift: Annotated[
-        float, arg.option("Largest share of trained tokens with other ids, or with other text.", "SHARE")
+        float, arg.option("Largest share of trained tokens with different ids, or with different text.", "SHARE")
     ] = 0.0,
-    max_missing: Annotated[int, arg.option("Rows that only the record, or only --batch, may have.", "N", min=0)] = 0,
+    max_missing: Annotated[int, arg.option("Largest number of rows missing in the record or --batch.", "N", min=0)] = 0,
     outliers: Annotated[int, arg.option("How many tokens to list.", "N", min=0)] = 10,
     rerender: Annotated[
         bool, arg.flag("Also report what rendering the messages again would change.", "--rerender")
@@ -61,23 +61,23 @@ def check_logprobs(
 
     The trainer is a model folder, a file with its ids or logprobs, or both: if the file has no logprobs, the model
     computes them. Exits with 1 if a limit is exceeded, and prints the channel: rows (missing on one side), numeric
-    (same ids, other numbers), id drift (same text, other ids) or text drift (other text). Exits with 3 if no token was
-    compared. Changes by retokenizing or --rerender are reported but are not failures. --rerender needs a record,
-    because exported files have no messages.
+    (same ids, different logprobs), id drift (same text, different ids) or text drift (different text). Exits with 3 if
+    no token was compared. Changes by retokenizing or --rerender are reported but are not failures. --rerender needs a
+    record, because exported files have no messages.
     """
     with open_source(location) as source:
         if rerender and source.store is None:
-            raise typer.BadParameter(f"--rerender takes a record: {source.name} is a file, which has no messages")
+            raise typer.BadParameter(f"--rerender needs a record; {source.name} is a file, which has no messages")
         if model is None and batch is None:
             if source.served_model() is None:
                 raise typer.BadParameter(
-                    f"give --model, --batch, or both: there is nothing to compare with, and {source.name} doesn't say "
-                    "which model was served"
+                    f"there is nothing to compare with, because {source.name} does not name the model that was "
+                    "served; pass --model, --batch, or both"
                 )
             model, _ = open_tokenizer(None, source, option="--model")
-            typer.echo(f"model: {model}, which {source.name} was recorded with last", err=True)
+            typer.echo(f"model: {model}, the last that {source.name} was recorded with", err=True)
         if adapter is not None and model is None:
-            raise typer.BadParameter("--adapter needs the model that it belongs to", param_hint="--model")
+            raise typer.BadParameter("--adapter needs its base model; pass --model FOLDER", param_hint="--model")
         name, weights = adapter or (None, None)
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())

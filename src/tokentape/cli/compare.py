@@ -15,7 +15,7 @@ from tokentape.cli.output import end
 from tokentape.cli.source import RecordSource, open_source, open_tokenizer
 from tokentape.errors import InvalidRequest
 
-_SIDE_HELP = f"{arg.ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
+_SIDE_HELP = f"{arg.ANY_RECORD} Or a file of ids (.parquet, .jsonl, .json). #NAME selects one row or session."
 
 
 def compare(
@@ -37,9 +37,9 @@ def compare(
 ) -> None:
     """Compare two records of token ids, row by row.
 
-    Compares ids, not text. Each difference is located and classified (the same text in other ids, dropped reasoning,
-    arguments in another format...) as an error or a warning. Masks and logprobs are compared if both sides have them.
-    Rows with the same name are compared, or the only row of each side; SESSION means SESSION:LEAF if it has one leaf.
+    Compares ids, not text. Each difference is located and classified (the same text in different ids, dropped
+    reasoning, reformatted arguments...) as an error or a warning. Masks and logprobs are compared if both sides have
+    them. Rows match by name, or if each side has only one row. SESSION matches SESSION:LEAF if it has one leaf.
     Exits with 1 if something differs, 3 if neither side has a row.
     """
     (location, name), (other_location, other_name) = _address(expected), _address(recorded)
@@ -87,5 +87,5 @@ def _rows(source: RecordSource, name: str | None, columns: Columns) -> Iterator[
     else:
         rows_of_name = [row for row in source.rows(columns) if name in (row.name, row.name.rpartition(":")[0])]
     if not rows_of_name:
-        raise InvalidRequest(f"{source.name} has no row {name!r}")
+        raise InvalidRequest(f"{source.name} has no row {name!r}; pass the name of a row or session after #")
     yield from rows_of_name

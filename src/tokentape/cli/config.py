@@ -11,7 +11,7 @@ from tokentape.cli.arguments import SAME_AS_SERVE, AsJson
 from tokentape.cli.serve import config_of_serve
 
 config = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Look at the settings of a gateway."
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Show the settings of a gateway."
 )
 
 
@@ -24,8 +24,8 @@ def _group() -> None:
 def show(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Print every setting and where it comes from: flag, env, file or default.
 
-    Takes the arguments of `tokentape serve` and shows the settings that it would use with them. Without --json the
-    output is TOML. Secrets are hidden.
+    Accepts the arguments of `tokentape serve` and shows the settings that `serve` would use with them. Without --json
+    the output is TOML. Secrets are hidden.
     """
     resolved = config_of_serve(ctx)
     shown = {name: {"value": resolved.shown(name), "source": source} for name, source in resolved.sources.items()}

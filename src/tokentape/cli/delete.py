@@ -1,4 +1,4 @@
-"""`tokentape delete`: delete sessions of a record permanently, by their metadata and age."""
+"""`tokentape delete`: permanently delete sessions of a record by metadata, owner and age."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def delete(
         list[str] | None, option("Only sessions with this value in their metadata; may be repeated.", "KEY=VALUE")
     ] = None,
     owner: Annotated[
-        str | None, option("Only sessions that the API key of this name created; '' for sessions without keys.", "NAME")
+        str | None, option("Only sessions created with the API key of this name; '' if created without key.", "NAME")
     ] = None,
     older_than: Annotated[
         str | None, option("Only sessions with no turn for this long: 30d, 12h, 90m, 0s.", "AGE")
     ] = None,
-    yes: Annotated[bool, flag("Delete them; without it they are only listed.", "--yes")] = False,
+    yes: Annotated[bool, flag("Delete the sessions. Without it they are only listed.", "--yes")] = False,
     url: GatewayUrl = None,
     api_key: AdminKey = None,
     as_json: AsJson = False,
@@ -40,7 +40,7 @@ def delete(
     Copies in archives, backups and exports stay. Exits with 1 if a session was kept because it is in a snapshot.
     """
     if not where and older_than is None and owner is None:
-        raise typer.BadParameter("no condition is given; give --where KEY=VALUE, --owner NAME or --older-than AGE.")
+        raise typer.BadParameter("there is no condition; pass --where KEY=VALUE, --owner NAME or --older-than AGE.")
     for condition in where or ():
         if "=" not in condition:
             raise typer.BadParameter(f"{condition!r} has no '='; expected KEY=VALUE.", param_hint="--where")
@@ -67,17 +67,18 @@ def delete(
     else:
         for session_id in selected:
             typer.echo(f"kept {session_id}: {kept[session_id]}" if session_id in kept else session_id)
-        typer.echo(f"selected {len(selected)}, deleted {len(deleted)}" + ("" if yes else "; --yes deletes"), err=True)
+        hint = "" if yes else "; pass --yes to delete them"
+        typer.echo(f"selected {len(selected)}, deleted {len(deleted)}{hint}", err=True)
     raise typer.Exit(1 if kept else 0)
 
 
 def _selected(record: Store, where: Sequence[str], newest: float | None, owner: str | None) -> Iterator[str]:
-    """Yield the ids of the sessions with these metadata, of this owner, and with no turn after `newest`."""
+    """Yield the ids of sessions with this metadata that belong to `owner` and have no turn after `newest`."""
     pairs, after = [condition.partition("=") for condition in where], 0
     while page := record.sessions(limit=1000, after=after, owner=owner):
         for session in page:
             metadata: Mapping[str, Any] = session.info.metadata
-            # Compare with the text, or with the JSON of any other value: a user may be "7" or 7.
+            # Compare with the text, or with the JSON of other types: a user may be "7" or 7.
             same = (key in metadata and value in (metadata[key], json.dumps(metadata[key])) for key, _, value in pairs)
             if all(same) and (newest is None or (session.last_at or session.info.created_at) <= newest):
                 yield session.info.session_id

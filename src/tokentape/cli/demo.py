@@ -20,10 +20,10 @@ def demo(
     out: Annotated[
         Path | None, option("New directory for the record. Default: a fresh one under runs/demo.", file_okay=False)
     ] = None,
-    sessions: Annotated[int, option("How many sessions, all at once.", min=1, max=1000)] = 16,
+    sessions: Annotated[int, option("Number of concurrent sessions.", min=1, max=1000)] = 16,
     seed: Annotated[int, option("Seed for the tasks and the sampling.")] = 0,
     replay: Annotated[
-        bool, flag("Show a run that was recorded before. Needs no torch; default without it.", "--replay")
+        bool, flag("Show a recorded run. Needs no torch. Default if torch is not installed.", "--replay")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -37,9 +37,9 @@ def demo(
         try:
             require("torch", "transformers", "openai", extra="demo")
         except TokentapeError as error:
-            typer.echo(f"A run that was recorded before, since it can't be run here: {error}", err=True)
+            typer.echo(f"Showing a recorded run, because the demo can't run here: {error}", err=True)
             replay = True
-    with working("looking at the record") as status:
+    with working("reading the record") as status:
         if replay:
             report = replayed(directory)
         else:

@@ -50,18 +50,18 @@ def doctor(
     trainer: Annotated[
         str | None,
         option(
-            "Also check that a trainer can use the log-probabilities that are recorded: agent-lightning, miles, "
+            "Also check that this trainer can use the recorded logprobs: agent-lightning, miles, "
             "nemo-rl, prime-rl, skyrl, slime, tinker, trl, verifiers or verl.",
             "NAME",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check what `tokentape serve` needs, before it needs it.
+    """Check that `tokentape serve` can run with its arguments.
 
-    Takes the arguments of `tokentape serve` too, for example: tokentape doctor Qwen/Qwen3-8B --engine vllm
-    --engine-url http://127.0.0.1:8000 --data runs/serve. Every check is ok, warn or fail, with what to do. May run
-    beside a gateway. Exits with 1 if one fails.
+    Accepts the arguments of `tokentape serve`, for example: tokentape doctor Qwen/Qwen3-8B --engine vllm --engine-url
+    http://127.0.0.1:8000 --data runs/serve. Prints ok, warn or fail for each check, and what to do. Can run while a
+    gateway is running. Exits with 1 if a check fails.
     """
     if trainer is not None and trainer.lower() not in TRAINERS:
         raise typer.BadParameter(
@@ -69,7 +69,7 @@ def doctor(
         )
     config = config_of_serve(ctx).config
     findings = []
-    with working("looking") as status:
+    with working("checking") as status:
         for finding in examine(config, status.update, trainer and trainer.lower()):
             findings.append(finding)
             if not as_json:
@@ -125,12 +125,12 @@ def versions() -> CheckResult:
 
 
 def sqlite_version(version_info: tuple[int, ...]) -> CheckResult:
-    """Check whether this SQLite can corrupt a database that two connections write to at once."""
+    """Check whether this SQLite version can corrupt a database that two connections write to at once."""
     text = ".".join(map(str, version_info))
     if (3, 7, 0) <= version_info < (3, 51, 3):
         text += (
-            ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two that write at once; in a gateway one "
-            "writes at a time, and it locks its data directory. Let no other program write to the database"
+            ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two concurrent writers. A gateway has one "
+            "writer at a time and locks its data directory. Let no other program write to the database"
         )
     return CheckResult("sqlite", "ok", text)
 
@@ -141,20 +141,20 @@ def environment(environ: Mapping[str, str]) -> Iterator[CheckResult]:
     for name in environ:
         near = difflib.get_close_matches(name, names, 1, cutoff=0.85)
         if name.startswith("TOKENTAPE_") and name not in names and near:
-            yield CheckResult("environment", "warn", f"{name} is no setting", f"Did you mean {near[0]}?")
+            yield CheckResult("environment", "warn", f"{name} is not a setting", f"Did you mean {near[0]}?")
 
 
 def data_directory(directory: Path) -> Iterator[CheckResult]:
-    """Check that a record can be kept in a directory: permissions, lock, space, flushing, an existing record."""
+    """Check that a directory can contain a record: permissions, lock, space, flushing, an existing record."""
     there = directory.resolve()
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield CheckResult(
-            "data", "fail", f"{there} is not a directory to write in", "Change its owner, or name another."
+            "data", "fail", f"{there} is not a writable directory", "Change its owner, or choose a different --data."
         )
         return
-    detail = f"{directory}" if there == directory.resolve() else f"{directory} will be made"
+    detail = f"{directory}" if there == directory.resolve() else f"{directory} will be created"
     try:
         if (directory / LOCK_NAME).exists():
             DirectoryLock(directory).release()
@@ -162,23 +162,23 @@ def data_directory(directory: Path) -> Iterator[CheckResult]:
             SqliteStore.open(directory, read_only=True).close()
         yield CheckResult("data", "ok", detail)
     except StoreLocked as error:
-        yield CheckResult("data", "warn", str(error), "If a gateway is to run there, all is well.")
+        yield CheckResult("data", "warn", str(error), "This is fine if that process is the gateway.")
     except (TokentapeError, OSError) as error:
         yield CheckResult("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
     free = shutil.disk_usage(there).free
     status: Literal["ok", "warn", "fail"] = "fail" if free < _NO_SPACE else "warn" if free < _LITTLE_SPACE else "ok"
-    yield CheckResult("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Make room.")
+    yield CheckResult("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Free up space.")
     yield _flushing(there)
 
 
 def database(url: str) -> CheckResult:
-    """Check that a record can be kept in a PostgreSQL database: address, permissions, an existing record."""
+    """Check that a PostgreSQL database can contain a record: URL, permissions, an existing record."""
     shown = without_password(url)
     try:
         # Open it as a gateway does, which creates the tables.
         PostgresStore.open(url).close()
     except TokentapeError as error:
-        return CheckResult("store", "fail", f"{shown}: {error}", "See to the server, the user's rights or the URL.")
+        return CheckResult("store", "fail", f"{shown}: {error}", "Check the server, the user's rights and the URL.")
     return CheckResult("store", "ok", shown)
 
 
@@ -193,7 +193,7 @@ def _flushing(directory: Path) -> CheckResult:
     except OSError as error:
         return CheckResult("fsync", "fail", f"{error.strerror}", "Acknowledged turns could be lost: use another disk.")
     slow = took > _SLOW_FSYNC
-    advice = "Every turn waits for it; a local SSD takes a few ms." if slow else ""
+    advice = "Every turn waits for an fsync; a local SSD takes a few ms." if slow else ""
     return CheckResult("fsync", "warn" if slow else "ok", f"{1000 * took:.1f} ms", advice)
 
 
@@ -213,7 +213,7 @@ def access(config: ServeConfig) -> Iterator[CheckResult]:
         return
     if not address.is_loopback and not keys:
         detail = f"others can reach {config.host}, and there are no API keys: serve refuses to start"
-        yield CheckResult("host", "fail", detail, "Give keys with --keys-file, or listen on 127.0.0.1.")
+        yield CheckResult("host", "fail", detail, "Pass keys with --keys-file, or listen on 127.0.0.1.")
     else:
         reach = "this machine only" if address.is_loopback else "others can reach it"
         yield CheckResult("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
@@ -227,7 +227,7 @@ def certified(certificate: Certificate) -> CheckResult:
     refused = [continuation.name for continuation in certificate.continuations if continuation.strategy == "refused"]
     lost = [check.name for check in certificate.parsing if check.holds is False]
     if not certificate.injection_safe:
-        return CheckResult("certificate", "fail", "callers' text can become control tokens", "Use another template.")
+        return CheckResult("certificate", "fail", "callers' text can become control tokens", "Choose another template.")
     both = {"refused continuations": refused, "turns not parsed back": lost}
     parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
     if parts:
@@ -240,10 +240,10 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
     try:
         engine = await open_configured(config, renderer, check=False)
     except ImportError as error:
-        advice = "Run: pip install 'tokentape[hf]'. Or name a server with --engine and --engine-url: it needs no torch."
+        advice = "Run: pip install 'tokentape[hf]'. Or use a server with --engine and --engine-url, without torch."
         return [CheckResult("engine", "fail", str(error), advice)]
     except (TokentapeError, OSError) as error:
-        advice = "Check that it runs, and its address and API key." if config.engine.urls else "Name another model."
+        advice = "Check that it runs, its URL and its API key." if config.engine.urls else "Pass a different model."
         return [CheckResult("engine", "fail", str(error), advice)]
     try:
         info, mode, name = engine.info, engine.info.logprobs_mode, engine.info.name
@@ -261,8 +261,8 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
                     findings.append(CheckResult("routes", "ok", routes, advice))
                 findings.append(await same_template(kind, http, engine.info.model, renderer))
             except EngineError as error:
-                advice = "Look at its log; then run this again."
-                findings.append(CheckResult("engine", "fail", f"{url} did not answer what was asked: {error}", advice))
+                advice = "Check the server's log, then run doctor again."
+                findings.append(CheckResult("engine", "fail", f"{url} did not answer the checks: {error}", advice))
             finally:
                 await http.close()
         return findings
@@ -271,20 +271,20 @@ async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) 
 
 
 async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
-    """Sample greedily, twice. Each id must have a log-probability, and be the likeliest token."""
+    """Sample greedily, twice. Each id must have a logprob and be the likeliest token."""
     prompt = np.array(renderer.tokenizer.encode_plain("The first three letters are A, B and"), np.int32)
     try:
         first, again = [await _sample(engine, prompt) for _ in range(2)]
     except TokentapeError as error:
-        return CheckResult("probe", "fail", str(error), "Nothing that it samples can be recorded: see docs/engines.md.")
+        return CheckResult("probe", "fail", str(error), "This engine's samples can't be recorded: see docs/engines.md.")
     ids, logprobs = first[0], np.array(first[1])
-    detail = f"{len(ids)} tokens with their log-probabilities"
+    detail = f"{len(ids)} tokens with their logprobs"
     if ids != again[0] or np.abs(logprobs - np.array(again[1])).max() > _ROUNDING:
         advice = (
-            "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities. Recorded ids "
-            "and log-probabilities are not affected: they are those of each call."
+            "Batching or kernels are not deterministic; trainers see noise in the logprobs. Recorded ids and logprobs "
+            "are not affected, because they belong to the same call."
         )
-        return CheckResult("probe", "warn", f"{detail}; greedy sampling gave something else the second time", advice)
+        return CheckResult("probe", "warn", f"{detail}; greedy sampling differed the second time", advice)
     return CheckResult("probe", "ok", f"{detail}, the same twice")
 
 
@@ -298,5 +298,5 @@ async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int
     check_completion(np.array(ids, np.int32), np.array(logprobs, np.float32), engine.info.vocab_size)
     best = [pairs[0][1] for delta in deltas for pairs in delta.top_logprobs if pairs]
     if best and (len(best) != len(ids) or np.abs(np.array(best) - np.array(logprobs)).max() > _ROUNDING):
-        raise EngineContractError("greedy sampling did not take the likeliest tokens by the engine's own report")
+        raise EngineContractError("by the engine's own logprobs, greedy sampling did not choose the likeliest tokens")
     return ids, logprobs

@@ -1,4 +1,4 @@
-"""`tokentape drift`: measure how often encoding the text of sampled ids gives other ids."""
+"""`tokentape drift`: measure how often decoding and encoding sampled ids changes them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tokentape.store._location import refuse_output
 
 
 def drift(
-    location: Annotated[str, arg.record_or_file("a file of ids: .parquet, .jsonl, .json.")],
+    location: Annotated[str, arg.record_or_file("a file of ids (.parquet, .jsonl, .json).")],
     tokenizer: arg.TokenizerFolder = None,
     model: Annotated[
         Path | None,
         arg.existing_folder(
-            "Model folder with weights, to compute logprobs of drifted completions in both spellings.", "FOLDER"
+            "Model folder with weights, to compute logprobs of drifted completions with both sets of ids.", "FOLDER"
         ),
     ] = None,
     ids_column: arg.IdsColumn = None,
@@ -36,7 +36,7 @@ def drift(
     prompt_column: Annotated[str | None, arg.option("Column with the ids before the sampled ones.", "NAME")] = None,
     name_column: arg.NameColumn = None,
     by: Annotated[
-        list[str] | None, arg.option("Also split the report by this column; may be given several times.", "COLUMN")
+        list[str] | None, arg.option("Also split the report by this column; may be repeated.", "COLUMN")
     ] = None,
     rerender: Annotated[
         int, arg.option("Largest number of later turns of a record to render again.", "N", min=0)
@@ -45,12 +45,12 @@ def drift(
         int, arg.option("With --model: largest number of drifted completions to compute.", "N", min=1)
     ] = 100,
     fail_above: Annotated[
-        float | None, arg.option("Exit with 1 if a greater share of completions drifted.", "RATE", min=0, max=1)
+        float | None, arg.option("Exit with 1 if a larger share of completions drifted.", "RATE", min=0, max=1)
     ] = None,
     html: arg.HtmlFile = None,
     as_json: arg.AsJson = False,
 ) -> None:
-    """Measure how often sampled ids change when they go through text.
+    """Measure how often sampled ids change when they are decoded and encoded again.
 
     Reports P(encode(decode(ids)) != ids) over completions and tokens, with 95 % confidence intervals, which kinds of
     text change and where, and the cost to a trainer that retokenizes. Later turns of a record are also rendered again
@@ -89,7 +89,7 @@ def _rows(source: RecordSource, columns: Columns, again: RerenderMeter | None) -
 
 
 def _rerender_meter(folder: Path, sha256: str, most: int) -> RerenderMeter | None:
-    """Return None if the folder has no chat template, or a different tokenizer."""
+    """Return the meter, or None if the folder has no chat template or a different tokenizer."""
     try:
         renderer = Renderer.load(folder)
     except TokenizerUnusable as error:

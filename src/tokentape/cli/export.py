@@ -1,4 +1,4 @@
-"""`tokentape export`: trajectories to a file."""
+"""`tokentape export`: write trajectories to a file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def export(
     file_format: Annotated[
         Format | None,
         option(
-            "Default: jsonl for a file so named, else parquet. A trainer's name: rows for it, as JSON lines, "
-            "or as Parquet in a file named .parquet. atif: Harbor's trajectory format, a document per line.",
+            "Default: jsonl for a file named .jsonl, else parquet. A trainer's name: rows for this trainer, as JSON "
+            "lines, or as Parquet in a file named .parquet. atif: Harbor's trajectory format, a document per line.",
             None,
             "--format",
         ),
@@ -50,30 +50,28 @@ def export(
     group: Annotated[
         str | None, option("For a trainer: the key of the sessions' metadata that names their group.", "KEY")
     ] = None,
-    session: Annotated[list[str] | None, option("Only this session; may be given several times.", "ID")] = None,
+    session: Annotated[list[str] | None, option("Only this session; may be repeated.", "ID")] = None,
     verdict: Annotated[
         str | None,
         option(
-            "Only these verdicts, with commas between: exact, forked, forked:WHY, closed, captured, captured with "
-            "drift. Branches with a reservation only if it is listed too: 'exact,model unverified'.",
+            "Only these verdicts, separated by commas: exact, forked, forked:WHY, closed, captured, captured with "
+            "drift. List a reservation to include branches that have it: 'exact,model unverified'.",
             "LIST",
         ),
     ] = None,
     wait_checks: Annotated[
         bool,
-        flag("Wait until the running gateway has checked all bridges that are due, or has checked none for a minute."),
+        flag("Wait until the running gateway has checked all pending bridges, or has checked none for a minute."),
     ] = False,
-    unread: Annotated[
-        bool, flag("Include turns that no client read to the end: it left before it had the whole reply.")
-    ] = False,
+    unread: Annotated[bool, flag("Include turns whose client disconnected before it had the whole reply.")] = False,
     roles: Annotated[
-        str | None, option("Only branches with these roles: main, subagent, side_call; commas between.", "LIST")
+        str | None, option("Only branches with these roles, separated by commas: main, subagent, side_call.", "LIST")
     ] = None,
     skip_refused: Annotated[
         bool,
         flag(
-            "For a trainer: leave out sessions that its format refuses or that lack the key of --group. "
-            "Prints which and why."
+            "For a trainer: leave out sessions that its format refuses or that lack the key of --group, and print "
+            "which and why."
         ),
     ] = False,
     as_json: AsJson = False,
@@ -81,18 +79,19 @@ def export(
     """Write trajectories to a file for a trainer.
 
     Writes one row per branch of a session, with the columns that clients attached and the arrays that engines returned
-    per token. May run while a gateway records. The file gets its name when it is complete. Exits with 3 if it is empty.
+    per token. Can run while a gateway records. The file gets its name when it is complete. Exits with 3 if it is empty.
 
-    In parquet and jsonl, --verdict and --roles don't change loss masks: tokens that a branch left out would have
-    trained are not trained elsewhere. In ATIF and in a trainer's format they are: the first row with a turn trains it.
-    In a trainer's format a row is a sample, and all samples are held in memory.
+    In parquet and jsonl, --verdict and --roles don't change loss masks: if the branch that trains a turn is left out,
+    no other row trains the turn. In ATIF and in a trainer's format, the first remaining row with the turn trains it.
+    In a trainer's format a row is a sample, and all samples are kept in memory.
     """
     unnamed = file_format is None
     file_format = file_format or ("jsonl" if output.suffix == ".jsonl" else "parquet")
     if file_format in ("parquet", "jsonl", "atif"):
         for param, is_given in (("group", group is not None), ("skip_refused", skip_refused)):
             if is_given:
-                raise InvalidRequest(f"--{param.replace('_', '-')} is for the format of a trainer", param)
+                name = param.replace("_", "-")
+                raise InvalidRequest(f"--{name} works only with a trainer format, such as --format verl", param)
     verdicts, wanted_roles = _entries(verdict), _entries(roles)
     check_verdicts(verdicts or ())
     check_roles(wanted_roles or ())
@@ -100,7 +99,7 @@ def export(
     refused: dict[str, str] = {}
     refuse_output(output)
     if unnamed and output.suffix not in ("", ".jsonl", ".parquet"):
-        raise InvalidRequest(f"{output} ends with neither .jsonl nor .parquet; rename it, or give --format", "output")
+        raise InvalidRequest(f"{output} does not end with .jsonl or .parquet; rename it or pass --format", "output")
     with open_record(location, read_only=True) as store, working("exporting") as status:
         now: StoredSession | None = None
 
@@ -161,28 +160,28 @@ def export(
             shown = f"; the first {_SHOWN} are shown, --json lists all" if len(refused) > _SHOWN else ""
             typer.echo(f"left out by --skip-refused: sessions {len(refused)} of {counts.sessions}{shown}", err=True)
     if group is None and file_format in _GROUPED:
-        typer.echo("no --group: each session is a group of its own; for GRPO, name the key of the metadata", err=True)
+        typer.echo("without --group each session is its own group; for GRPO, pass --group METADATA_KEY", err=True)
     if counts.other_verdicts and not counts.trajectories:
         typer.echo(f"to export these: --verdict {quote(_filter_for(counts.other_verdicts))}", err=True)
-    end(False, counts.trajectories, "trajectory; the file is empty")
+    end(False, counts.trajectories, "trajectories; the file is empty")
 
 
 _PATIENCE = 60.0
 
 _GROUPED = ("verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl")
-"""Formats with the name of a group in each row."""
+"""Formats with a group name in each row."""
 
 _SHOWN = 5
 """Largest number of refused sessions to print."""
 
 
 def _entries(text: str | None) -> list[str] | None:
-    """Return the entries of a list with commas; None if the option is not given."""
+    """Split a list at its commas; return None if the option is not set."""
     return None if text is None else [entry.strip() for entry in text.split(",")]
 
 
 def _grouped(trajectories: Iterable[Trajectory], group: str | None, refused: dict[str, str]) -> Iterator[Trajectory]:
-    """Yield trajectories with a group's name. Add the reason for each other session to `refused`, by session id."""
+    """Yield the trajectories that have a group. Add the reason for every other session to `refused`, by session id."""
     for trajectory in trajectories:
         try:
             group_name(trajectory, group)
@@ -195,7 +194,7 @@ def _grouped(trajectories: Iterable[Trajectory], group: str | None, refused: dic
 def _for_trainer(
     trainer: str, trajectories: Iterable[Trajectory], group: str | None, *, skip_refused: bool
 ) -> tuple[Sequence[Sample], list[dict[str, Any]], dict[str, str]]:
-    """Return the samples and rows for a trainer, and by session id the reasons for those that were skipped."""
+    """Return the samples and rows for a trainer, and why sessions were skipped, by session id."""
     refused: dict[str, str] = {}
     if skip_refused:
         samples, rows, failures = accepted_rows(
@@ -208,7 +207,7 @@ def _for_trainer(
     except InvalidRequest as error:
         if error.param not in ("samples", "group"):
             raise
-        advice = "--skip-refused leaves such sessions out, and counts them"
+        advice = "Pass --skip-refused to leave out such sessions"
         raise InvalidRequest(f"{error}. {advice}", error.param) from None
 
 
@@ -219,7 +218,7 @@ def _filter_for(verdicts: Iterable[str]) -> str:
 
 
 def _wait(store: Store, session_ids: Sequence[str] | None) -> int:
-    """Wait until no check is due, or none was done for a minute. Return how many are still due."""
+    """Wait until no check is pending, or none was done for a minute. Return how many are still pending."""
     due, changed_at = store.checks_due(session_ids or None), time.monotonic()
     while due and time.monotonic() < changed_at + _PATIENCE:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Optional packages of subcommands."""
+"""Optional packages that some subcommands need."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def lock(
 ) -> None:
     """Freeze how a model's tokenizer and chat template turn text and messages into ids.
 
-    The lockfile has the parts of the tokenizer, the template, its certificate, and the ids of test texts and
+    The lockfile contains the parts of the tokenizer, the template, its certificate, and the ids of test texts and
     conversations. Commit it, and run `tokentape check` in CI or when a trainer starts.
     """
     refuse_output(output, path, chat_template)

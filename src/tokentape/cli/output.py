@@ -16,7 +16,7 @@ from tokentape.cli.arguments import NOTHING_MEASURED
 
 
 def end(failed: bool, measured: int, what: str) -> NoReturn:
-    """Exit with 1 if the command failed, with `NOTHING_MEASURED` if it measured no `what`, otherwise with 0."""
+    """Exit with 1 if the command failed, `NOTHING_MEASURED` if it measured nothing (no `what`), otherwise 0."""
     if not failed and not measured:
         typer.echo(f"nothing was measured: no {what}", err=True)
     raise typer.Exit(1 if failed else 0 if measured else NOTHING_MEASURED)
@@ -24,7 +24,7 @@ def end(failed: bool, measured: int, what: str) -> NoReturn:
 
 def working(what: str) -> Status:
     """Show a status line on stderr during the context."""
-    # Records have few reference cycles, and to look for them takes 7 % of an export's time.
+    # Records have few reference cycles, and looking for them takes 7 % of an export's time.
     gc.freeze()
     gc.set_threshold(10_000)
     return Console(stderr=True).status(what)

@@ -15,8 +15,8 @@ from tokentape.errors import InvalidRequest, NothingToMeasure
 from tokentape.store._location import refuse_output
 
 _CORPUS_HELP = (
-    "Text files, one language each and named for it (de.txt), JSON lines with text and language, or folders of these; "
-    "several times for several."
+    "Text files in one language each, named after it (de.txt), JSON lines with text and language, or folders of "
+    "these; may be repeated."
 )
 
 
@@ -24,7 +24,7 @@ def premium(
     paths: Annotated[list[Path], model_folder("Model folders with tokenizer.json.", "TOKENIZER")],
     corpus: Annotated[list[Path], option(_CORPUS_HELP, "FILE", exists=True)],
     baseline: Annotated[
-        str | None, option("Divide each language's tokens by those of this one, for translated texts.", "LANGUAGE")
+        str | None, option("For translated texts: divide each language's tokens by this language's.", "LANGUAGE")
     ] = None,
     lines: Annotated[int | None, option("Read at most this many lines of each file.", min=1)] = None,
     html: HtmlFile = None,

@@ -1,4 +1,4 @@
-"""`tokentape probe`: count a model's phantom edits, which return the same word in other ids."""
+"""`tokentape probe`: count a model's phantom edits, which return the same word in different ids."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from tokentape.store._location import refuse_output
 
 _ENGINE_HELP = f"{' or '.join(KINDS)}: the server at --engine-url. Default: the model in this process."
 _TEXTS_HELP = (
-    "Sentences to use instead of the built-in ones, one per line: the word in [brackets], or JSON with text and "
-    "target, or plain text, from which words are drawn."
+    "Sentences to use instead of the built-in ones, one per line: text with the word in [brackets], JSON with text "
+    "and target, or plain text, from which words are drawn."
 )
 
 
 def probe(
-    path: Annotated[Path, arg.model_folder("Model folder: tokenizer and template, and weights unless served.")],
+    path: Annotated[Path, arg.model_folder("Model folder: tokenizer, template, and weights if run in process.")],
     engine: Annotated[str | None, arg.option(_ENGINE_HELP, "KIND")] = None,
-    engine_url: Annotated[str | None, arg.option("The server. A gateway is a server of kind vllm.", "URL")] = None,
+    engine_url: Annotated[str | None, arg.option("URL of the server. For a gateway, use --engine vllm.", "URL")] = None,
     api_key: arg.EngineKey = None,
     texts: Annotated[Path | None, arg.existing_file(_TEXTS_HELP)] = None,
-    output: Annotated[Path | None, arg.new_file("JSONL of results; continues an old one.", "--output", "-o")] = None,
+    output: Annotated[Path | None, arg.new_file("Results as JSON lines; resumes a file.", "--output", "-o")] = None,
     limit: Annotated[int | None, arg.option("Run at most this many trials.", min=1)] = None,
-    repetitions: Annotated[int, arg.option("Samples of each task; needs a temperature.", min=1)] = 1,
-    temperature: Annotated[float, arg.option("0 is greedy.", min=0.0)] = 0.0,
-    seed: Annotated[int, arg.option("Seed of sampling, and of the words drawn.")] = 0,
-    max_tokens: Annotated[int, arg.option("Per completion.", min=1)] = 512,
+    repetitions: Annotated[int, arg.option("Samples per task; needs --temperature.", min=1)] = 1,
+    temperature: Annotated[float, arg.option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int, arg.option("Seed for sampling and for drawing words.")] = 0,
+    max_tokens: Annotated[int, arg.option("Token budget per completion.", min=1)] = 512,
     ban: Annotated[bool, arg.flag("Sample each phantom edit again with its ids banned. Greedy only.", "--ban")] = False,
     kwargs: arg.TemplateKwargs = "{}",
-    concurrency: Annotated[int, arg.option("Calls at a time.", min=1)] = 8,
+    concurrency: Annotated[int, arg.option("Concurrent calls.", min=1)] = 8,
     html: arg.HtmlFile = None,
     as_json: arg.AsJson = False,
 ) -> None:
-    """Count phantom edits: asked to replace a word, a model returns the same text in other ids.
+    """Count phantom edits: asked to replace a word, a model returns the same text in different ids.
 
-    The replacement task of arXiv 2601.14658. Exits with 1 if there were phantom edits, 3 if no sentence came back.
+    Runs the replacement task of arXiv 2601.14658. Exits with 1 if there were phantom edits, 3 if no sentence came back.
     """
     if (engine is None) != (engine_url is None):
-        raise typer.BadParameter("--engine and --engine-url go together", param_hint="--engine")
+        raise typer.BadParameter("--engine needs --engine-url and vice versa; pass both", param_hint="--engine")
     if repetitions > 1 and not temperature:
-        raise typer.BadParameter("greedy samples are all the same: set --temperature", param_hint="--repetitions")
+        raise typer.BadParameter("greedy samples are all the same; set --temperature", param_hint="--repetitions")
     if ban and temperature:
-        raise typer.BadParameter("ids are banned in greedy decoding only", param_hint="--ban")
+        raise typer.BadParameter("works only with greedy decoding; leave out --temperature", param_hint="--ban")
     template_kwargs = arg.json_object(kwargs, "--kwargs")
 
     refuse_output(output, texts)
@@ -93,7 +93,7 @@ async def _run(
     settings: probing.ProbeSettings,
     output: Path | None,
 ) -> tuple[probing.Header, list[probing.ProbeResult]]:
-    """Return the header and the results, in order of the trials."""
+    """Return the header, and the results in the order of the trials."""
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=grammar.DATE)
     header = probing.header(engine, renderer, setup, settings)
     place = {trial: index for index, trial in enumerate(selected)}

@@ -1,4 +1,4 @@
-"""`tokentape score`: compute the log-probabilities that an engine gives the recorded ids."""
+"""`tokentape score`: compute an engine's logprobs of the recorded ids."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ def score(
         str,
         typer.Argument(
             metavar="RECORD",
-            help="A data directory that no gateway has open, postgresql://user@host/database, or the http:// address "
-            "of a running gateway.",
+            help="A data directory that no gateway has open, postgresql://user@host/database, or the http:// URL of a "
+            "running gateway.",
         ),
     ],
     engine: Annotated[
         Literal["transformers", "vllm", "sglang"],
-        option("transformers: the model's weights in this process. Others: at --engine-url."),
+        option("transformers: loads the weights in this process. vllm, sglang: the server at --engine-url."),
     ] = "transformers",
     engine_url: Annotated[str | None, option("Base URL of the engine's server.", "URL")] = None,
     model: Annotated[
         Path | None,
         existing_folder(
-            "Model folder: its tokenizer, and its weights with --engine transformers. Default: the record's."
+            "Model folder: tokenizer, and weights for --engine transformers. Default: the one that the record names."
         ),
     ] = None,
     engine_model: Annotated[
         str | None, option("Name of the model on the server. Default: the first that it lists.", "NAME")
     ] = None,
     adapter: Adapter = None,
-    column: Annotated[str | None, option("Default: sampler_logprobs, teacher_logprobs.", "NAME")] = None,
+    column: Annotated[str | None, option("Column. Default: sampler_logprobs or teacher_logprobs.", "NAME")] = None,
     teacher: Annotated[
-        bool, flag("The engine is not the model that sampled, so nothing is compared.", "--teacher")
+        bool, flag("The engine runs a different model than the one that sampled; don't compare.", "--teacher")
     ] = False,
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
         option(
-            "The lower of this engine's precision and that of the engine that sampled, used to judge differences. "
-            "Default: float32 with transformers, bfloat16 with a server."
+            "Precision to judge differences by: the lower one of this engine and the engine that sampled. Default: "
+            "float32 with transformers, bfloat16 with a server."
         ),
     ] = None,
-    again: Annotated[bool, flag("Also score turns that have the column.", "--again")] = False,
-    concurrency: Annotated[int, option("Sessions scored at a time by a server.", "N", min=1)] = 8,
+    again: Annotated[bool, flag("Also score turns that already have the column.", "--again")] = False,
+    concurrency: Annotated[int, option("Sessions that a server scores concurrently.", "N", min=1)] = 8,
     api_key: EngineKey = None,
     gateway_key: Annotated[str | None, option("API key for the gateway.", envvar="TOKENTAPE_API_KEY")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score the recorded ids with an engine, and keep the scores as a column per token.
+    """Score the recorded ids with an engine, and store the scores as a column.
 
-    The scores are the model's own log-probabilities: at temperature 1, before penalties and truncation. Turns that
-    already have the column are skipped, so an interrupted run can be continued. Unless the engine is a teacher, the
-    recorded log-probabilities are compared with scores of the same distribution; where that is not possible, the reason
-    is printed. Exits with 1 if the difference is larger than rounding explains, and names the cause: ids, temperature,
-    truncation, kernels or weights. Exits with 3 if nothing was compared, or a teacher had nothing to score.
+    The scores are the model's own logprobs: at temperature 1, before penalties and truncation. Turns that already have
+    the column are skipped, so an interrupted run can be continued. Without --teacher, the recorded logprobs are
+    compared with scores under the same distribution; if that is not possible, the reason is printed. Exits with 1 if
+    the difference is larger than rounding explains, and names the cause: ids, temperature, truncation, kernels or
+    weights. Exits with 3 if nothing was compared, or if there was nothing to score with --teacher.
     """
     if (engine == "transformers") == (engine_url is not None):
         raise typer.BadParameter(
-            "give --engine-url with --engine vllm or sglang, and only with these", param_hint="--engine-url"
+            "pass --engine-url with --engine vllm or sglang, and only with these", param_hint="--engine-url"
         )
     embedded = engine == "transformers"
     judged = None if teacher else precision or ("float32" if embedded else "bfloat16")
@@ -91,7 +91,7 @@ def score(
     if location.startswith(("http://", "https://")):
         if model is None:
             raise typer.BadParameter(
-                "name the model folder: a gateway does not say which one it is", param_hint="--model"
+                "pass the model folder, because a gateway does not report it", param_hint="--model"
             )
         with Client(location, api_key=gateway_key, max_retries=0) as client:
             # Fail at once if there is no gateway.
@@ -109,7 +109,7 @@ def score(
             typer.echo(line)
     if judged is None:
         end(False, report.turns + report.had_it, "turn to score")
-    end(bool(report.causes), report.numeric.tokens, "recorded log-probability that can be compared with a score")
+    end(bool(report.causes), report.numeric.tokens, "recorded logprob that can be compared with a score")
 
 
 def _of_store(
@@ -122,7 +122,8 @@ def _of_store(
         served = source.served_model()
         folder, tokenizer = open_tokenizer(model, source, option="--model")
         if served is not None and served.tokenizer_sha256 != tokenizer.sha256:
-            raise InvalidRequest(f"{folder} has another tokenizer than {source.name} was recorded with", "model")
+            reason = f"the tokenizer in {folder} is not the one that {source.name} was recorded with"
+            raise InvalidRequest(f"{reason}; pass the folder of the recorded model with --model", "model")
         typer.echo(f"model: {folder}", err=True)
         sessions = recorded_sessions(store, options["column"], again=again)
         with working("scoring"):
@@ -135,11 +136,11 @@ def _lines(report: ScoreReport) -> Iterator[str]:
     yield f"{report.tokens} tokens of {report.turns} turns in {report.sessions} sessions scored as {report.column}"
     yield f"by {report.engine} ({report.model}), at temperature 1, before penalties and truncation"
     if report.had_it:
-        yield f"{report.had_it} turns had the column"
+        yield f"{report.had_it} turns already had the column"
     for why, turns in sorted(report.not_scored.items()):
         yield f"not scored: {turns} turns: {why}"
     if report.numeric.tokens:
         yield f"recorded against scored: {numbers_line(report.numeric)}"
     else:
-        yield "not compared: no recorded log-probability was checked in this run"
+        yield "not compared: no recorded logprob was checked in this run"
     yield from cause_lines(report.not_comparable, report.causes)

@@ -17,27 +17,27 @@ from tokentape.errors import InvalidRequest, TokentapeError
 
 
 def serve(**params: Any) -> None:
-    """Serve a model over OpenAI's and Anthropic's APIs; record token-exactly.
+    """Serve a model over OpenAI's and Anthropic's APIs and record its exact tokens.
 
     Every option can also be set in the environment or in a TOML file. `tokentape config show` with the same arguments
-    prints the settings in force and where each came from.
+    prints the resulting settings and where each comes from.
     """
     config = config_of(params).config
     if config.engine.kind == "transformers":
-        model_folder(config)  # before the libraries: a folder that does not exist is the first thing to correct
+        model_folder(config)  # first, so that a missing folder is reported before missing libraries
         try:
             require("torch", "transformers", extra="hf")
         except TokentapeError as error:
             raise TokentapeError(
-                f"{error}. A server needs neither: tokentape serve MODEL --engine vllm --engine-url URL"
+                f"{error}. With an engine server you need neither: tokentape serve MODEL --engine vllm --engine-url URL"
             ) from None
     (serve_alone if config.workers == 1 else serve_with_workers)(config)
 
 
 def config_of(params: Mapping[str, Any]) -> Resolved:
-    """Return the configuration that the parameters of `serve` make with the environment and the file.
+    """Return the configuration from the parameters of `serve`, the environment and the file.
 
-    Raises `typer.BadParameter` if they make none.
+    Raises `typer.BadParameter` if they are invalid.
     """
     flags = {name.replace("__", "."): value for name, value in params.items()}
     file = flags.pop("config")
@@ -45,7 +45,7 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
         for entry in flags[name] or ():
             if "=" not in entry:
                 raise typer.BadParameter(
-                    f"{entry!r} is not NAME=VALUE, {example} for example", param_hint=settings()[name].flag
+                    f"{entry!r} is not NAME=VALUE; for example, {example}", param_hint=settings()[name].flag
                 )
         flags[name] = dict(entry.split("=", 1) for entry in flags[name] or ()) or None
     try:
@@ -55,9 +55,9 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
 
 
 def config_of_serve(ctx: typer.Context) -> Resolved:
-    """Return the configuration that `tokentape serve` would have with the arguments this command did not take.
+    """Return the configuration that `tokentape serve` would have with this command's extra arguments.
 
-    Raises `click.UsageError` for what `serve` does not take.
+    Raises `click.UsageError` for arguments that `serve` does not accept.
     """
     root: Any = ctx.find_root()
     with root.command.get_command(root, "serve").make_context("serve", list(ctx.args), parent=root) as context:
@@ -81,7 +81,7 @@ def _signature() -> Iterator[Parameter]:
 
 
 def _parameter(name: str, kind: Any, option: Any) -> Parameter:
-    # No parameter has a default: a setting that is not given is looked for in the environment and the file.
+    # No parameter has a default: a setting without a flag comes from the environment or the file.
     annotation = Annotated[kind | None, option]
     return Parameter(name.replace(".", "__"), Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

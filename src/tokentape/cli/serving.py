@@ -47,7 +47,7 @@ _LOOK_SECONDS = 1.0
 
 
 def serve_alone(config: ServeConfig) -> None:
-    """Serve in this process until a signal."""
+    """Serve in this process until a signal arrives."""
     with logging_to(level=config.log.level, form=config.log.format):
         renderer = _renderer(config)
         with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
@@ -57,7 +57,7 @@ def serve_alone(config: ServeConfig) -> None:
 
 
 def _renderer(config: ServeConfig) -> Renderer:
-    """Load the renderer, which takes up to a minute. Before it, look at the port, the folder and the engine."""
+    """Check the port, the folder and the engine, then load the renderer, which takes up to a minute."""
     with _port_taken(config):
         bind(config.host, config.port, has_keys=bool(config.all_keys())).close()
     model_folder(config)
@@ -66,7 +66,7 @@ def _renderer(config: ServeConfig) -> Renderer:
 
 
 def serve_with_workers(config: ServeConfig) -> None:
-    """Serve in `config.workers` processes with one record until a signal. This process only supervises them."""
+    """Serve in `config.workers` processes with one record until a signal arrives. This process only supervises."""
     from prometheus_client.multiprocess import mark_process_dead
 
     with ExitStack() as stack:
@@ -115,13 +115,13 @@ def _end_when_broken(store: Store) -> None:
     """End a worker that can no longer record. The worker that replaces it reads the record from the disk."""
     while not store.broken:
         time.sleep(_LOOK_SECONDS)
-    _log.error("worker %d ends, because it can no longer record", os.getpid())
+    _log.error("worker %d stops because it can no longer record; the supervisor starts a new one", os.getpid())
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def _store(config: ServeConfig) -> Iterator[Store]:
-    """Open the record for several writers."""
+    """Open the record so that several processes can write to it."""
     if config.store is not None:
         with open_record(config.store, synchronous=synchronous(config)) as store:
             yield store
@@ -145,7 +145,7 @@ def _serve(
     apps: list[ASGIApp] = []
 
     async def gateway(scope: Scope, receive: Receive, send: Send) -> None:
-        # The app is made in the event loop that serves it, because an engine's connections belong to a loop.
+        # The app is created in the event loop that serves it, because an engine's connections belong to a loop.
         if not apps:
             apps.append(await open_app(config, renderer, store, drain))
         await apps[0](scope, receive, send)
@@ -161,7 +161,7 @@ def _serve(
     run_server(
         gateway, host=config.host, port=config.port, has_keys=bool(keys), on_ready=ready, drain=drain, listener=listener
     )
-    _log.info("stopped; everything that was answered is in %s", shown(config.location))
+    _log.info("stopped; every answered call is recorded in %s", shown(config.location))
 
 
 def _announce(config: ServeConfig, base_url: str) -> None:
@@ -183,7 +183,7 @@ def _port_taken(config: ServeConfig) -> Iterator[None]:
         if error.errno != errno.EADDRINUSE:
             raise
         raise InvalidRequest(
-            f"port {config.port} of {config.host} is taken, by another gateway perhaps; stop that, or name another one "
-            "with --port (0 takes a free one)",
+            f"port {config.port} of {config.host} is taken, perhaps by another gateway; stop it, or choose a different "
+            "--port (0 chooses a free one)",
             "port",
         ) from None

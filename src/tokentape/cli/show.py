@@ -21,7 +21,7 @@ from tokentape.store._reads import lineage_of
 from tokentape.store._served_model import served_tokenizer
 
 _NEAR = 1000
-"""Number of sessions to look for similar names in."""
+"""Number of sessions that are searched for similar names."""
 
 
 def show(
@@ -58,10 +58,10 @@ def show(
             if not aborted:
                 raise NotFound(f"session {session!r} has no turns yet")
             causes = ", ".join(dict.fromkeys(turn.abort_cause or "unknown" for turn in aborted))
-            raise NotFound(f"session {session!r} has only aborted turns ({causes}), which are in no trajectory")
+            raise NotFound(f"session {session!r} has only aborted turns ({causes}), so it has no trajectory to show")
         chosen = branches.get(max(branches) if leaf is None else leaf)
         if chosen is None:
-            raise NotFound(f"session {session!r} has no leaf {leaf}; it has {', '.join(map(str, branches))}")
+            raise NotFound(f"session {session!r} has no leaf {leaf}; choose from {', '.join(map(str, branches))}")
         if as_json:
             typer.echo(json.dumps(trajectory_to_json(chosen)))
             return
@@ -69,7 +69,7 @@ def show(
             served_tokenizer(source.served_model()) if tokenizer is None else Tokenizer.load(tokenizer)
         )
     if isinstance(loaded, str):
-        typer.echo(f"{loaded}: showing ids only; name the model folder with --tokenizer to see text", err=True)
+        typer.echo(f"{loaded}: showing ids only; pass the model folder with --tokenizer to see text", err=True)
         loaded = None
     console = Console(highlight=False)
     width = console.width if lanes else None

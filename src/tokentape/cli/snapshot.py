@@ -1,4 +1,4 @@
-"""`tokentape snapshot`: move sessions out of a running gateway, and delete them once they are stored elsewhere."""
+"""`tokentape snapshot`: export sessions from a running gateway, and delete them once they are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ snapshot = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Freeze sessions of a running gateway, take them out, drop them.",
+    help="Freeze, export and drop sessions of a running gateway.",
 )
 
 Url: TypeAlias = Annotated[str, option("Base URL of the gateway.", None, "--url", envvar="TOKENTAPE_URL")]
 Key: TypeAlias = Annotated[
-    str | None, option("Its API key; better in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY")
+    str | None, option("API key; better set in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY")
 ]
 SnapshotId: TypeAlias = Annotated[int, typer.Argument(metavar="SNAPSHOT", help="Id of a snapshot.")]
 
@@ -83,7 +83,7 @@ def export(
 @snapshot.command(short_help="Confirm that a snapshot is stored elsewhere.")
 def confirm(
     snapshot_id: SnapshotId,
-    digest: Annotated[str, typer.Argument(metavar="DIGEST", help="What export printed.")],
+    digest: Annotated[str, typer.Argument(metavar="DIGEST", help="Digest that export printed.")],
     url: Url = LOCAL,
     api_key: Key = None,
 ) -> None:

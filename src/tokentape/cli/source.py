@@ -31,11 +31,11 @@ class RecordSource:
         return shown(self.location)
 
     def served_model(self) -> ServedModel | None:
-        """Return the model that the record was last made with; None if it is not known, as for a file."""
+        """Return the model that was last served with the record; None if it is not known, as for a file."""
         return None if self.store is None else served_model(self.location, self.store)
 
     def rows(self, columns: Columns) -> Iterator[IdRow]:
-        """Return the sequences of ids. `columns` names those of a file in another format. Raises as `iter_rows`."""
+        """Return the rows of ids. `columns` names the columns of other file formats. Raises like `iter_rows`."""
         return iter_rows(self.location, columns) if self.store is None else store_rows(self.store)
 
     def trajectories(self) -> Iterator[Trajectory]:
@@ -48,7 +48,7 @@ class RecordSource:
 
 @contextmanager
 def open_source(location: str) -> Iterator[RecordSource]:
-    """Open a location, an archive only once, because opening reads all of it. Files are opened when they are read."""
+    """Open a record once, because opening an archive reads all of it. Files are opened when they are read."""
     if not is_record(location):
         yield RecordSource(location, None)
         return
@@ -57,7 +57,7 @@ def open_source(location: str) -> Iterator[RecordSource]:
 
 
 def open_tokenizer(folder: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
-    """Return the `folder` and its tokenizer; without it, those that a record in `sources` was served with.
+    """Return `folder` and its tokenizer; by default, those of the model served with a record in `sources`.
 
     Raises `InvalidRequest` if no folder is known, or if its tokenizer is missing or has changed. `option` is the
     command-line option for the folder.
@@ -68,8 +68,8 @@ def open_tokenizer(folder: Path | None, *sources: RecordSource, option: str = "-
         if served := source.served_model():
             loaded = served_tokenizer(served)
             if isinstance(loaded, str):
-                raise InvalidRequest(f"{source.name}: {loaded}; name the model folder with {option}")
+                raise InvalidRequest(f"{source.name}: {loaded}; pass the model folder with {option}")
             return Path(served.folder), loaded
     raise InvalidRequest(
-        f"it is not known which tokenizer made the ids (files don't say it); name its model folder with {option}"
+        f"the tokenizer of the ids is not known, because files don't name it; pass the model folder with {option}"
     )

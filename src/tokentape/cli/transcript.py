@@ -65,9 +65,9 @@ def transcript(
     with_ids: bool,
     lanes_width: int | None = None,
 ) -> Iterator[Text]:
-    """Yield the lines of a trajectory of `session`; without a tokenizer, ids only.
+    """Yield a trajectory of `session` line by line, as ids only if there is no tokenizer.
 
-    With `lanes_width` the text is wrapped at this many columns, and each line has its lanes below.
+    With `lanes_width` the text is wrapped at this many columns, and lanes are shown below each line.
     """
     lanes = None if lanes_width is None or tokenizer is None else _Lanes(trajectory, tokenizer, lanes_width)
     yield Text(f"session {session.info.session_id}, branch of turns {_joined(trajectory.turns)}", style="bold")
@@ -111,7 +111,7 @@ def transcript(
 
 
 def _other_logprobs(trajectory: Trajectory) -> str:
-    """Say why the verdict has `other logprobs`, for the first such turn; empty if it has not."""
+    """Explain `other logprobs` in the verdict by the first such turn; empty if the verdict does not contain it."""
     turns = zip(trajectory.turns, trajectory.sampled_from, trajectory.logprobs_of, strict=True)
     for turn, sampled, recorded in turns:
         if sampled is not None and recorded is not None and sampled.same_as(recorded) is False:
@@ -185,7 +185,7 @@ def _history(session: Session, turn: Turn) -> list[Message]:
 
 
 def _agreeing(keys: list[bytes], recorded: list[Message]) -> int:
-    """Return the number of first messages that are equal."""
+    """Return the number of messages at the beginning that are equal."""
     pairs = zip_longest(keys, map(message_key, recorded))
     return next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), len(keys))
 
@@ -214,7 +214,7 @@ def _message_text(message: Message) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The columns of a line that belong to the same tokens."""
+    """Part of a line, whose text belongs to the same tokens."""
 
     text: str
     start: int
@@ -225,7 +225,7 @@ class _Cell:
 
 
 class _Lanes:
-    """Print lines of text with lanes below."""
+    """Build lines of text with lanes below."""
 
     def __init__(self, trajectory: Trajectory, tokenizer: Tokenizer, width: int) -> None:
         again = retokenized(tokenizer, trajectory.token_ids)

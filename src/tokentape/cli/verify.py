@@ -1,4 +1,4 @@
-"""`tokentape verify`: check a record."""
+"""`tokentape verify`: check the hashes and invariants of a record."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tokentape.store._verify import verify as check
 def verify(
     store: StoreLocation,
     head_out: Annotated[Path | None, new_file("Write a head of the record to this file.")] = None,
-    sign: Annotated[Path | None, existing_file("Sign it: Ed25519 private key, PEM file.", "KEY")] = None,
-    against: Annotated[Path | None, existing_file("Find what was changed since this head.", "HEAD")] = None,
+    sign: Annotated[Path | None, existing_file("Ed25519 private key (PEM) to sign the head with.", "KEY")] = None,
+    against: Annotated[Path | None, existing_file("Find changes since this head.", "HEAD")] = None,
     public_key: Annotated[
-        Path | None, existing_file("Refuse a head not signed by this key: public, PEM file.", "KEY")
+        Path | None, existing_file("Public key (PEM); refuse a head that it did not sign.", "KEY")
     ] = None,
     nothing_added: Annotated[
-        bool, flag("Sessions or parts added since the head are findings too.", "--nothing-added")
+        bool, flag("Treat everything added since the head as a finding.", "--nothing-added")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Re-check every hash and every rule of a record, and compare it with an earlier head of it.
+    """Check every hash and invariant of a record, and compare it with a head that was saved earlier.
 
-    Exits with 1 if anything is wrong, 3 if there are no sessions. Changes nothing, and may run beside a gateway.
+    Exits with 1 if anything is wrong, 3 if there are no sessions. It is read-only and can run while a gateway runs.
 
-    Without a head, verify does not find deleted sessions, missing newest turns, digests that were computed anew, and
-    changes of rewards, columns, events or metadata that keep their form. A head has digests of all of these: keep it
-    where those who can write to the record can not write. With it, verify names what was deleted, changed, moved, or
-    inserted before something older. What was added later is only counted, for nothing shows who added it.
+    Without a head, verify does not find deleted sessions, missing newest turns, recomputed digests, and well-formed
+    changes to rewards, columns, events or metadata. A head contains digests of all of these: keep it where those who
+    can write to the record can't write. With a head, verify lists what was deleted, changed, moved, or inserted before
+    older entries. Later additions are only counted, because nothing shows who made them.
 
-    An unsigned head proves nothing by itself: whoever can replace it can make one of a changed record. Compare its
-    digest with one that you wrote down elsewhere, or sign it.
+    An unsigned head proves nothing by itself: whoever can replace it can also create a head of a changed record. Sign
+    it, or compare its digest with a copy of the digest that you keep elsewhere.
     """
     if sign and not head_out:
         raise typer.BadParameter("needs --head-out.", param_hint="--sign")
@@ -47,7 +47,7 @@ def verify(
         raise typer.BadParameter("needs --against.", param_hint="--public-key" if public_key else "--nothing-added")
     refuse_output(head_out, against, public_key)
     head = None if against is None else read_head(against, public_key)
-    with working("checking every hash and rule"):
+    with working("checking every hash and invariant"):
         report = check(store, against=head, nothing_added=nothing_added, head_out=head_out, sign=sign)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})
@@ -59,7 +59,7 @@ def verify(
     )
     if head is not None and report.added is not None:
         created = datetime.fromtimestamp(head.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        signed = "its signature is right" if public_key else "its signature was not checked"
+        signed = "its signature is valid" if public_key else "its signature was not checked"
         typer.echo(f"compared with head {head.digest} of {created}; {signed}")
         typer.echo(f"added since: {', '.join(f'{part} {n}' for part, n in report.added.items() if n) or 'nothing'}")
     if head_out is not None:

@@ -1,4 +1,4 @@
-"""`tokentape view`: trajectories token by token, in a browser."""
+"""`tokentape view`: show trajectories token by token in a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tokentape.viewer._export import export_page
 from tokentape.viewer._routes import PAGE
 
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""Addresses that mean all interfaces, with the loopback address of the same kind."""
+"""Addresses that mean all interfaces, with the loopback address of the same IP version."""
 
 
 def view(
@@ -34,22 +34,22 @@ def view(
     tokenizer: Annotated[
         Path | None,
         existing_folder(
-            "Model folder to read ids with. A data directory knows the one that was served last.", None, "--tokenizer"
+            "Model folder to decode ids with. Default: the one that the record names.", None, "--tokenizer"
         ),
     ] = None,
     host: Annotated[
         str,
         option(
-            "Address to listen on. Beyond this machine the page asks for a key, which is printed. Key and prompts "
-            "travel over plain HTTP: where others can listen, forward the port with ssh instead."
+            "Address to listen on. If other machines can reach it, the page asks for a key, which is printed. Key and "
+            "prompts travel over plain HTTP: in networks you don't trust, forward the port with ssh instead."
         ),
     ] = "127.0.0.1",
-    port: Annotated[int, option("0 takes a free one.", min=0, max=65535)] = 0,
+    port: Annotated[int, option("Port; 0 chooses a free one.", min=0, max=65535)] = 0,
     export: Annotated[
         Path | None,
         new_file(
-            "Write one HTML file instead of serving: the run, the newest 500 sessions, and their tokens while the "
-            "file is smaller than 64 MiB."
+            "Write one HTML file instead of serving: the run, the newest 500 sessions, and their tokens as long as "
+            "the file is smaller than 64 MiB."
         ),
     ] = None,
     session: Annotated[str | None, option("With --export: only this session, with every comparison.", "ID")] = None,
@@ -57,8 +57,8 @@ def view(
 ) -> None:
     """Look at trajectories token by token, in a browser.
 
-    Serves the page on this machine only, unless --host names another address, until it is interrupted. A gateway serves
-    the same page of its own record at /view.
+    Serves the page until it is interrupted, only on this machine unless --host is set. A gateway serves the same page
+    for its own record at /view.
     """
     if session is not None and export is None:
         raise InvalidRequest("--session goes with --export FILE")
@@ -82,7 +82,7 @@ def view(
         else:
             viewer = store_viewer(source.store, location, tokenizer)
         if viewer.reader.tokenizer is None:
-            typer.echo(f"{viewer.reader.why_none}: showing ids only; name a model folder with --tokenizer", err=True)
+            typer.echo(f"{viewer.reader.why_none}: showing ids only; pass a model folder with --tokenizer", err=True)
         if export is not None:
             page = export_page(viewer, session)
             write_durably(export, page.html)

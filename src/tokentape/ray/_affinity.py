@@ -1,7 +1,7 @@
 """Session affinity in Ray Serve: route the calls of a session to one replica, as long as it exists.
 
-This saves reads of the session from the database; correctness does not depend on it. Ray Serve's consistent hashing
-only knows sessions from the header `X-Session-Id`. This router also takes them from the path or a session's key.
+This saves reading the session from the database; correctness does not depend on it. Ray Serve's consistent hashing only
+reads the session from the header `X-Session-Id`. This router also reads it from the path or a session key.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _IN_PATH = re.compile(r"/sessions/([^/]+)(?:/|$)")
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not typed
-    """Choose the replica by `affinity_key`; at random if a request has none."""
+    """Choose the replica by `affinity_key`, or at random if a request has no key."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica of the request's session, then those to try if it is full."""
+        """Return the replica for the request's session, then the replicas to try if it is full."""
         if pending_request is not None and pending_request.metadata.is_http_request:
             # Serve's proxy sends the ASGI scope in the pickled first argument.
             (pickled,) = pending_request.args or (None,)
@@ -38,7 +38,7 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
 
 
 def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the session id of a call, else its Idempotency-Key, else None. Calls with the same key go together."""
+    """Return a call's session id, else its Idempotency-Key, else None. Calls with equal keys go to one replica."""
     texts = Headers({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
     in_path = _IN_PATH.search(path)
     for session_id in (in_path and unquote(in_path[1]), texts.get(SESSION_HEADER), session_in_key(key_in(texts))):

@@ -1,8 +1,8 @@
 """Export, measure drift and audit a corpus on all machines of a Ray cluster, with Ray Data.
 
-The work is split into pieces for actors, and the results are in the order of the pieces. In each function `actors` is
-the largest number of processes, by default one per CPU, and `cpus` the number of CPUs for each. Every machine must be
-able to read the given paths. All functions raise `TokentapeError` if Ray is not installed.
+The work is split into pieces for actors, and the results keep the order of the pieces. In each function `actors` is the
+maximum number of processes, by default one per CPU, and `cpus` the number of CPUs for each. Every machine must be able
+to read the given paths. All functions raise `TokentapeError` if Ray is not installed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def export(
     """Write the trajectories of a record to Parquet files in a new folder that every machine can write to.
 
     Read in the order of their names, the files have the rows and columns that `tokentape export` writes to one file.
-    The folder gets its name when it is complete. `sessions` and `verdicts` select; None means all.
+    The folder gets its name when it is complete. `sessions` and `verdicts` select what is written; None means all.
 
     Raises `Conflict` if `folder` exists, `InvalidRequest` for an unknown verdict, `NotFound` for an unknown session,
     and the errors of `open_record`.
@@ -61,12 +61,12 @@ def export(
     check_verdicts(verdicts or ())
     target = Path(folder).resolve()
     if target.exists():
-        raise Conflict(f"there is a {target} already; name a new folder")
+        raise Conflict(f"{target} already exists; choose a new folder")
     location = location if "://" in str(location) else Path(location).resolve()
     with open_record(location, read_only=True) as store:
         extra = store.extra_names(sessions)
         ids = list(store.session_ids() if sessions is None else dict.fromkeys(sessions))
-    # A record without sessions gives a file without rows, which can be opened.
+    # For a record without sessions, write a valid file without rows.
     starts = range(0, max(len(ids), 1), sessions_per_file)
     pieces = [(f"part-{n:05}.parquet", ids[start : start + sessions_per_file]) for n, start in enumerate(starts)]
     part, counts = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}"), ExportCounts()
@@ -93,12 +93,12 @@ def _exporting(
             try:
                 yield store.load_session(session_id, per_token=True)
             except NotFound:
-                if selected:  # else it was deleted after the list was made
+                if selected:  # otherwise it was deleted after the sessions were listed
                     raise
 
     def write(piece: tuple[str, list[str]]) -> ExportCounts:
         (name, ids), counts = piece, ExportCounts()
-        # If Ray loses an actor, another one may do the same piece.
+        # If Ray loses an actor, a second actor may process the same piece.
         beginning = folder / f".{name}.{secrets.token_hex(4)}"
         write_parquet(exported(sessions(ids), extra, verdicts, counts), beginning, extra)
         os.replace(beginning, folder / name)
@@ -113,7 +113,7 @@ def drift(
     """Measure drift like `measure_drift`, in files of ids (see `iter_rows`) or folders of Parquet files.
 
     `tokenizer` is a model folder; `columns` names the columns of files from other programs. Raises `InvalidRequest` if
-    there are no files, or files without ids or with ids of another model, and `TokenizerUnusable`.
+    there are no files, or if a file has no ids or ids of a different model, and `TokenizerUnusable`.
     """
     sha256, tally = Tokenizer.load(tokenizer).sha256, DriftTally()
     opened = partial(_measuring, Path(tokenizer).resolve(), sha256, columns or Columns())
@@ -126,7 +126,8 @@ def drift(
 def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[Path, int | None]], list[RowDrift]]:
     tokenizer = Tokenizer.load(folder)
     if tokenizer.sha256 != sha256:
-        raise InvalidRequest(f"{folder} holds another tokenizer on one of the machines; expected {sha256}", "tokenizer")
+        reason = f"the tokenizer in {folder} differs on one of the machines; copy the same folder to all"
+        raise InvalidRequest(f"{reason} (expected SHA-256 {sha256})", "tokenizer")
     meter = RowMeter(tokenizer)
 
     def measure(piece: tuple[Path, int | None]) -> list[RowDrift]:
@@ -138,11 +139,11 @@ def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[P
 
 
 def _drift_pieces(paths: Paths) -> Iterator[tuple[Path, int | None]]:
-    """Yield each file, Parquet files once per row group with its number."""
+    """Yield each file; for Parquet, each file and row group number."""
     for path in map(Path.resolve, _listed(paths)):
         files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
         if not files:
-            raise InvalidRequest(f"no Parquet files at {path}; name files of ids, or folders of such files", "paths")
+            raise InvalidRequest(f"no Parquet files in {path}; pass files of ids, or folders of such files", "paths")
         for file in files:
             if file.suffix == ".parquet":
                 yield from ((file, number) for number in range(open_parquet(file).num_row_groups))
@@ -159,10 +160,10 @@ def audit_corpus(
     cpus: float = 1.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Compare two backends like `audit`, with the corpus of text files in `paths`.
+    """Compare two backends like `audit`, on the corpus of text files in `paths`.
 
-    The report is that of `audit`, except for the seconds. Raises `InvalidRequest` for an unknown name, a backend that
-    is a server, or a corpus without text, and `TokenizerUnusable` for a backend that can't be read.
+    The report equals the report of `audit`, except for the seconds. Raises `InvalidRequest` for an unknown name, a
+    backend that is a server, or a corpus without text, and `TokenizerUnusable` for a backend that can't be read.
     """
 
     def compare_ranges(names: tuple[str, str], ranges: Sequence[Range]) -> Iterator[Compared]:
@@ -177,7 +178,7 @@ def _comparing(a: str, b: str) -> Callable[[Range], Compared]:
 
 
 def _absolute(side: str | Path | Backend) -> str | Backend:
-    """Return the side with an absolute path, because actors have another working directory."""
+    """Return the side with an absolute path, because actors have a different working directory."""
     if not isinstance(side, str | Path):
         return side
     prefix, colon, rest = str(side).rpartition(":")

@@ -28,14 +28,14 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
 
     `options` are options of a Serve deployment: `num_replicas`, `autoscaling_config`, `ray_actor_options`...
 
-    Raises `InvalidRequest` unless the record is a PostgreSQL database, the only thing that replicas share. Raises the
-    errors of `ServeConfig.all_keys`, and `TokentapeError` if Ray is not installed.
+    Raises `InvalidRequest` unless the record is a PostgreSQL database, which the replicas share. Also raises the errors
+    of `ServeConfig.all_keys`, and `TokentapeError` if Ray is not installed.
     """
     if config.store is None:
-        expected = "name a PostgreSQL database as store, postgresql://user@host/database"
-        raise InvalidRequest(f"replicas share their record: {expected}", "store")
+        expected = "set store to postgresql://user@host/database"
+        raise InvalidRequest(f"replicas share one PostgreSQL record, and none is set; {expected}", "store")
     if config.workers != 1:
-        reason = f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are"
+        reason = f"workers is {config.workers}; on Ray Serve leave it out and set num_replicas instead"
         raise InvalidRequest(reason, "workers")
     # Raise errors here rather than when replicas start.
     config.all_keys()
@@ -44,9 +44,9 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
 
     defaults = {
         "name": "Tokentape",
-        # Serve's default of 5 is for models; these calls mostly wait.
+        # Serve's default of 5 is meant for models; a gateway's calls mostly wait.
         "max_ongoing_requests": 1000,
-        # After the time that calls have to end, engine and record are closed.
+        # Engine and record are closed after the time in which calls can end.
         "graceful_shutdown_timeout_s": config.drain_seconds + 15.0,
         "request_router_config": {"request_router_class": "tokentape.ray._affinity.SessionRouter"},
     }
@@ -63,14 +63,14 @@ def app(args: Mapping[str, Any]) -> Application:
     values, file = dict(args), args.get("config")
     values.pop("config", None)
     if unknown := [name for name in values if name not in settings()]:
-        raise InvalidRequest(f"there is no setting {', '.join(unknown)}; expected those of tokentape.toml", "args")
+        raise InvalidRequest(f"unknown settings: {', '.join(unknown)}; use the names in tokentape.toml", "args")
     # `serve run` passes strings, a config file any YAML value. Convert both to environment variables.
     variables = {env_name(name): _text(value) for name, value in values.items()}
     return gateway_app(resolve({}, {**os.environ, **variables}, None if file is None else Path(file)).config)
 
 
 class GatewayReplica:
-    """One replica: a gateway that is opened in the event loop that serves it."""
+    """A gateway that is opened in the event loop that serves it."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc] # Serve awaits it
         self._held = ExitStack()
@@ -90,7 +90,7 @@ class GatewayReplica:
         return self._app
 
     def check_health(self) -> None:
-        """Raise `StoreError` if nothing can be recorded any more, so that Serve starts another replica."""
+        """Raise `StoreError` if nothing can be recorded any more, so that Serve replaces the replica."""
         if not self._store.healthy:
             raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
 
