@@ -105,7 +105,7 @@ def test_unknown_names_are_told_with_the_nearest(file: Path) -> None:
         ("drain_seconds = inf", "drain_seconds: expected `float` <= "),
         ('history = "all"', "history: expected one of sampled, template"),
         ("[limits]\nbody_bytes = 1.5", "limits.body_bytes: expected `int`"),
-        ("[engine.timeouts]\nconnect = 0", "timeout connect must be a positive number"),
+        ("[engine.timeouts]\nconnect = 0", "timeout connect must be a positive, finite number"),
         ('[engine]\nkind = "vllm"', "add --engine-url"),
         ('[engine]\nurls = ["http://a"]', "add --engine vllm"),
         ("port =", "can't be read"),

@@ -112,7 +112,7 @@ def test_scripts_are_told_by_letters() -> None:
 @pytest.mark.parametrize("content", [b'{"texts": 1}', b'{"text": 1}', b"[1]", b"{"])
 def test_a_json_line_without_text_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(InvalidRequest, match=r"a\.jsonl has a line"):
+    with pytest.raises(InvalidRequest, match=r"a\.jsonl: expected an object"):
         list(read_corpus([tmp_path]))
 
 

@@ -105,7 +105,7 @@ def test_a_server_with_another_tokenizer_fails_with_the_text_and_where_it_differ
         tokenizer, template = examined(url, renderer)
     assert (tokenizer.status, template.status) == ("fail", "warn")
     assert "[7] at the server from token" in tokenizer.found
-    assert "other ids for a question: [" in template.found
+    assert "different ids for a question: [" in template.found
     assert "agents that call the server directly" in template.advice
 
 
@@ -211,7 +211,7 @@ def test_a_model_of_a_narrow_task_fails_with_the_option_that_serves_it(
     with running(server.app) as url:
         tokenizer, name, text = asyncio.run(run())
     assert (tokenizer.status, name.status, text.status) == ("ok", "ok", "fail")
-    assert "--unverified-model serves it" in text.advice
+    assert "pass --unverified-model" in text.advice
     assert "--engine-model does not override" in text.advice
 
 

@@ -97,7 +97,7 @@ def test_what_can_not_be_compared_is_a_usage_error(run: Run, lockfile: Path, mod
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (b"\xff\xfe{{ 1 }}", "not UTF-8"),
+        (b"\xff\xfe{{ 1 }}", "expected UTF-8 text"),
         (b"", "does not render the content of an assistant message"),
         (b"{{ messages[-1].content }}", "does not render the content of an assistant message"),
     ],

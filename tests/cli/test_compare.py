@@ -43,7 +43,7 @@ def test_a_record_is_like_its_export(run: Run, data: Path, exported: Path) -> No
     assert (result.exit_code, result.stdout) == (0, "0 of 1 rows differ\n")
 
 
-@pytest.mark.parametrize(("column", "said"), [("loss_mask", "mask of 1 of"), ("logprobs", "logprobs of 1 of")])
+@pytest.mark.parametrize(("column", "said"), [("loss_mask", "mask: 1 of"), ("logprobs", "logprobs: 1 of")])
 def test_a_changed_mask_and_a_changed_logprob_are_found(
     run: Run, data: Path, exported: Path, column: str, said: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_each_kind_can_be_one_of_several_replicas(
 
 
 def test_another_kind_is_refused_naming_those_that_there_are() -> None:
-    with pytest.raises(InvalidRequest, match=f"there are {', '.join(KINDS)}"):
+    with pytest.raises(InvalidRequest, match=f"expected one of {', '.join(KINDS)}"):
         asyncio.run(open_engine("tgi", "http://127.0.0.1:1", vocab_size=10))
 
 

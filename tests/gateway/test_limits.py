@@ -179,7 +179,7 @@ def test_lists_that_are_data_are_no_entries(serve: Serve, monkeypatch: pytest.Mo
     uses = [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": numbers}}]
     assert check_count({"messages": [{"role": "assistant", "content": uses}]}, ("messages",), ("content",)) == 2
     results = [{"type": "tool_result", "tool_use_id": "t", "content": PARTS * 30}]
-    with pytest.raises(TooLarge, match="over 30"):
+    with pytest.raises(TooLarge, match="more than 30"):
         check_count({"messages": [{"role": "user", "content": results}]}, ("messages",), ("content",))
 
 

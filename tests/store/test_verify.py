@@ -233,7 +233,7 @@ def test_a_turn_that_breaks_a_rule_is_found(directory: Path) -> None:
         " WHERE session_id = 'b' AND seq = 2",
     )
     problems = [finding.problem for finding in verify(directory).findings if finding.turn == 3]
-    assert any("nothing sampled" in problem for problem in problems)
+    assert any("no sampled ids" in problem for problem in problems)
     assert any("logprobs" in problem for problem in problems)
 
 

@@ -108,7 +108,7 @@ def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with
 def test_a_record_is_read_with_its_own_model_while_that_is_there(
     model_dir: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
-    assert "doesn't say" in reader_of(None).why_none
+    assert "doesn't name" in reader_of(None).why_none
     sha256, fingerprint = renderer.tokenizer.sha256, renderer.fingerprint
     found = reader_of(ServedModel(str(model_dir), sha256, fingerprint))
     assert found.tokenizer is not None

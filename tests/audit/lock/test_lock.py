@@ -90,11 +90,11 @@ def test_a_lock_is_read_as_it_was_written(tiny_lock: Lock, tmp_path: Path) -> No
         (lambda fields: fields["goldens"][0].pop("ids"), "unknown or missing fields"),
         (lambda fields: fields["components"]["added_tokens"].append([1]), "added_tokens"),
         (lambda fields: fields.pop("components"), "components"),
-        (lambda fields: fields["components"]["loading"].update({"/tmp/x": {}}), "of /tmp/x, expected only tokenizer_c"),
-        (lambda fields: fields["components"]["loading"].update({"../x.json": {}}), "of ../x.json, expected only"),
+        (lambda fields: fields["components"]["loading"].update({"/tmp/x": {}}), "/tmp/x; expected only tokenizer_c"),
+        (lambda fields: fields["components"]["loading"].update({"../x.json": {}}), "../x.json; expected only"),
         (
             lambda fields: fields["components"]["loading"].update(additional_chat_templates={"../x": "0"}),
-            "templates ../x, expected names without",
+            "template names: ../x; expected names without",
         ),
     ],
 )
@@ -334,7 +334,7 @@ def test_other_ids_with_the_same_parts_are_blamed_on_the_library(tiny_lock: Lock
 def test_a_lock_of_another_format_is_refused_with_what_to_do(tiny_lock: Lock, tmp_path: Path, found: int) -> None:
     path = tmp_path / "other.lock"
     path.write_text(tiny_lock.to_text().replace('"format": 1', f'"format": {found}'), encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=f"format {found}, and this version of tokentape reads format 1"):
+    with pytest.raises(InvalidRequest, match=f"format {found}, but this version of tokentape reads format 1"):
         read_lock(path)
 
 

@@ -17,7 +17,7 @@ def test_merges_come_back() -> None:
     packed = packed_merges(model["vocab"], merges)
     assert packed is not None
     assert unpacked_merges(packed, model["vocab"]) == merges
-    with pytest.raises(ValueError, match="another vocabulary, or damaged"):
+    with pytest.raises(ValueError, match="corrupt merges, or merges of a different vocabulary"):
         unpacked_merges(packed, {"a": 10**6})
 
 

@@ -68,7 +68,7 @@ def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, rend
 
 def test_a_server_that_tells_nothing_is_not_taken_for_unchanged(server: FakeServer, lock: Lock) -> None:
     server.reset({"/v1/models": models("vllm")})
-    with pytest.raises(InvalidRequest, match="nothing was compared"):
+    with pytest.raises(InvalidRequest, match="nothing to compare"):
         asyncio.run(observe_server(lock, server.url))
 
 

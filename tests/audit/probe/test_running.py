@@ -194,7 +194,7 @@ def test_a_first_line_that_was_cut_off_is_written_anew(tmp_path: Path, content: 
 def test_a_line_that_is_no_head_of_results_is_not_written_over(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(InvalidRequest, match="only line is no header"):
+    with pytest.raises(InvalidRequest, match="only line is not a header"):
         ProbeFile(path, {"format": 1, "seed": 0})
     assert path.read_text() == content
 

@@ -164,7 +164,7 @@ def test_a_rank_that_is_missing_is_found_and_shown(tiktoken_folder: Path, tmp_pa
 
 def test_tiktoken_takes_a_split_that_is_known_only(tiktoken_folder: Path) -> None:
     pytest.importorskip("tiktoken")
-    with pytest.raises(InvalidRequest, match="one expression: gpt2, cl100k_base"):
+    with pytest.raises(InvalidRequest, match="tiktoken accepts one of: gpt2, cl100k_base"):
         open_backend(f"tiktoken:{tiktoken_folder}#nonsense")
 
 

@@ -62,5 +62,5 @@ def test_records_without_text_are_no_corpus(tmp_path: Path) -> None:
     path = tmp_path / "c.parquet"
     pq.write_table(pa.table({"number": [1, 2]}), path)
     assert [text for one in ranges_of([path]) for text in documents_of(one)] == []
-    with pytest.raises(InvalidRequest, match="holds no text"):
+    with pytest.raises(InvalidRequest, match="contains no text"):
         compare_corpus(healthy(TINY), healthy(TINY), [path], workers=1)

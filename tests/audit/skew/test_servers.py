@@ -156,5 +156,5 @@ def test_nobody_at_the_address_is_an_error() -> None:
 
 
 def test_an_address_that_is_none_is_an_invalid_request() -> None:
-    with pytest.raises(InvalidRequest, match="address"):
+    with pytest.raises(InvalidRequest, match="URL must be"):
         open_backend("vllm:models/tiny")
