@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Talk to the gateway at `base_url` from one event loop; an asynchronous context manager that closes itself.
+    """Talk to the gateway at `base_url` from one event loop. As an async context manager it closes its connections.
 
-    It does what `Client` does for rollouts and weight sync, with the same arguments, results, errors and retries.
-    Snapshots and `score` are jobs of their own: use `Client` for them.
+    For rollouts and weight sync it has the methods of `Client`, with the same arguments, results, errors and retries.
+    For snapshots and `score`, use `Client`.
 
     >>> async with tokentape.AsyncClient("http://127.0.0.1:8800") as client:        # doctest: +SKIP
     ...     session = await client.session(metadata={"task": 7})
@@ -60,7 +60,7 @@ class AsyncClient:
         return session
 
     async def sessions(self) -> AsyncIterator[SessionEntry]:
-        """Yield every session in order of creation. Pages are fetched when they are needed."""
+        """Yield every session in order of creation. Pages are fetched as needed."""
         after: int | None = 0
         while after is not None:
             entries, after = await self._send(calls.list_sessions(after))
@@ -72,11 +72,11 @@ class AsyncClient:
         return await self._send(calls.show_engine())
 
     async def pause(self, *, abort: bool = False, timeout: float = 60.0) -> bool:  # noqa: ASYNC109 (the gateway waits)
-        """Hold back new calls while weights change, as `Client.pause` does."""
+        """Make new calls wait while weights change; see `Client.pause`."""
         return bool((await self._send(calls.pause_engine(abort=abort, timeout=timeout))).idle)
 
     async def resume(self, weight_version: str | None = None, *, adapter: str | None = None) -> None:
-        """Let calls start again, as `Client.resume` does."""
+        """Let calls start again; see `Client.resume`."""
         await self._send(calls.resume_engine(weight_version, adapter))
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class AsyncClient:
 
 
 class AsyncClientSession:
-    """One session of a gateway. Made by `AsyncClient.session`."""
+    """A session on a gateway, created by `AsyncClient.session`."""
 
     def __init__(self, client: AsyncClient, session_id: str) -> None:
         self._client = client
@@ -117,13 +117,13 @@ class AsyncClientSession:
         return str((await self.info()).api_key)
 
     async def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
-        """Give a reward, as `ClientSession.reward` does."""
+        """Set a reward; see `ClientSession.reward`."""
         calls.pass_on(await self._client._send(calls.give_reward(self.session_id, value, turn, leaf)))
 
     async def annotate(
         self, name: str, values: npt.ArrayLike, *, turn: int | None = None, leaf: int | None = None
     ) -> list[int]:
-        """Attach a number to each token, as `ClientSession.annotate` does. Returns the turns that have them."""
+        """Attach a number to each token; see `ClientSession.annotate`. Return the turns that now have values."""
         return await self._client._send(calls.annotate_tokens(self.session_id, name, values, turn, leaf))
 
     async def info(self) -> SessionState:
@@ -133,15 +133,15 @@ class AsyncClientSession:
     async def trajectories(
         self, verdict: Collection[str] | None = None, *, wait_checks: int = 10, unread: bool = False
     ) -> list[Trajectory]:
-        """Return one trajectory per leaf, as `ClientSession.trajectories` does."""
+        """Return one trajectory per leaf; see `ClientSession.trajectories`."""
         return await self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks, unread=unread))
 
     async def media(self, sha256: str) -> bytes:
-        """Return an image of the session as received, or the settings of the image processor."""
+        """Return an image in the session as received, or the settings of the image processor."""
         return await self._client._send(calls.read_media(self.session_id, sha256))
 
     async def delete(self) -> None:
-        """Delete the session and everything recorded of it."""
+        """Delete the session and its record."""
         await self._client._send(calls.delete_session(self.session_id))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The client for scripts and threads: each method returns when the gateway has answered."""
+"""The blocking client, for scripts and threads."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Client:
     >>> session.trajectories()[0].token_ids                                         # doctest: +SKIP
     array([...], dtype=int32)
 
-    All methods raise the error of `tokentape.errors` that the gateway answered with, and `GatewayUnavailable` if it
-    can't be reached or did not answer within `timeout` seconds, repetitions included. A call that is safe to repeat is
-    sent again up to `max_retries` times, over about 15 seconds by default, so a gateway may be restarted in between.
-    Errors have the answer's `retry_after`, in seconds. Raises `InvalidRequest` for what is no URL or key.
+    All methods raise the error from `tokentape.errors` that the gateway returned, and `GatewayUnavailable` if it can't
+    be reached or did not answer within `timeout` seconds, including retries. A call that is safe to repeat is retried
+    up to `max_retries` times, over about 15 seconds by default, so the gateway may be restarted in between. Errors have
+    the response's `retry_after`, in seconds. Raises `InvalidRequest` for an invalid URL or key.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Client:
         pin: Mapping[str, Any] | None = None,
         default: Mapping[str, Any] | None = None,
     ) -> ClientSession:
-        """Create a session, with a random id if none is given.
+        """Create a session, with a random id by default, or continue an existing session.
 
-        `pin` are sampling parameters that no call in it can change, {"temperature": 1.0} for example, `default` those
-        of calls that don't name them. A session that exists already is taken up where it is; giving anything else for
-        one raises `Conflict`. So a wrong id makes a new, empty session; `sessions` lists those that exist.
+        `pin` are sampling parameters that no call in the session can change, for example {"temperature": 1.0};
+        `default` are parameters for calls that don't set them. Passing anything but the id of an existing session
+        raises `Conflict`. A mistyped id creates a new, empty session; `sessions` lists the existing ones.
         """
         created_id = self._send(calls.create_session(session_id, metadata, pin, default))
         session = ClientSession(self, created_id or str(session_id))
@@ -81,7 +81,7 @@ class Client:
         return session
 
     def sessions(self) -> Iterator[SessionEntry]:
-        """Yield every session in order of creation. Pages are fetched when they are needed."""
+        """Yield every session in order of creation. Pages are fetched as needed."""
         after: int | None = 0
         while after is not None:
             entries, after = self._send(calls.list_sessions(after))
@@ -96,18 +96,18 @@ class Client:
         metadata: Mapping[str, Any] | None = None,
         wait_checks: int = 10,
     ) -> ClientSnapshot:
-        """Take a snapshot of the sessions that match all given arguments, by default of all that this key may see.
+        """Take a snapshot of the sessions that match all arguments, by default of all sessions that the key may see.
 
-        `since` excludes sessions that have not changed since an earlier snapshot and those that it was based on;
-        `idle_seconds` excludes sessions with a turn in so many seconds; `metadata` excludes sessions with other values
-        for these keys. The gateway waits up to `wait_checks` seconds for pending bridge checks. Raises `InvalidRequest`
-        if no session is left.
+        `since` excludes sessions that have not changed since an earlier snapshot or the snapshots it was based on;
+        `idle_seconds` excludes sessions with a turn in the last so many seconds; `metadata` excludes sessions with
+        different values for these keys. The gateway waits up to `wait_checks` seconds for pending bridge checks. Raises
+        `InvalidRequest` if no session matches.
         """
         body: dict[str, Any] = {"since": since, "idle_seconds": idle_seconds, "wait_checks": wait_checks}
         body["session_ids"] = None if session_ids is None else list(session_ids)
         body["metadata"] = None if metadata is None else dict(metadata)
         read, encoded = reader(int, "snapshot_id"), msgspec.json.encode(body)
-        # Repeated, it would take a second snapshot.
+        # A retry would take a second snapshot.
         call = Call("POST", "/snapshots", read, encoded, wait=wait_checks, repeatable=False)
         return ClientSnapshot(self, self._send(call))
 
@@ -128,13 +128,14 @@ class Client:
     ) -> ScoreReport:
         """Score recorded ids with an engine that this process opens, and keep the scores as a column per token.
 
-        `engine` is `vllm` or `sglang` at `url`, or `transformers` here, with the weights in the folder `model`; that
-        folder has the record's tokenizer in any case. The scores are the model's own log-probabilities, at temperature
-        1, before penalties and truncation; `ClientSession.trajectories` returns them in `columns`. Turns that have the
-        column are left alone unless `again`. With `precision`, `float32` or `bfloat16`, the lower one of both engines,
-        what was recorded is compared, and `causes` of the report says why it is too far off, if it is.
-        `concurrency` is how many sessions are scored at a time. `adapter` is the name and folder of a LoRA adapter to
-        score with, only with `transformers`; turns of others are not compared. Raises the engines' errors.
+        `engine` is `vllm` or `sglang` at `url`, or `transformers` in this process with the weights in the folder
+        `model`, which must have the record's tokenizer in any case. Scores are the model's own log-probabilities, at
+        temperature 1, before penalties and truncation; `ClientSession.trajectories` returns them in `columns`. Turns
+        that already have the column are skipped unless `again`. With `precision`, the lower of both engines' dtypes
+        (`float32` or `bfloat16`), scores are compared with the recorded logprobs, and `causes` in the report explains
+        differences that are too large. `concurrency` sessions are scored at a time. `adapter` is the name and folder of
+        a LoRA adapter to score with, only with `transformers`; turns sampled without it are not compared. Raises the
+        errors of engines.
 
         >>> report = client.score("vllm", "http://127.0.0.1:8000", model="path/to/model")    # doctest: +SKIP
         """
@@ -162,15 +163,15 @@ class Client:
         return self._send(calls.show_engine())
 
     def pause(self, *, abort: bool = False, timeout: float = 60.0) -> bool:
-        """Hold back new calls while weights change, and wait up to `timeout` seconds for those under way.
+        """Make new calls wait while weights change, and wait up to `timeout` seconds for calls in flight.
 
-        With `abort` they are aborted, and continue after `resume` if the gateway's `on_abort` is `resume`. Returns
-        whether no call is in flight any more. Needs an admin key.
+        With `abort` these are aborted, and continue after `resume` if the gateway's `on_abort` is `resume`. Return
+        whether all calls have ended. Needs an admin key.
         """
         return bool(self._send(calls.pause_engine(abort=abort, timeout=timeout)).idle)
 
     def resume(self, weight_version: str | None = None, *, adapter: str | None = None) -> None:
-        """Let calls start again. `weight_version` is the name of the weights from now on, or of an adapter.
+        """Let calls start again. `weight_version` is the new version of the weights or, with `adapter`, of the adapter.
 
         Needs an admin key.
         """
@@ -199,7 +200,7 @@ class Client:
         return retries.result(self._answer(retries))
 
     def _answer(self, retries: Retries[Any], *, stream: bool = False) -> httpx2.Response:
-        """Send a call, with retries, and return the last answer. With `stream` a successful answer's body is unread."""
+        """Send a call, with retries, and return the last response. With `stream`, don't read its body on success."""
         while True:
             try:
                 response = self._http.send(self._http.build_request(**retries.request()), stream=stream)
@@ -215,7 +216,7 @@ class Client:
 
     @contextmanager
     def _streamed(self, call: Call[bytes]) -> Iterator[httpx2.Response]:
-        """Yield the answer to a call before its body is read."""
+        """Yield the response to a call before its body is read."""
         response = self._answer(Retries(call, self._max_retries, self._timeout), stream=True)
         try:
             if not response.is_success:
@@ -228,7 +229,7 @@ class Client:
 
 
 class ClientSession:
-    """One session of a gateway. Made by `Client.session`."""
+    """A session on a gateway, created by `Client.session`."""
 
     def __init__(self, client: Client, session_id: str) -> None:
         self._client = client
@@ -238,28 +239,28 @@ class ClientSession:
 
     @property
     def api_key(self) -> str:
-        """A key for this session only, for agents that can't have a session's base URL.
+        """A key for this session only, for agents that can't use a session's base URL.
 
-        The agent's base URL is then the gateway's, up to and including `/v1`.
+        The agent's base URL is then the gateway's, ending with `/v1`.
         """
         return str(self.info().api_key)
 
     def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
-        """Give a reward to the session, to one turn's action, or to the whole path that ends with a leaf.
+        """Set a reward for the session, for one turn, or for the path to a leaf (the last turn of a branch).
 
-        A trajectory's `reward` is its leaf's, else the session's; `turn_rewards` are those of its turns. The last one
-        given counts. Warns if the session has no turns and no metadata: its name may be wrong.
+        A trajectory's `reward` is its leaf's, else the session's; `turn_rewards` are the rewards of its turns. A later
+        reward replaces an earlier one. Warns if the session has no turns and no metadata, because its id may be wrong.
         """
         calls.pass_on(self._client._send(calls.give_reward(self.session_id, value, turn, leaf)))
 
     def annotate(
         self, name: str, values: npt.ArrayLike, *, turn: int | None = None, leaf: int | None = None
     ) -> list[int]:
-        """Attach a named number to each token: advantages, values, weights. Return the turns that have them now.
+        """Attach a named number to each token: advantages, values, weights. Return the turns that now have values.
 
-        With `turn`, give one value per sampled token of that turn, or per added and sampled token. With `leaf`, give
-        one per token of that trajectory; values of turns that are trained in an earlier trajectory are ignored. They
-        are stored as float32 and returned in `Trajectory.columns`. Later values for a turn replace earlier ones.
+        With `turn`, pass one value per sampled token of that turn, or per added and sampled token. With `leaf`, pass
+        one value per token of that trajectory; values for turns that are trained in an earlier trajectory are ignored.
+        Values are stored as float32 and returned in `Trajectory.columns`. Later values for a turn replace earlier ones.
 
         >>> session.annotate("advantages", advantages, leaf=trajectory.leaf)            # doctest: +SKIP
         """
@@ -272,27 +273,27 @@ class ClientSession:
     def trajectories(
         self, verdict: Collection[str] | None = None, *, wait_checks: int = 10, unread: bool = False
     ) -> list[Trajectory]:
-        """Return one trajectory per leaf. Over all of them each sampled token is trained once.
+        """Return one trajectory per leaf. Across all trajectories, each sampled token is trained once.
 
         The gateway waits up to `wait_checks` seconds for pending bridge checks. After that, verdicts of unchecked
         branches have `bridge unchecked`.
 
-        `verdict` selects trajectories: `["exact", "forked:sibling"]`; `forked` stands for every fork. It does not
-        change masks: turns trained in an excluded trajectory are not trained in another one.
+        `verdict` selects trajectories, for example `["exact", "forked:sibling"]`; `forked` means every fork. It does
+        not change masks: turns trained in an excluded trajectory are not trained in a different one.
 
-        Turns that no client read to their end are excluded unless `unread`.
+        Turns that no client has read completely are excluded unless `unread`.
         """
         return self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks, unread=unread))
 
     def media(self, sha256: str) -> bytes:
-        """Return an image of the session as received, or the settings of the image processor.
+        """Return an image in the session as received, or the settings of the image processor.
 
         `Trajectory.media` has the hashes of both.
         """
         return self._client._send(calls.read_media(self.session_id, sha256))
 
     def delete(self) -> None:
-        """Delete the session and everything recorded of it."""
+        """Delete the session and its record."""
         self._client._send(calls.delete_session(self.session_id))
 
     def __repr__(self) -> str:
@@ -300,7 +301,7 @@ class ClientSession:
 
 
 class ClientSnapshot:
-    """One snapshot of a gateway. Made by `Client.take_snapshot` and `Client.snapshot`.
+    """A snapshot on a gateway, created by `Client.take_snapshot` or `Client.snapshot`.
 
     >>> snapshot = client.take_snapshot(idle_seconds=600)                           # doctest: +SKIP
     >>> digest = snapshot.save("batch.jsonl")                                       # doctest: +SKIP
@@ -318,17 +319,17 @@ class ClientSnapshot:
         return self._client._send(Call("GET", self._path, reader(SnapshotManifest)))
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """Yield the snapshot's trajectories, the same in each call. The digest is not checked; `save` checks it."""
+        """Yield the snapshot's trajectories, the same in each call. Only `save` checks the digest."""
         with self._streamed(JSON_LINES) as response:
             for line in response.iter_lines():
                 yield trajectory_from_json(msgspec.json.decode(line))
 
     def save(self, path: str | Path) -> str:
-        """Write the contents to a file, check them, flush them to the disk, and return their digest.
+        """Write the contents to a file, check them, flush them to disk, and return their digest.
 
-        The format is JSON lines for a name that ends with `.jsonl`, else Parquet. The file gets its name when it is
-        complete and durable. Raises `GatewayUnavailable` if the contents don't have the gateway's digest, and
-        `InvalidRequest` if the path is not a file's.
+        The format is JSON lines if the file name ends with `.jsonl`, else Parquet. The file gets its name once it is
+        complete and durable. Raises `GatewayUnavailable` if the digest of the contents differs from the gateway's,
+        and `InvalidRequest` if `path` exists but is not a regular file.
         """
         path = Path(path)
         if path.exists() and not path.is_file():
@@ -352,7 +353,7 @@ class ClientSnapshot:
         return expected
 
     def confirm(self, digest: str) -> None:
-        """Confirm that the contents are stored safely, so that their sessions may be deleted.
+        """Confirm that the contents are stored safely, so that the sessions may be deleted.
 
         `digest`, which `save` returns, is the SHA-256 of the received contents as JSON lines. Raises `Conflict` if it
         differs from the gateway's.
@@ -362,15 +363,15 @@ class ClientSnapshot:
     def drop(self) -> DropReport:
         """Delete the sessions of a confirmed snapshot from the gateway, permanently, and release it.
 
-        The report has the ids of deleted sessions in `dropped`, and in `kept` the others with a reason, for example
-        that they have changed since. Raises `Conflict` for a snapshot that is not confirmed.
+        The report lists the ids of deleted sessions in `dropped`, and the other sessions in `kept` with the reason, for
+        example that they have changed since. Raises `Conflict` for a snapshot that is not confirmed.
         """
-        # Repeated, it would return another report.
+        # A retry would return a different report.
         call = Call("DELETE", f"{self._path}?drop_sessions=true", reader(DropReport), repeatable=False)
         return self._client._send(call)
 
     def release(self) -> None:
-        """Release the snapshot: its contents are not kept any more. Its sessions stay."""
+        """Release the snapshot and its contents. The sessions stay."""
         self._client._send(Call("DELETE", self._path, nothing))
 
     def _streamed(self, accept: str) -> AbstractContextManager[httpx2.Response]:
@@ -381,7 +382,7 @@ class ClientSnapshot:
 
 
 def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
-    """Return the trained turns that have a column: its values are not NaN there."""
+    """Return the trained turns with values in a column (not NaN)."""
     return {
         turn
         for trajectory in trajectories

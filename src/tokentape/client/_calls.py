@@ -1,4 +1,4 @@
-"""The calls of both clients: path, body, decoding of the answer, and when to retry."""
+"""The calls of both clients: path, body, response decoding, and retries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PINS = "tokentape_sampling"
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One HTTP request to the gateway. `read` decodes its answer."""
+    """An HTTP request to the gateway. `read` decodes the response."""
 
     method: str
     path: str
@@ -50,15 +50,15 @@ class Call(Generic[T]):
     content_type: str = "application/json"
     accept: str = "*/*"
     wait: float = 0.0
-    """Seconds to add to the timeout, for answers that take longer."""
+    """Seconds to add to the timeout, for slow responses."""
     repeatable: bool = True
-    """Whether sending it twice does the same as sending it once."""
+    """Whether the request is idempotent."""
     done_if: type[TokentapeError] | None = None
-    """An error that, after a repeated request, means that an earlier request succeeded and its answer was lost."""
+    """An error that, on a retry, means that an earlier request succeeded and its response was lost."""
     done_at_once: bool = False
-    """Whether that error means success for the first request too."""
+    """Whether `done_if` means success for the first request too."""
     done: T | None = None
-    """The result in these cases."""
+    """The result if `done_if` means success."""
 
 
 class Retries(Generic[T]):
@@ -73,7 +73,7 @@ class Retries(Generic[T]):
         self._delay = _FIRST_DELAY
         self._end = time.monotonic() + timeout + call.wait
         self._repeated = False
-        """Whether an earlier request with a lost answer may have succeeded."""
+        """Whether an earlier request with a lost response may have succeeded."""
 
     def request(self) -> dict[str, Any]:
         """Return the keyword arguments of the next request."""
@@ -89,7 +89,7 @@ class Retries(Generic[T]):
     def delay(self, failure: httpx2.RequestError | httpx2.Response) -> float | None:
         """Return the seconds to wait before the next request, or None to give up.
 
-        If the answer was lost, the request is repeated only if the call is `repeatable`.
+        If the response was lost, the request is retried only if the call is `repeatable`.
         """
         delay = self._delay * random.uniform(0.75, 1.0)
         if isinstance(failure, httpx2.Response):
@@ -107,7 +107,7 @@ class Retries(Generic[T]):
         return delay
 
     def result(self, response: httpx2.Response) -> T:
-        """Read the answer. Raises the error that the gateway answered with, or `GatewayUnavailable`."""
+        """Read the response. Raises the error that the gateway returned, or `GatewayUnavailable`."""
         if response.is_success:
             return self._call.read(response.content)
         error, call = answered_error(response), self._call
@@ -117,15 +117,15 @@ class Retries(Generic[T]):
 
 
 def _answer_lost(failure: httpx2.RequestError | httpx2.Response) -> bool:
-    """Return whether the request may have succeeded: it got no answer, or an answer that is not the gateway's."""
+    """Return whether the request may have succeeded: it got no response, or a response that is not the gateway's."""
     if isinstance(failure, httpx2.Response):
-        # A gateway that has lost its database does not know it either.
+        # A gateway that has lost its database connection does not know whether the write succeeded.
         return "x-should-retry" not in failure.headers or isinstance(answered_error(failure), StoreUnavailable)
     return not isinstance(failure, _NOT_SENT)
 
 
 def _retry_after(response: httpx2.Response) -> float | None:
-    """Return the seconds in the answer's `Retry-After`, or None."""
+    """Return the seconds in the response's `Retry-After`, or None."""
     text = response.headers.get("retry-after", "")
     return float(text) if re.fullmatch(r"\d{1,9}(\.\d*)?", text) else None
 
@@ -147,7 +147,7 @@ def unreachable(base_url: str, error: httpx2.RequestError) -> GatewayUnavailable
 
 
 def answered_error(response: httpx2.Response) -> TokentapeError:
-    """Return the error of an answer: by its code, else by its status."""
+    """Return the error in a response, by its code or else by its status."""
     answer: Any = None
     with suppress(ValueError):
         answer = msgspec.json.decode(response.content)
@@ -178,10 +178,10 @@ def create_session(
     pin: Mapping[str, Any] | None,
     default: Mapping[str, Any] | None,
 ) -> Call[str | None]:
-    """Create a session, with a random id if none is given, and return its id.
+    """Create a session, with a random id by default, and return its id.
 
-    If there is one with the id that was given, and nothing else was, it is taken up. None if there is one after an
-    answer was lost: then `check_made` says whether it may be the one that was asked for.
+    If only an id is passed and the session exists, return its id. Return None if it exists after a response was lost;
+    `check_made` then checks whether it can be the requested session.
     """
     name = session_id or secrets.token_hex(16)
     named_only = session_id is not None and (metadata, pin, default) == (None, None, None)
@@ -197,7 +197,7 @@ def create_session(
         msgspec.json.encode(body),
         done_if=Conflict,
         done_at_once=named_only,
-        # Only this client can have made a session under a random id.
+        # Only this client can have created a session with a random id.
         done=name if session_id is None or named_only else None,
     )
 
@@ -208,7 +208,7 @@ def check_made(
     pin: Mapping[str, Any] | None,
     default: Mapping[str, Any] | None,
 ) -> None:
-    """Raise `Conflict` unless a session has the metadata that `create_session` would have given it."""
+    """Raise `Conflict` unless a session has the metadata that `create_session` would have set."""
     expected = dict(metadata or {})
     if pin or default:
         expected[_PINS] = {"pin": pin or {}, "default": default or {}}
@@ -251,7 +251,7 @@ def show_session(session_id: str) -> Call[SessionState]:
 
 
 def give_reward(session_id: str, value: float, turn: int | None, leaf: int | None) -> Call[str | None]:
-    """Give a reward, and return the gateway's warning, if any. It replaces earlier ones, so a retry is safe."""
+    """Set a reward, and return the gateway's warning, if any. It replaces earlier rewards, so a retry is safe."""
     number = math.nan
     with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
@@ -271,7 +271,7 @@ def pass_on(warning: str | None) -> None:
 def annotate_tokens(
     session_id: str, name: str, values: npt.ArrayLike, turn: int | None, leaf: int | None
 ) -> Call[list[int]]:
-    """Attach a number to each token. Return the turns that have them. They replace earlier ones of the same name."""
+    """Attach a number to each token. Return the turns that now have values. They replace values of the same name."""
     numbers = np.asarray(values, "<f4")
     if numbers.ndim != 1:
         raise InvalidRequest(f"values must be one number per token, not {numbers.ndim}-dimensional", "values")
@@ -302,12 +302,12 @@ def delete_session(session_id: str) -> Call[None]:
     return Call("DELETE", session_path(session_id), nothing, done_if=NotFound)
 
 
-# msgspec 0.22 keeps what it has read of a type, and crashes if two threads read one type at the same time.
+# msgspec 0.22 caches what it has read about a type, and crashes if two threads read a type at the same time.
 _reading_types = threading.Lock()
 
 
 def reader(kind: type[T], field: str | None = None) -> Callable[[bytes], T]:
-    """Return the function that decodes an answer, or one field of it, as `kind`."""
+    """Return the function that decodes a response, or one of its fields, as `kind`."""
     with _reading_types:
         msgspec.json.Decoder(kind)
     if field is None:
@@ -316,4 +316,4 @@ def reader(kind: type[T], field: str | None = None) -> Callable[[bytes], T]:
 
 
 def nothing(content: bytes) -> None:
-    """Ignore an answer."""
+    """Ignore the response."""

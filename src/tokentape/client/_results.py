@@ -1,4 +1,4 @@
-"""A gateway's answers as typed objects. Unknown fields, from newer gateways, are ignored."""
+"""A gateway's responses as typed objects. Unknown fields, from newer gateways, are ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SessionEntry:
 
     session_id: str
     created_at: float
-    """Seconds since 1970."""
+    """Unix seconds."""
     metadata: dict[str, Any]
     turns: int
     tokens: int
@@ -31,7 +31,7 @@ class TurnState:
     """The turn's number in its session, from 0."""
     parent: int | None
     fork: str | None
-    """Why the turn began a new branch; None if it continued one or is the first."""
+    """Why the turn started a new branch; None if it continued a branch or is the first turn."""
     finish_reason: str
     """Why sampling ended; `stop` also where clients see `tool_calls`."""
     added_tokens: int
@@ -47,7 +47,7 @@ class TurnState:
     sampled_from: TokenDistribution | None = None
     """The distribution that the tokens were sampled from; None if it is not known."""
     logprobs_of: TokenDistribution | None = None
-    """The distribution that the recorded log-probabilities are of; None if it is not known."""
+    """The distribution that the recorded log-probabilities belong to; None if it is not known."""
     resumes: Sequence[Resume] = ()
     adapter: str | None = None
     parse_problem: str | None = None
@@ -68,7 +68,7 @@ class LeafState:
 
 @dataclass(frozen=True)
 class AbortedTurn:
-    """A turn that was aborted, so no trajectory contains it."""
+    """A turn that was aborted. No trajectory contains it."""
 
     turn: int
     parent: int | None
@@ -79,7 +79,7 @@ class AbortedTurn:
 
 @dataclass(frozen=True)
 class RewardState:
-    """A reward of a session, of one turn, or of the path that ends with a leaf."""
+    """A reward for a session, a turn, or the path to a leaf."""
 
     turn: int | None
     leaf: int | None
@@ -95,13 +95,13 @@ class SessionState:
     created_at: float
     metadata: dict[str, Any]
     api_key: str | None
-    """A key that opens this session and no other; None if the gateway has no keys."""
+    """A key for this session only; None if the gateway has no keys."""
     turns: Sequence[TurnState]
     leaves: Sequence[LeafState]
     aborted: Sequence[AbortedTurn]
     rewards: Sequence[RewardState]
     columns: Sequence[str]
-    """Names of the values per token that `annotate` and `score` attached."""
+    """Names of the per-token values that `annotate` and `score` attached."""
     payloads: Sequence[str]
     """Names of per-token data from the engine besides logprobs, such as routed experts."""
     lineage: Sequence[LineageEdge] = ()
@@ -110,7 +110,7 @@ class SessionState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The engine of a gateway, and whether calls may start."""
+    """A gateway's engine, and whether calls may start."""
 
     engine: str
     """The engine's name, version and logprobs mode."""
@@ -123,18 +123,18 @@ class EngineState:
     calls_under_way: int
     weight_version: str | None
     adapter_versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of adapters that `resume` has named, by adapter."""
+    """Adapter versions set by `resume`, by adapter."""
     gateways: int = 1
-    """Gateways that serve the same record."""
+    """Number of gateways that serve the same record."""
     replicas: Mapping[str, Any] = field(default_factory=dict)
-    """Engine replicas by URL, and whether each one takes calls."""
+    """Whether each engine replica accepts calls, by URL."""
     idle: bool | None = None
-    """In the answer to a pause: whether no call is under way any more."""
+    """In the response to a pause, whether all calls have ended."""
 
 
 @dataclass(frozen=True)
 class SnapshotManifest:
-    """A snapshot: its digest and counts. Lists of snapshots leave out `sessions`."""
+    """A snapshot: its digest and counts. Lists of snapshots omit `sessions`."""
 
     snapshot_id: int
     created_at: float
@@ -151,7 +151,7 @@ class SnapshotManifest:
     columns: Sequence[str] | None = None
     payloads: Sequence[str] | None = None
     sessions: Sequence[dict[str, Any]] | None = None
-    """By session: its id, turns and leaves."""
+    """The id, turns and leaves of each session."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class KeptSession:
 
 @dataclass(frozen=True)
 class DropReport:
-    """The result of dropping a snapshot's sessions: the deleted ones and the kept ones."""
+    """The result of dropping a snapshot's sessions: which were deleted and which were kept."""
 
     dropped: Sequence[str]
     kept: Sequence[KeptSession]

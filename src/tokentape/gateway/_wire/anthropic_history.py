@@ -1,7 +1,7 @@
 """Convert Anthropic's messages, made of blocks, to chat messages with text, reasoning and tool calls.
 
-Replies are encoded such that decoding them gives the recorded message again, so that sessions recognize them. The rules
-are in docs/how-to/connect-an-agent.md.
+Replies are encoded such that decoding them returns the recorded message, so that sessions recognize them. The rules are
+in docs/how-to/connect-an-agent.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AnthropicMessage(Struct):
 
 
 def takes_later_system(template: ChatTemplate) -> bool:
-    """Return whether a template renders system messages after a user's. Some templates refuse or omit them."""
+    """Return whether a template renders system messages after a user message. Some templates refuse or omit them."""
     messages = [{"role": "user", "content": "question"}, {"role": "system", "content": _ASKED}]
     names = {"bos_token": "", "eos_token": ""}
     try:

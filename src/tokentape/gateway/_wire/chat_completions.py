@@ -167,7 +167,7 @@ def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool for the prompt: without `strict`, which is a request to the server."""
+    """Return a tool for the prompt, without `strict`, which is an option for the server."""
     function = {name: value for name, value in tool["function"].items() if name != "strict"}
     return {**tool, "function": function}
 
@@ -245,9 +245,9 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         super().__init__(body, dialect, ignored, started)
         self._tells_tokens = body.logprobs or body.return_token_ids
         self._calls: dict[int, int] = {}
-        """By choice that the stream has opened, the number of tool calls that it has sent."""
+        """The number of tool calls sent, for each choice that the stream has opened."""
         self._before_text: dict[tuple[int, str], bytes] = {}
-        """By choice and field, the bytes before the text in a chunk that has only text."""
+        """The bytes before the text in a chunk with only text, by choice and field."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         ids = {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
@@ -312,7 +312,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         return self._chunk({**_NOTHING, "index": choice, "delta": delta}, **more)
 
     def _text(self, choice: int, field: str, text: str) -> bytes:
-        """Return a chunk with only text. Nearly all chunks are such, so their constant parts are encoded once."""
+        """Return a chunk with only text. Most chunks are like this, so their constant parts are encoded only once."""
         where = choice, field
         if where not in self._before_text:
             self._before_text[where] = self._delta(choice, {field: ""}).removesuffix(_AFTER_TEXT)

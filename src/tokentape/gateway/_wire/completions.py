@@ -98,7 +98,7 @@ class Completions(Dialect):
             encode = self.tokenizer.encode_plain
             ids = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
             if not ids:
-                raise InvalidRequest("prompt has no tokens; expected one or more", "prompt")
+                raise InvalidRequest("prompt has no tokens; expected at least one", "prompt")
         else:
             ids = read_as({"prompt": prompt}, _Ids).prompt
         return known_ids(ids, vocab_size, "prompt")
@@ -144,9 +144,9 @@ def _refuse_unserved(body: CompletionsBody) -> None:
 @dataclass(slots=True)
 class _Progress:
     tail: str = ""
-    """The end of the text, as long as a stop string may have begun there."""
+    """The end of the text, long enough to contain the start of a stop string."""
     offset: int = 0
-    """Characters of the tokens sent, each spelled on its own."""
+    """Number of characters in the tokens sent, each decoded separately."""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def rest(self) -> str:
@@ -230,7 +230,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
                 offsets.append(so_far.offset)
                 so_far.offset += len(self._spelling(pair[0]))
                 alternatives = delta.top_logprobs[index] if delta.top_logprobs else ()
-                # Best first. Of alternatives with the same spelling the first one stays.
+                # Best first. Among alternatives with the same text, the first is kept.
                 tops.append({self._name(alternative): value for alternative, value in reversed([*alternatives, pair])})
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 

@@ -85,7 +85,7 @@ class ResponseId(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> ResponseId:
-        """Parse a response id. Raises `NotFound` if it has not the format of this gateway's ids."""
+        """Parse a response id. Raises `NotFound` if it is not in the format of this gateway's ids."""
         match = _RESPONSE_ID.fullmatch(text)
         if match is None:
             raise _no_response()
@@ -225,7 +225,7 @@ async def _messages(body: ResponsesBody, context: RequestContext) -> tuple[Messa
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = join_leading([*instructions, *before, *await read_input(body.input, context)])
     if not messages:
-        raise InvalidRequest("input holds no item; expected one or more", "input")
+        raise InvalidRequest("input contains no item; expected at least one", "input")
     return messages
 
 
@@ -300,5 +300,5 @@ def _head(
 
 
 def _no_response() -> NotFound:
-    """Return the error for unknown responses. Responses of other owners' sessions get the same one."""
+    """Return the error for unknown responses and, without distinction, responses in other owners' sessions."""
     return NotFound("there is no response with this id")

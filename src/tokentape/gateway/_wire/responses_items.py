@@ -1,7 +1,7 @@
 """Convert items and tools of the Responses API to messages and tools, and recorded replies to items.
 
 The items of a reply convert back to the same message, so that the session recognizes it: consecutive reasoning, text
-and calls become one assistant message. Clients may leave reasoning out.
+and calls become one assistant message. Clients may omit reasoning.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ async def read_input(items: str | Sequence[Any], context: RequestContext) -> lis
 
 
 def join_leading(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Join the leading system messages: many templates accept only one."""
+    """Join the leading system messages, because many templates accept only one."""
     texts: list[str] = []
     for message in messages:
         if message["role"] != "system":
@@ -153,7 +153,7 @@ def output_items(
     logprobs: Sequence[Any] = (),
     namespaces: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the items of a recorded reply: reasoning, a message, calls. At least a message or a call is among them."""
+    """Return the items of a recorded reply: reasoning, a message, calls, with at least a message or a call."""
     items: list[dict[str, Any]] = []
     calls = reply.get("tool_calls") or ()
     if reply.get("reasoning_content"):
@@ -236,7 +236,7 @@ def _kind(item: Any, index: int) -> str:
 
 
 def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any]:
-    """Return the last message if it is an assistant's without any of the keys `fresh`; else append a new one."""
+    """Return the last message if it is an assistant message without the keys `fresh`; else append a new message."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or any(name in last for name in fresh):
         last = {"role": "assistant"}
@@ -307,7 +307,7 @@ class Tools:
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Maps the names of functions in namespaces, as in the prompt, to namespace and name."""
     left_out: bool = False
-    """Whether a tool was left out of the prompt."""
+    """Whether any tool was omitted from the prompt."""
     strict: frozenset[str] = frozenset()
     """The names, as in the prompt, of tools with `strict`."""
 

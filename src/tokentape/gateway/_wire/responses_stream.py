@@ -57,7 +57,7 @@ class ResponseEncoder:
         return self._response(choice.done, items)
 
     async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream. Items are sent one after the other, calls in one piece after sampling."""
+        """Yield the events of a stream. Items are sent one after another, calls as a whole after sampling."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)

@@ -168,7 +168,7 @@ def ignored_fields(body: SamplingFields, engine: EngineInfo, model_id: str) -> l
 
 
 def ignored_model(model: str, engine: EngineInfo, model_id: str) -> list[str]:
-    """Return `["model"]` if a request names another model and the engine has adapters: it may mean one of them."""
+    """Return `["model"]` if a request names a different model and the engine has adapters, since it may mean one."""
     return ["model"] if "adapter" in engine.sampling and model not in ("", model_id) else []
 
 
@@ -205,7 +205,7 @@ def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
 def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
     """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `names` has a name not in `tools`."""
     if not tools or any(name not in tools for name in names):
-        raise InvalidRequest("tool_choice asks for a tool that is not in tools; name one of them", "tool_choice")
+        raise InvalidRequest("tool_choice requires a tool that is not in tools; choose one of tools", "tool_choice")
 
 
 def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool = False) -> None:
@@ -233,7 +233,7 @@ def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool =
 
 
 def json_schema(form: Any, param: str, context: RequestContext, tools: Collection[Any] = ()) -> str | None:
-    """Return the JSON Schema that the reply has to follow, as JSON text; None for plain text.
+    """Return the JSON Schema that the reply must follow, as JSON text; None for plain text.
 
     Raises `InvalidRequest`, and `UnsupportedParameter` if the engine can't enforce it or the request has tools.
     """
@@ -381,11 +381,10 @@ def forced_tools(choice: Any, tools: Sequence[str]) -> tuple[str, ...]:
 def call_rule(
     context: RequestContext, choice: Any, forced: Sequence[str], strict: Collection[str], *, parallel: bool = True
 ) -> CallRule | None:
-    """Return the rule for a reply's tool calls; None if there is none, or if the gateway only reports them.
+    """Return the constraint on a reply's tool calls; None if there is none, or if the gateway only reports it.
 
-    `choice` is the request's `tool_choice` if it is to have an effect, else None. `forced` are the tools of which it
-    forces a call, and `strict` those that are strict. Raises `UnsupportedParameter` if the gateway enforces them and
-    can't.
+    `choice` is the request's `tool_choice` if it has an effect, else None. `forced` are the tools that it forces a call
+    of, `strict` the strict tools. Raises `UnsupportedParameter` if the gateway should enforce the constraint but can't.
     """
     if not context.enforces_tools or (choice is None and not strict):
         return None
@@ -395,8 +394,8 @@ def call_rule(
         )
     if "structural_tag" not in context.engine.sampling:
         raise UnsupportedParameter(
-            f"the engine {context.engine.name!r} can't be held to tool calls; leave out strict and say in a message "
-            "which tool to call, or use vLLM, SGLang, or the embedded engine with tokentape[grammar]",
+            f"the engine {context.engine.name!r} can't enforce tool calls; omit strict and ask for the tool call in a "
+            "message, or use vLLM, SGLang, or the embedded engine with tokentape[grammar]",
             "tools" if choice is None else "tool_choice",
         )
     return CallRule(tuple(forced), frozenset(strict), parallel)
