@@ -78,7 +78,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments; none where the model wrote something else, as TRL has it."""
     try:
         arguments = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}
 
