@@ -34,6 +34,10 @@ def test_wrong_method_is_a_405_in_json(gateway_url: str) -> None:
     assert answer.status_code == 405
     assert answer.json()["error"]["code"] == "method_not_allowed"
     assert answer.headers["allow"] == "POST"
+    answer = httpx2.get(f"{gateway_url}/sessions/s/v1/messages")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["details"]["error_code"] == "method_not_allowed"
 
 
 @pytest.mark.parametrize(("path", "anthropic"), [("chat/completions", False), ("messages", True)])

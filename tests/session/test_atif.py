@@ -97,6 +97,18 @@ def test_arguments_that_are_no_object_are_kept_beside() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 1200 + "1" + "}" * 1200]
+)
+def test_arguments_that_other_readers_of_json_refuse_are_kept_beside(arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (document,) = documents(make_turn(0, None, [user("a")], said))
+    (written,) = document["steps"][-1]["tool_calls"]
+    assert (written["arguments"], written["extra"]) == ({}, {"arguments": arguments})
+    json.dumps(document, allow_nan=False)
+
+
 def test_a_result_that_no_call_asked_for_has_no_source() -> None:
     lost = {"role": "tool", "tool_call_id": "gone", "content": "x"}
     (document,) = documents(make_turn(0, None, [lost], said("b")))

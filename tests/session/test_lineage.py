@@ -52,6 +52,15 @@ def test_every_rule_is_needed(left_out: str) -> None:
     assert worse.misses.total() > scores(4).misses.total()
 
 
+def test_arguments_that_nest_too_deeply_name_no_task() -> None:
+    arguments = '{"a":' * 1200 + '"Count the files."' + "}" * 1200
+    call = {"id": "c", "type": "function", "function": {"name": "task", "arguments": arguments}}
+    session = Session(SessionInfo("s", 0.0))
+    session.add(make_turn(0, None, [user("go")], {"role": "assistant", "content": None, "tool_calls": [call]}))
+    session.add(make_turn(1, None, [system("other"), user("Count the files.")], said("3"), fork="new_setup"))
+    assert lineage(session) == []
+
+
 def test_a_header_names_a_parent_in_another_session() -> None:
     parent = Session(SessionInfo("ses_parent", 0.0))
     call = {"id": "c", "type": "function", "function": {"name": "task", "arguments": '{"prompt": "Count the files."}'}}

@@ -96,7 +96,9 @@ def _calls(message: Message) -> Iterator[dict[str, Any]]:
         fields = {"tool_call_id": call.get("id") or f"call_{n}", "function_name": function["name"]}
         try:
             arguments = json.loads(raw) if isinstance(raw, str) else raw
-        except ValueError:
+            json.dumps(arguments, allow_nan=False)
+        except (ValueError, RecursionError):
+            # Also NaN, Infinity and 1e999, which Python reads as JSON but other readers do not.
             arguments = None
         if isinstance(arguments, dict):
             yield {**fields, "arguments": arguments}

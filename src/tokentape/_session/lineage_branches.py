@@ -72,10 +72,10 @@ def _arguments(turn: Turn) -> Iterator[str]:
     for call in turn.reply.get("tool_calls") or ():
         arguments = (call.get("function") or {}).get("arguments")
         try:
-            value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+            strings = list(_strings(json.loads(arguments) if isinstance(arguments, str) else arguments))
+        except (ValueError, RecursionError):
             continue
-        yield from (text for text in map(normalized, _strings(value)) if len(text) >= 12)
+        yield from (text for text in map(normalized, strings) if len(text) >= 12)
 
 
 class Branch:

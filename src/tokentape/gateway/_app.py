@@ -26,7 +26,7 @@ from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
-from tokentape.gateway._http import ClientLeft, error_body, error_response, json_response
+from tokentape.gateway._http import ClientLeft, error_response, json_response
 from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
@@ -179,9 +179,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _error_response(request, NotFound(f"the gateway has no such path{_nearest(request)}"))
-    body = error_body(TokentapeError(f"{error.detail}: {request.method} is not allowed on this path"))
-    body["error"].update(type="invalid_request_error", code="method_not_allowed")
-    return json_response(body, error.status_code, error.headers)
+    refused = TokentapeError(f"{error.detail}: {request.method} is not allowed on this path")
+    refused.status, refused.code = error.status_code, "method_not_allowed"
+    answer = _error_response(request, refused)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _error_response(request: Request, error: TokentapeError) -> Response:

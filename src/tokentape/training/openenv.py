@@ -78,7 +78,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments, or no arguments if the model did not write a JSON object, as in TRL."""
     try:
         arguments = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}
 

@@ -170,6 +170,10 @@ def test_what_claude_code_sends_is_taken() -> None:
     assert asked.turn.stream
 
 
+def test_an_unknown_field_of_the_output_config_is_named() -> None:
+    assert decode(output_config={"fomat": {"type": "json_schema"}}).ignored == ("output_config.fomat",)
+
+
 def test_fields_without_effect_are_taken() -> None:
     assert decode(**dict.fromkeys(IGNORED, "x")).ignored == ()
     assert decode(container=None, mcp_servers=[]).ignored == ()

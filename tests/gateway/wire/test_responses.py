@@ -584,6 +584,10 @@ def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
     assert caught.value.param == name
 
 
+def test_an_unknown_field_of_text_is_named() -> None:
+    assert decode(text={"fromat": {"type": "json_object"}}).ignored == ("text.fromat",)
+
+
 def test_reference_to_an_unknown_item_is_not_found() -> None:
     for item_id in ("x", "msg_" + "0" * 24):
         with pytest.raises(NotFound):

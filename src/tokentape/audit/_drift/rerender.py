@@ -158,5 +158,5 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
         return call  # the record already has objects in calls that a client sent
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call

@@ -76,6 +76,7 @@ class AnthropicTool(Struct):
     strict: bool | None = None
 
 
+_OUTPUT_FIELDS = frozenset({"format", "effort", "task_budget"})
 _TOOL_FIELDS = frozenset(AnthropicTool.__struct_fields__) | {"cache_control"}
 """Known fields of tools: those in `AnthropicTool`, and `cache_control`, which has no effect."""
 
@@ -179,6 +180,7 @@ class AnthropicMessages(Dialect):
         ignored = (
             *self._ignored_params(read, rule),
             *shared.ignored_model(read.model, context.engine, self.model_id),
+            *shared.unknown_fields("output_config", [body.get("output_config")], _OUTPUT_FIELDS),
             *shared.unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
             *shared.unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
             *shared.unknown_fields("messages.content", blocks, BLOCK_FIELDS),

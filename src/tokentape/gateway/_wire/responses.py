@@ -46,6 +46,7 @@ IGNORED = shared.HINTS | {"client_metadata", "max_tool_calls", "stream_options"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 _LOGPROBS = "message.output_text.logprobs"
+_TEXT_FIELDS = frozenset({"format", "verbosity"})
 _RESPONSE_ID = re.compile(r"resp_(.+)_([0-9a-f]{24})_([0-9]{1,9})")
 
 
@@ -259,6 +260,7 @@ def _ignored_params(body: ResponsesBody, tools: Tools, rule: CallRule | None) ->
     parts = [part for content in contents for part in content]
     return (
         *(name for name, is_set in flags.items() if is_set),
+        *shared.unknown_fields("text", [body.text], _TEXT_FIELDS),
         *shared.unknown_fields("input", items, ITEM_FIELDS),
         *shared.unknown_fields("input.content", parts, PART_FIELDS),
     )

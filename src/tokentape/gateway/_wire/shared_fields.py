@@ -238,6 +238,8 @@ def json_schema(form: Any, param: str, context: RequestContext, tools: Collectio
     Raises `InvalidRequest`, and `UnsupportedParameter` if the engine can't enforce it or the request has tools.
     """
     kind = form.get("type") if isinstance(form, dict) else form
+    if kind is None and form:
+        raise InvalidRequest(f"{param} has no type; expected text, json_object or json_schema", param)
     if kind in (None, "text"):
         return None
     refuse_unserved({param: (kind in ("json_object", "json_schema"), "text, json_object and json_schema")})
