@@ -107,6 +107,10 @@ class AssistantFormat:
     """The text after the content at the end of a conversation if the template writes content after calls, else None."""
     before_content: str = ""
     """The text between a turn's calls and its content, if the template writes both in one turn in that order."""
+    shows_reasoning_after: bool = False
+    """Whether the text after a turn differs if the turn has reasoning."""
+    repeats_arguments: bool = False
+    """Whether the template writes a call's arguments again with the call's result."""
     needs_earlier: bool = False
     """The template accepts a user message only after an earlier exchange."""
 
@@ -142,9 +146,12 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     answer, followed = ask([QUESTION, turn], False), continued(ask, turn)
     if CONTENT not in answer or CONTENT not in followed:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
-    content_suffix = ""
+    content_suffix, shows_reasoning_after = "", False
     with contextlib.suppress(TemplateRefused):
         content_suffix = _after(ask([QUESTION, turn, QUESTION], True), CONTENT)
+        thinking = {**turn, **dict.fromkeys(REASONING_FIELDS, REASONING)}
+        after_thinking = _after(ask([QUESTION, thinking, QUESTION], True), CONTENT)
+        shows_reasoning_after = after_thinking != content_suffix and REASONING not in after_thinking
     header = _read_header(followed, base, generation_prompt)
     content_open, content_close = _around(answer, prompt, CONTENT)
     if content_suffix:
@@ -153,6 +160,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
     calls, calls_close, calls_suffix, content_after_calls, before_content = None, TurnClose("", ""), "", None, ""
+    repeats_arguments = False
     if shape is not None:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
@@ -169,7 +177,9 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             "content": OTHER_VALUE,
         }
         with contextlib.suppress(TemplateRefused):
-            calls_suffix = _after(ask([QUESTION, calling, result], True), VALUE)
+            answered = ask([QUESTION, calling, result], True)
+            repeats_arguments = answered.count(VALUE) > max(ask([QUESTION, calling], False).count(VALUE), 1)
+            calls_suffix = _after(answered, VALUE)
             only_last = calls_close.last[common_prefix(calls_close.last, calls_suffix) :]
             if calls is not None and only_last.strip() and not MARK.search(only_last):
                 # Text that is written only after the last turn of a conversation does not close calls.
@@ -219,6 +229,8 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         calls_suffix=calls_suffix,
         content_after_calls=content_after_calls,
         before_content="" if header and header.strip() in before_content else before_content,
+        repeats_arguments=repeats_arguments,
+        shows_reasoning_after=shows_reasoning_after,
         needs_earlier=len(earlier) > 0,
     )
 

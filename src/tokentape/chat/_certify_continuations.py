@@ -41,7 +41,8 @@ class Continuations:
         strategy: Strategy = "local"
         rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
         ends: dict[str, None] = {}
-        for history, reply, new in grammar.conversations(name, self._renderer.template.highest_compared):
+        template = self._renderer.template
+        for history, reply, new in grammar.conversations(name, template.highest_compared, template.divisor):
             try:
                 # If the turn's prompt can't be rendered, no model can have written the turn.
                 self._marked(history, generate=True)
@@ -141,7 +142,9 @@ class Continuations:
         speaking = reply if reply["content"] else self._with(reply, content="An answerword.")
         thinking = self._with(reply, reasoning_content="A thoughtword.")
         rewritten: tuple[str, tuple[Message, ...]] | None = None
-        for words in self._renderer.template.compared_strings:
+        compared = self._renderer.template.compared_strings
+        # It may look for several in one text.
+        for words in (*compared, " ".join(compared)) if len(compared) > 1 else compared:
             with_words = self._with(reply, content=words)
             all_said = tuple(self._with(message, content=words) for message in new)
             for history in grammar.histories_with(words):

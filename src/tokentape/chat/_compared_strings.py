@@ -22,22 +22,19 @@ _NOT_TEXT = ("role", "type", "name", "format", "arguments")
 def compared_strings(template: nodes.Template) -> tuple[str, ...]:
     """Return the strings that a template compares with other values, or passes to a search method such as `find`.
 
-    A string that is assigned to a variable is found if the variable is compared. Comparisons of roles, types and names
-    are skipped because they do not involve the text of messages.
+    A string is also found if it is assigned to a variable, listed for a loop or passed to a macro. Comparisons of
+    roles, types and names are skipped because they do not involve the text of messages.
     """
-    assigned = {
-        assignment.target.name: assignment.node
-        for assignment in template.find_all(nodes.Assign)
-        if isinstance(assignment.target, nodes.Name)
-        and isinstance(assignment.node, nodes.Const | nodes.List | nodes.Tuple)
-    }
+    assigned = _assigned(template)
+    macros = {macro.name for macro in template.find_all(nodes.Macro)}
     strings: dict[str, None] = {}
     for compare in template.find_all(nodes.Compare):
         sides = [compare.expr, *(operand.expr for operand in compare.ops)]
         if not any(map(_holds_no_text, sides)):
             strings |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
     for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS:
+        searches = isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS
+        if searches or (isinstance(call.node, nodes.Name) and call.node.name in macros):
             strings |= dict.fromkeys(text for argument in call.args for text in _strings(argument, assigned))
     for test in template.find_all(nodes.Test):
         if not _holds_no_text(test.node):
@@ -46,10 +43,43 @@ def compared_strings(template: nodes.Template) -> tuple[str, ...]:
 
 
 def highest_compared(template: nodes.Template) -> int:
-    """Return the highest number in a template's comparisons, such as a message count; 0 if no numbers are compared."""
-    compares = template.find_all(nodes.Compare)
-    values = [constant.value for compare in compares for constant in compare.find_all(nodes.Const)]
+    """Return the highest number in a template's comparisons, such as a message count; 0 if no numbers are compared.
+
+    A number that is assigned to a variable is found if the variable is compared.
+    """
+    assigned = _assigned(template)
+    compared = (*template.find_all(nodes.Compare), *template.find_all(nodes.Test))
+    values = [constant.value for node in compared for constant in node.find_all(nodes.Const)]
+    named = [assigned.get(name.name) for node in compared for name in node.find_all(nodes.Name)]
+    values += [node.value for node in named if isinstance(node, nodes.Const)]
     return max((value for value in values if type(value) is int and value <= _HIGHEST), default=0)
+
+
+def divisor(template: nodes.Template) -> int:
+    """Return the highest number that a template divides a count by, as for a reminder every fourth turn; 1 if none.
+
+    Division by 2 is no matter: other histories have odd and even numbers of turns.
+    """
+    assigned = _assigned(template)
+    divisors = [mod.right for mod in template.find_all(nodes.Mod)]
+    divisors += [(test.args or [test.node])[0] for test in template.find_all(nodes.Test) if test.name == "divisibleby"]
+    named = [assigned.get(node.name, node) if isinstance(node, nodes.Name) else node for node in divisors]
+    values = [node.value for node in named if isinstance(node, nodes.Const)]
+    return max((value for value in values if type(value) is int and 2 < value <= _HIGHEST), default=1)
+
+
+def _assigned(template: nodes.Template) -> dict[str, nodes.Expr]:
+    """Return the constants, and lists of them, that variables of a template are set to or loop over."""
+    constant = nodes.Const | nodes.List | nodes.Tuple
+    assigned: dict[str, nodes.Expr] = {}
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and isinstance(assignment.node, constant):
+            assigned[assignment.target.name] = assignment.node
+    for loop in template.find_all(nodes.For):
+        listed = assigned.get(loop.iter.name, loop.iter) if isinstance(loop.iter, nodes.Name) else loop.iter
+        if isinstance(loop.target, nodes.Name) and isinstance(listed, nodes.List | nodes.Tuple):
+            assigned.setdefault(loop.target.name, listed)
+    return assigned
 
 
 def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[str]:

@@ -278,20 +278,39 @@ SAMPLES: tuple[tuple[Message, ...], ...] = (
 
 
 @functools.lru_cache(maxsize=8)
-def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
-    """Return a history with `rounds` answers and one with `rounds` calls, because a template may count either."""
-    answered = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
-    called = [_past(f"pastid{n:03d}") for n in range(rounds)]
-    return tuple((*chain.from_iterable(turns), QUESTION) for turns in (answered, called))
+def _long_histories(rounds: int, divisor: int) -> tuple[tuple[Message, ...], ...]:
+    """Return histories with `rounds` answers, with `rounds` calls, and with `rounds` calls since the last question.
+
+    A template may count any of these. For one that does something every so many turns, there are histories with each of
+    `divisor` numbers of answers and of calls.
+    """
+    histories = []
+    for count in range(rounds, rounds + divisor):
+        answered = [(EARLIER, _turn("A pastanswer.")) for _ in range(count)]
+        called = [_past(f"pastid{n:03d}") for n in range(count)]
+        histories += [(*chain.from_iterable(turns), QUESTION) for turns in (answered, called)]
+        ids = [f"pastid{n:03d}" for n in range(count)]
+        steps = [(_turn("", [_past_call(i, "Rome")]), _past_result(i, "Hail")) for i in ids]
+        histories.append((QUESTION, *chain.from_iterable(steps)))
+    return tuple(histories)
+
+
+_INSTRUCTED: tuple[tuple[Message, ...], ...] = tuple(
+    (*LATER[:-1], {"role": role, "content": "A laterrulesword."}, QUESTION) for role in ("system", "developer")
+)
+"""Histories with instructions within the conversation, which a template may repeat."""
+
+_NAMED: tuple[Message, ...] = ({**EARLIER, "name": "Ada"}, _turn("A pastanswer."), {**QUESTION, "name": "Bob"})
+"""A history in which users have names."""
 
 
 def conversations(
-    name: str, most_counted: int = 0
+    name: str, most_counted: int = 0, divisor: int = 1
 ) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
     """Yield the (history, turn, new messages) to try for a continuation: usual histories first, the shortest first.
 
-    The other histories have unusual ids or ends, or more turns than `most_counted`, the highest number in the
-    template's comparisons.
+    The other histories have unusual ids or ends, instructions in between, or more turns than `most_counted`, the
+    highest number in the template's comparisons; see `_long_histories` for `divisor`.
     """
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     for history in sorted(_HISTORIES, key=len):
@@ -299,7 +318,9 @@ def conversations(
             continue
         for turn in turns:
             yield history, turn, new
-    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *_long_histories(max(3, most_counted + 1))):
+    instructed = () if NO_SYSTEM in name else _INSTRUCTED
+    long = _long_histories(max(3, most_counted + 1), divisor)
+    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *long):
         yield history, turns[0], new
 
 

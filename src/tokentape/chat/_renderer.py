@@ -321,7 +321,7 @@ class Renderer(TemplateText):
         text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
         if text.endswith(form.generation_prompt.rstrip()):
             return form
-        opened = text.endswith(form.reasoning.open.strip())
+        opened = text.endswith(form.reasoning.open.strip()) or _opens(text, form)
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
 
     def _generation_ids(self, prompt: str) -> TokenIds:
@@ -385,6 +385,17 @@ class Renderer(TemplateText):
             return form.empty_content
         inside = framing[-1] in opening if framing else not opening
         return close if closing and inside else ""
+
+
+def _opens(text: str, form: AssistantFormat) -> bool:
+    """Return whether a prompt ends with the control token that opens reasoning and other text than usual after it.
+
+    A prompt may write a budget there. The token must be one that opens reasoning only.
+    """
+    assert form.reasoning is not None
+    marks = MARK.findall(form.reasoning.open)
+    others = form.content_open + form.content_reopen + form.reasoning.close
+    return len(marks) == 1 and marks[0] not in others and MARK.findall(text)[-1:] == marks
 
 
 def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:

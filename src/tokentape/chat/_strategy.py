@@ -27,8 +27,8 @@ def choose(
 
     `system` says whether `history` has a system or developer message; if it is None, `history` is searched.
 
-    If the certificate lacks the continuation, or if the new messages do not answer each call in `reply`, the strategy
-    is determined from a few full renderings of this conversation.
+    If the certificate lacks the continuation, or if the new messages do not answer each call in `reply` or have fields
+    that certificates do not cover, the strategy is determined from a few full renderings of this conversation.
     Raises `TemplateRefused` with the certificate's reason if the template does not accept the continuation.
     """
     if system is None:
@@ -38,7 +38,9 @@ def choose(
     if renderer.is_external:
         if continuation is None:
             return "fork"
-    elif not grammar.answers(reply, new_messages):
+    elif not grammar.answers(reply, new_messages) or any(
+        set(message) - _FIELDS[message["role"] == "tool"] for message in new_messages
+    ):
         continuation = None
     if continuation is not None and continuation.strategy == "refused":
         raise TemplateRefused(f"continuation {name!r} is not certified for this chat template: {continuation.reason}")
@@ -56,6 +58,10 @@ def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Me
     here = renderer.suffix(reply, new_messages, setup)
     return renderer.suffix(reply, new_messages, setup, after_image) != here
 
+
+_FIELDS = ({"role", "content"}, {"role", "content", "tool_call_id", "name"})
+"""Fields of the messages that certificates are made from; the second of tool results. A template may compare any other,
+such as a user's name, with that of earlier messages."""
 
 _MARKER = "tokentapetellingword"
 

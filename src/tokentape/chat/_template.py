@@ -20,7 +20,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from tokentape.chat._compared_strings import compared_strings, highest_compared
+from tokentape.chat._compared_strings import compared_strings, divisor, highest_compared
 from tokentape.chat._limits import TimeOver, limited, usage
 from tokentape.chat._media import IMAGE, image_parts
 from tokentape.chat._sandbox import Sandbox
@@ -88,6 +88,11 @@ class ChatTemplate:
     def highest_compared(self) -> int:
         """The highest number in the template's comparisons, see `highest_compared`."""
         return _compared(self.whole_source)[1]
+
+    @cached_property
+    def divisor(self) -> int:
+        """The highest number that the template divides a count by, see `divisor`."""
+        return _compared(self.whole_source)[2]
 
     def render(
         self,
@@ -247,10 +252,10 @@ def parse_template(source: str) -> jinja2.nodes.Template:
 
 
 @lru_cache(maxsize=32)
-def _compared(source: str) -> tuple[tuple[str, ...], int]:
-    """Return the strings and the highest number in the template's comparisons."""
+def _compared(source: str) -> tuple[tuple[str, ...], int, int]:
+    """Return the strings and the highest number in the template's comparisons, and the highest divisor of a count."""
     tree = parse_template(source.replace("\0", "\n"))
-    return compared_strings(tree), highest_compared(tree)
+    return compared_strings(tree), highest_compared(tree), divisor(tree)
 
 
 def _environment() -> Sandbox:

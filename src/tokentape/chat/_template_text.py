@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from tokentape._canonical import digest_of, json_in_order
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat._bridge import trim_to_turn_end
-from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, VALUE, CallShape
+from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape
 from tokentape.chat._caller_text import Escaper, edges_found, provenance_of_characters, with_edges
-from tokentape.chat._template import ChatTemplate, plain_message
+from tokentape.chat._template import REASONING_FIELDS, ChatTemplate, plain_message
 from tokentape.chat._template_literals import TemplateLiterals, template_literals, texts_of
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
@@ -21,6 +21,8 @@ from tokentape.types import Codes, Message, Setup
 
 _KEPT_SETUPS = 256
 """The maximum number of setups with cached formats and escaped tools."""
+
+_TOOL_FIELDS = frozenset(("type", "function", "name", "description", "parameters"))
 
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
@@ -145,12 +147,18 @@ class TemplateText:
         texts = texts_of(plain, self._escaper.unescape)
         refused = TemplateRefused("no new messages to continue with: send at least 1 message after the turn")
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
-        for probe, sentinel, close in _probes(reply, plain, form, content):
-            kind = sentinel, setup.key, *(message["role"] for message in plain)
+        thinks = form.shows_reasoning_after and any(reply.get(field) for field in REASONING_FIELDS)
+        thinking = dict.fromkeys(REASONING_FIELDS, REASONING) if thinks else {}
+        for without, sentinel, close in _probes(reply, plain, form, content):
+            probe = {**without, **thinking}
+            kind = sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
                 if sentinel not in text:
                     continue
+                if form.repeats_arguments and sentinel is VALUE and any(m["role"] == "tool" for m in plain):
+                    refused = TemplateRefused("the chat template writes a call's arguments again with its result")
+                    break
                 suffix = _after(text, sentinel)
                 if NAME in suffix:
                     refused = TemplateRefused(
@@ -203,11 +211,16 @@ class TemplateText:
         bridging = self._bridging.get(setup.key)
         if bridging is None:
             bridging = setup
-            bare = replace(setup, tools=())
+            bare = setup if self._looks_up_fields(setup) else replace(setup, tools=())
             with contextlib.suppress(TemplateRefused):
                 bridging = bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
             bridging = keep(self._bridging, setup.key, bridging)
         return bridging
+
+    def _looks_up_fields(self, setup: Setup) -> bool:
+        """Return whether tools have unusual fields, such as a schema of results, that the template's source names."""
+        fields = {key for tool in setup.tools for key in (*tool, *tool.get("function", ()))} - _TOOL_FIELDS
+        return any(key in self.template.whole_source for key in fields)
 
     def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
         """Return messages as templates expect them, with callers' text escaped.

@@ -1,0 +1,198 @@
+"""What follows a turn may depend on rare things in the history or the turn. Bridges are compared with the template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chat.conftest import load_tokenizer, setup_for
+from tokentape.chat import _grammar as grammar
+from tokentape.chat._certification import certify
+from tokentape.chat._compared_strings import compared_strings, divisor, highest_compared
+from tokentape.chat._renderer import Renderer
+from tokentape.chat._strategy import choose
+from tokentape.chat._template import ChatTemplate, parse_template
+from tokentape.types import Message
+
+HEAD = "{% set ns = namespace(n=0, calls=0, rule='', plan=false, who='', deep=false, thought=false) %}"
+BODY = (
+    "<|im_start|>{{ m.role }}\n{{ note }}{{ m.content or '' }}{% for t in m.tool_calls or [] %}"
+    "<tool_call>{{ t.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+)
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def written(each: str, *, before: str = "", prompt: str = "") -> str:
+    """A template that does something for each message, which may set `note`, and writes something into its prompt."""
+    body = "{% for m in messages %}{% set note = '' %}" + each + BODY
+    return HEAD + before + body + PROMPT.replace("assistant", f"assistant{prompt}")
+
+
+def user(text: str, **fields: str) -> Message:
+    return {"role": "user", "content": text, **fields}
+
+
+def said(text: str, **fields: str) -> Message:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def step(n: int) -> tuple[Message, Message]:
+    """A call and its result."""
+    function = {"name": "look", "arguments": {"q": "x"}}
+    calling = {"id": f"call{n:05d}", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": calling["id"], "name": "look", "content": "ok"}
+    return {"role": "assistant", "content": "", "tool_calls": [calling]}, result
+
+
+EXCHANGES = [user("1"), said("1"), user("2"), said("2"), user("3")]
+REMINDS = (
+    "{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}{% if NTH %}{% set note = 'Note. ' %}{% endif %}{% endif %}"
+)
+COUNTS = (
+    "{% if m.role == 'user' %}{% set ns.calls = 0 %}{% endif %}"
+    "{% if m.tool_calls %}{% set ns.calls = ns.calls + 1 %}{% endif %}"
+)
+CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
+    "every fourth turn": (written(REMINDS.replace("NTH", "ns.n % 4 == 0")), EXCHANGES, said("3"), user("4")),
+    "divisible by four": (written(REMINDS.replace("NTH", "ns.n is divisibleby(4)")), EXCHANGES, said("3"), user("4")),
+    "more than a variable says": (
+        written(REMINDS.replace("NTH", "ns.n > most"), before="{% set most = 6 %}"),
+        [*EXCHANGES[:-1] * 3, user("7")],
+        said("7"),
+        user("8"),
+    ),
+    "calls since the user's message": (
+        written(COUNTS, prompt="{{ ' (wrap up)' if ns.calls > 5 else '' }}"),
+        [user("go"), *(message for n in range(5) for message in step(n))],
+        step(5)[0],
+        step(5)[1],
+    ),
+    "a word from a list": (
+        written(
+            "{% for w in ['urgent', 'asap'] %}{% if w in (m.content or '') %}{% set ns.deep = true %}{% endif %}"
+            "{% endfor %}",
+            prompt="{{ ' (fast)' if ns.deep else '' }}",
+        ),
+        [user("it is urgent")],
+        said("yes"),
+        user("go"),
+    ),
+    "two words in one text": (
+        written(
+            "{% if 'think' in (m.content or '') and 'hard' in m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ' (deep)' if ns.deep else '' }}",
+        ),
+        [user("think hard")],
+        said("yes"),
+        user("go"),
+    ),
+    "a system message within the conversation": (
+        written(
+            "{% if m.role == 'system' and not loop.first %}{% set ns.rule = m.content %}{% endif %}",
+            prompt="{{ ' (' + ns.rule + ')' if ns.rule else '' }}",
+        ),
+        [user("1"), said("1"), {"role": "system", "content": "in French"}, user("2")],
+        said("2"),
+        user("3"),
+    ),
+    "a developer message": (
+        written(
+            "{% if m.role == 'developer' %}{% set ns.rule = 'dev' %}{% endif %}",
+            prompt="{{ ' (' + ns.rule + ')' if ns.rule else '' }}",
+        ),
+        [{"role": "developer", "content": "in French"}, user("2")],
+        said("2"),
+        user("3"),
+    ),
+    "who spoke before": (
+        written(
+            "{% if m.name and m.role == 'user' and m.name != ns.who %}{% set note = m.name + ': ' %}"
+            "{% set ns.who = m.name %}{% endif %}"
+        ),
+        [user("1", name="Ada")],
+        said("1"),
+        user("2", name="Ada"),
+    ),
+    "whether the turn has reasoning": (
+        written(
+            "{% if m.role == 'assistant' %}{% set ns.thought = m.reasoning_content is defined %}{% endif %}",
+            prompt="{{ ' (thinks on)' if ns.thought else '' }}",
+        ),
+        [user("1")],
+        said("1", reasoning_content="Hm."),
+        user("2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bridge_is_what_the_template_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
+    source, history, reply, new = CASES[name]
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    setup = setup_for(renderer)
+    strategy = choose(renderer, certify(renderer), reply, [new], setup, history)
+    close = [renderer.tokenizer.control("<|im_end|>").id]
+    ids = renderer.bridge(
+        renderer.tokenizer.array(close), reply, [new], setup, history if strategy == "contextual" else None
+    ).ids
+    whole = renderer.render([*history, reply, new], setup).ids.tolist()
+    assert whole[-len(ids) - 1 :] == close + ids.tolist()
+
+
+def test_a_tool_with_an_unusual_field_is_asked_for_it() -> None:
+    source = (
+        written(
+            "{% for t in tools or [] %}{% if t.function.name == m.name and t.function.output_schema %}"
+            "{% set note = 'Structured: ' %}{% endif %}{% endfor %}"
+        )
+        .replace("{% set note = '' %}", "{% set note = namespace(s='') %}")
+        .replace("set note = 'S", "set note.s = 'S")
+        .replace("{{ note }}", "{{ note.s }}")
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    function: dict[str, Any] = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
+    setup = renderer.setup([{"type": "function", "function": {**function, "output_schema": {"type": "object"}}}])
+    reply, result = step(1)
+    ids = renderer.bridge(
+        renderer.tokenizer.array([renderer.tokenizer.control("<|im_end|>").id]), reply, [result], setup
+    ).ids
+    whole = renderer.render([user("go"), reply, result], setup).ids.tolist()
+    assert whole[-len(ids) :] == ids.tolist()
+
+
+def test_a_result_that_repeats_its_call_starts_a_new_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
+    source = written(
+        "{% if m.tool_calls %}{% set ns.rule = m.tool_calls[0].function.arguments | tojson %}{% endif %}"
+        "{% if m.role == 'tool' %}{% set note = ns.rule + ' gives ' %}{% endif %}"
+    )
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source)))
+    assert [found.strategy for found in certificate.continuations] == ["local", "fork"]
+
+
+def test_what_a_budget_in_the_opener_of_reasoning_opens_is_reasoning() -> None:
+    effort = "{{ 'high' if '/deep' in messages[0].content else 'low' }}"
+    thought = "<think>[" + effort + "]\n{{ m.reasoning_content or '' }}\n</think>\n"
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + thought + "{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "<think>[" + effort + "]\n{% endif %}"
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    setup = setup_for(renderer)
+    for text in ("go", "/deep go"):
+        prompt = renderer.render([user(text)], setup).ids
+        parser = renderer.parser(setup, prompt_ids=prompt)
+        parser.feed(renderer.tokenizer.encode_plain("so be it\n</think>\nYes.<|im_end|>"))
+        reply = parser.finish()[1]
+        assert (reply.reasoning.strip(), reply.content.strip()) == ("so be it", "Yes.")
+
+
+def test_numbers_and_words_are_found_where_they_are_compared() -> None:
+    tree = parse_template(
+        "{% set most = 9 %}{% macro has(text, word) %}{{ word in text }}{% endmacro %}{% if n > most %}{% endif %}"
+        "{% if n % 7 == 0 or n is divisibleby(5) %}{% endif %}{{ has(m.content, '/deep') }}"
+    )
+    assert (highest_compared(tree), divisor(tree), compared_strings(tree)) == (9, 7, ("/deep",))
