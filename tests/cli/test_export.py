@@ -274,7 +274,7 @@ def test_a_group_that_no_session_names_comes_with_where_to_give_it(run: Run, dat
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "trl", "--group", "quiz")
     assert done.exit_code == 1
     assert "client.session(ID, metadata={'quiz': ...})" in done.stderr
-    assert "it has: task. " in done.stderr
+    assert "its keys: task. " in done.stderr
     assert "Pass --skip-refused to leave out such sessions" in done.stderr
 
 

@@ -69,7 +69,7 @@ def test_a_call_that_the_handle_can_t_obey_is_refused(gateway: PolicyGateway, as
     gateway.generation = Generation()
     refused = ask(gateway, **asked)
     assert refused.status_code == 400
-    assert "ask for the same" in refused.text
+    assert "request the same values" in refused.text
     assert gateway.generation.ledger.calls == []
 
 
