@@ -26,7 +26,7 @@ def test_a_file_of_a_record_is_never_replaced(run: Run, data_dir: Path, command:
     before = (data_dir / "tokentape.db").read_bytes()
     done = run(command[0], data_dir, command[1], data_dir / name)
     assert done.exit_code != 0
-    assert "is a file of a record" in done.output
+    assert "would replace a record's file" in done.output
     assert (data_dir / "tokentape.db").read_bytes() == before
 
 
@@ -39,13 +39,13 @@ def test_that_includes_other_records_links_and_archives(run: Run, data_dir: Path
     assert run("archive", data_dir, "--to", archive, "--older-than", "0s").exit_code == 0
     for output in (tmp_path / "other" / "tokentape.db", link, next(archive.glob("*/turns.parquet"))):
         before = output.read_bytes()
-        assert "is a file of a record" in run("export", data_dir, "-o", output).output
+        assert "would replace a record's file" in run("export", data_dir, "-o", output).output
         assert output.read_bytes() == before
 
 
 def test_a_head_does_not_replace_the_key_it_is_signed_with(run: Run, data_dir: Path, key: Path) -> None:
     assert "is an input of this command" in run("verify", data_dir, "--head-out", key, "--sign", key).output
-    with pytest.raises(InvalidRequest, match="is read by"):
+    with pytest.raises(InvalidRequest, match="is an input of"):
         verify(data_dir, head_out=key, sign=key)
     assert key.read_text() == "a private key"
 
@@ -54,7 +54,7 @@ def test_a_head_does_not_replace_the_one_it_is_compared_with(run: Run, data_dir:
     head = tmp_path / "head.json"
     run("verify", data_dir, "--head-out", head)
     before = head.read_bytes()
-    assert "is read by" in run("verify", data_dir, "--against", head, "--head-out", head).output
+    assert "is an input of" in run("verify", data_dir, "--against", head, "--head-out", head).output
     assert head.read_bytes() == before
 
 

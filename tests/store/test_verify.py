@@ -233,7 +233,7 @@ def test_a_turn_that_breaks_a_rule_is_found(directory: Path) -> None:
         " WHERE session_id = 'b' AND seq = 2",
     )
     problems = [finding.problem for finding in verify(directory).findings if finding.turn == 3]
-    assert any("nothing sampled" in problem for problem in problems)
+    assert any("no sampled ids" in problem for problem in problems)
     assert any("logprobs" in problem for problem in problems)
 
 
@@ -273,7 +273,7 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
         ),
         ("DROP TABLE gateways", "the table gateways is missing"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime INT NOT NULL, data BLOB)", "column mime of"),
-        ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "a different primary key"),
+        ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "different primary key"),
     ],
 )
 def test_another_schema_is_found(directory: Path, tmp_path: Path, change: str, found: str) -> None:

@@ -140,7 +140,7 @@ class Snapshots:
                 raise Conflict(f"snapshot {snapshot_id} was released; take a new snapshot")
             if snapshot.digest != digest:
                 raise Conflict(
-                    f"snapshot {snapshot_id} has digest {snapshot.digest}, but the client confirmed a different digest: "
+                    f"snapshot {snapshot_id} has digest {snapshot.digest}, but the client confirmed a different one: "
                     "its copy is corrupt or of a different snapshot; download it again, then confirm"
                 )
             _update(connection, snapshot_id, state="confirmed")

@@ -270,8 +270,7 @@ _FAILURES = {
     ),
     sqlite3.SQLITE_IOERR: StoreFailure(
         StoreError,
-        "the disk failed ({}); nothing more can be acknowledged; check the disk, restart, then run "
-        "`tokentape verify`",
+        "the disk failed ({}); nothing more can be acknowledged; check the disk, restart, then run `tokentape verify`",
         fatal=True,
     ),
     sqlite3.SQLITE_READONLY: StoreFailure(
