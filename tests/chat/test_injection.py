@@ -219,3 +219,15 @@ def test_the_name_of_a_sampled_call_makes_no_control_tokens() -> None:
     ids = renderer.bridge(ended, turn, [result], setup_for(renderer)).ids.tolist()
     found = [c.content for one in ids if (c := renderer.tokenizer.control_by_id(one))]
     assert found == ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+
+
+def test_keys_that_a_template_sorts_keep_their_order() -> None:
+    source = (
+        "{% for m in messages %}{{ '<|start|>' ~ m.role ~ '<|message|>' ~ (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | dictsort }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    )
+    renderer = Renderer(load_tokenizer("gpt_oss"), ChatTemplate(source))
+    function = {"name": "f", "arguments": {"status": 1, "start": 2, "end": 3, "a": 4}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "function": function}]}
+    text = renderer.render_text([{"role": "user", "content": "?"}, calling], renderer.setup(), generate=False)
+    assert "[('a', 4), ('end', 3), ('start', 2), ('status', 1)]" in text

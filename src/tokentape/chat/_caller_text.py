@@ -29,7 +29,9 @@ _NOTHING = "\udbbf"
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters for strings that are rendered to find out what a template writes around them."""
 
-_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]")
+_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]|\\\\udb([89][0-9a-f]|bf)")
+"""A placeholder, or how Python writes it in a list or a mapping, and JSON in ASCII."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SHORT = 64
@@ -84,11 +86,14 @@ class Escaper:
     def _escape(self, text: str, *, ends: bool = True) -> str:
         if not text.isascii() and _SURROGATE.search(text):
             raise InvalidRequest("the text contains a lone surrogate, which is not valid Unicode", "messages")
+        if "\\udb" in text:
+            text = text.replace("\\udb", f"\\{_NOTHING}udb")  # The caller's own text is no placeholder.
         pattern = self._tokenizer.control_pattern
         while pattern.search(text):
             text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
         if ends and text in self._inner:
-            return text[:1] + _NOTHING + text[1:]
+            # At the end, so that templates that sort keys or look for their beginning see them as they are.
+            return text + _NOTHING
         for n in self._part_lengths if ends else ():
             if n > len(text):
                 break
@@ -131,7 +136,12 @@ class Escaper:
 
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""
-        return _PLACEHOLDER.sub(lambda match: self._character_of.get(match[0], ""), text)
+
+        def character(match: re.Match[str]) -> str:
+            placeholder = match[0] if match[1] is None else chr(int(f"db{match[1]}", 16))
+            return self._character_of.get(placeholder, "")
+
+        return _PLACEHOLDER.sub(character, text)
 
     def marked(self, rendered: str) -> str:
         """Return the marked text of a rendering of escaped strings."""
