@@ -29,7 +29,8 @@ _NOTHING = "\udbbf"
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters for strings that are rendered to find out what a template writes around them."""
 
-_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]|\\\\udb([89][0-9a-f]|bf)")
+_FIRST, _LAST = chr(_PLACEHOLDERS.start), chr(_PLACEHOLDERS.stop - 1)
+_PLACEHOLDER = re.compile(f"[{_FIRST}-{_LAST}{_NOTHING}]|\\\\udb([89][0-9a-f]|bf)")
 """A placeholder, or how Python writes it in a list or a mapping, and JSON in ASCII."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
