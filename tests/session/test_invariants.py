@@ -43,7 +43,7 @@ def test_nothing_added_may_pass_for_sampled() -> None:
 @pytest.mark.parametrize(
     ("sampled", "logprobs", "message"),
     [
-        (ids(1, 2), [-0.1], "2 ids and 1 logprobs"),
+        (ids(1, 2), [-0.1], "2 ids but 1 logprobs"),
         (ids(), [], "no ids"),
         (ids(1, 100), [-0.1, -0.1], "id 100, but the vocabulary ends at 99"),
         (ids(1, -1), [-0.1, -0.1], "id -1"),

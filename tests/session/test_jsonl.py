@@ -70,7 +70,7 @@ def test_a_line_that_knows_a_part_keeps_what_it_says() -> None:
 def test_a_payload_of_objects_is_refused() -> None:
     value = trajectory_to_json(make_trajectory())
     value["payload_x"] = {"dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA=", "known": [True]}
-    with pytest.raises(InvalidRequest, match="damaged"):
+    with pytest.raises(InvalidRequest, match="corrupt"):
         trajectory_from_json(value)
 
 
