@@ -74,7 +74,7 @@ def test_readers_of_trajectories_read_samples(tmp_path: Path) -> None:
 def test_files_of_trajectories_are_not_taken_for_samples(tmp_path: Path) -> None:
     write_parquet([make_trajectory()], tmp_path / "t.parquet")
     write_jsonl([make_trajectory()], tmp_path / "t.jsonl")
-    with pytest.raises(InvalidRequest, match="not a file of samples"):
+    with pytest.raises(InvalidRequest, match="does not contain samples"):
         list(files.read_samples(tmp_path / "t.parquet"))
     with pytest.raises(InvalidRequest, match=r"line 1.*not a file of samples"):
         list(files.read_samples(tmp_path / "t.jsonl"))
