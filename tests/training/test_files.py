@@ -76,7 +76,7 @@ def test_files_of_trajectories_are_not_taken_for_samples(tmp_path: Path) -> None
     write_jsonl([make_trajectory()], tmp_path / "t.jsonl")
     with pytest.raises(InvalidRequest, match="does not contain samples"):
         list(files.read_samples(tmp_path / "t.parquet"))
-    with pytest.raises(InvalidRequest, match=r"line 1.*not a file of samples"):
+    with pytest.raises(InvalidRequest, match=r"line 1.*does not contain samples"):
         list(files.read_samples(tmp_path / "t.jsonl"))
 
 
