@@ -82,7 +82,7 @@ def test_a_damaged_field_is_refused_by_its_name(
 ) -> None:
     name, change = FAULTS[fault]
     path = write(tmp_path, name, change)
-    with pytest.raises(InvalidRequest, match="damaged") as error:
+    with pytest.raises(InvalidRequest, match="corrupt") as error:
         read_trajectories(path)
     assert path.name in str(error.value)
     # All lengths are compared with the number of ids.
