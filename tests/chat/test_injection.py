@@ -231,3 +231,9 @@ def test_keys_that_a_template_sorts_keep_their_order() -> None:
     calling = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "function": function}]}
     text = renderer.render_text([{"role": "user", "content": "?"}, calling], renderer.setup(), generate=False)
     assert "[('a', 4), ('end', 3), ('start', 2), ('status', 1)]" in text
+
+
+def test_text_that_looks_like_a_written_placeholder_is_the_callers() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(TAGGED))
+    for text in (r"\udb80 and \udbbf", r"\\udb81", r"a \udb9"):
+        assert text in renderer.render_text([{"role": "user", "content": text}], renderer.setup(), generate=True)

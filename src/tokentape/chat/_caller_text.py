@@ -29,9 +29,9 @@ _NOTHING = "\udbbf"
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters for strings that are rendered to find out what a template writes around them."""
 
-_FIRST, _LAST = chr(_PLACEHOLDERS.start), chr(_PLACEHOLDERS.stop - 1)
-_PLACEHOLDER = re.compile(f"[{_FIRST}-{_LAST}{_NOTHING}]|\\\\udb([89][0-9a-f]|bf)")
-"""A placeholder, or how Python writes it in a list or a mapping, and JSON in ASCII."""
+_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}{_NOTHING}]")
+_WRITTEN_PLACEHOLDER = re.compile(r"\\udb([89][0-9a-f]|bf)")
+"""A placeholder as Python writes it in a list or a mapping, and as ASCII JSON."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -137,12 +137,9 @@ class Escaper:
 
     def unescape(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its character."""
-
-        def character(match: re.Match[str]) -> str:
-            placeholder = match[0] if match[1] is None else chr(int(f"db{match[1]}", 16))
-            return self._character_of.get(placeholder, "")
-
-        return _PLACEHOLDER.sub(character, text)
+        if "\\udb" in text:
+            text = _WRITTEN_PLACEHOLDER.sub(lambda match: chr(int(f"db{match[1]}", 16)), text)
+        return _PLACEHOLDER.sub(lambda match: self._character_of.get(match[0], ""), text)
 
     def marked(self, rendered: str) -> str:
         """Return the marked text of a rendering of escaped strings."""

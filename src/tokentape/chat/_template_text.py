@@ -219,7 +219,7 @@ class TemplateText:
 
     def _looks_up_fields(self, setup: Setup) -> bool:
         """Return whether tools have unusual fields, such as a schema of results, that the template's source names."""
-        fields = {key for tool in setup.tools for key in (*tool, *tool.get("function", ()))} - _TOOL_FIELDS
+        fields = {key for tool in setup.tools for key in (*tool, *(tool.get("function") or ()))} - _TOOL_FIELDS
         return any(key in self.template.whole_source for key in fields)
 
     def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
