@@ -125,7 +125,7 @@ def test_the_model_that_was_served_is_the_trainer_if_nothing_else_is_named(
     done = run("check-logprobs", place, "--json", *MADE_UP)
     assert PASSWORD not in done.output
     assert done.exit_code == 0, done.stderr
-    assert done.stderr.startswith(f"model: {model_dir}, the last that ")
+    assert done.stderr.startswith(f"model: {model_dir}, the one that ")
     named = run("check-logprobs", place, "--model", model_dir, "--json", *MADE_UP)
     assert done.stdout == named.stdout
 

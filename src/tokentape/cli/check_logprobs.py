@@ -75,7 +75,7 @@ def check_logprobs(
                     "served; pass --model, --batch, or both"
                 )
             model, _ = open_tokenizer(None, source, option="--model")
-            typer.echo(f"model: {model}, the last that {source.name} was recorded with", err=True)
+            typer.echo(f"model: {model}, the one that {source.name} was last recorded with", err=True)
         if adapter is not None and model is None:
             raise typer.BadParameter("--adapter needs its base model; pass --model FOLDER", param_hint="--model")
         name, weights = adapter or (None, None)

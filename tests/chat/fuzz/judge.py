@@ -88,6 +88,9 @@ def lost_words(
         closing = renderer.tokenizer.spell_marks(form.channels.header_close)
         marks = "|".join(re.escape(renderer.tokenizer.spell_marks(mark)) for mark in form.channels.marks)
         text = re.sub(f"(?:{marks})(?:(?!{marks})[^\n])*{re.escape(closing)}", "", text)
+        # So is one that the completion ends within.
+        begin = re.escape(renderer.tokenizer.spell_marks(form.channels.part_close + form.header[:2]))
+        text = re.sub(rf"{begin}(?:(?!{re.escape(closing)}).)*\Z", "", text, flags=re.DOTALL)
     close = form.content_close.last.strip()
     for stop in [*stop_strings, *([close] if close and not MARK.search(close) else [])]:
         text = text.partition(stop)[0]
