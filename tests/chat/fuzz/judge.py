@@ -99,13 +99,15 @@ def lost_words(
         member
         for call in reply.tool_calls
         for member in _other_members(renderer.tokenizer.decode(ids[slice(*call.span)]))
-        if call.status != "bad_arguments"
     )
     return [word for word in dict.fromkeys(WORD.findall(text)) if word not in found]
 
 
 def _other_members(call: str) -> list[str]:
-    """Return the members of a call's whole JSON object besides its arguments: they are no part of what it asks for."""
+    """Return the members of a call's JSON object besides its arguments; nothing if it is not a whole JSON object.
+
+    They are not part of the call, whatever its arguments are.
+    """
     try:
         value, _ = json.JSONDecoder(strict=False).raw_decode(call, call.find("{"))
     except (ValueError, RecursionError):
