@@ -156,11 +156,13 @@ def _completion(tokenizer: Tokenizer, sampled: TokenIds, logprobs: Logprobs, aga
     lost = len(sampled) - len(kept)
     if found.channel != "id drift":
         return _Piece(again, True, given, len(sampled), other_text=lost)
-    for change in found.changes:
+    # A stretch is a run of tokens without partners: several changes may be adjacent.
+    edges = np.flatnonzero(np.diff(found.partner < 0, prepend=False, append=False))
+    for first, after in edges.reshape(-1, 2).tolist():
         # What stands between the partners of the tokens around the stretch.
-        start = found.partner[: change.start].max(initial=-1) + 1
-        end = min(found.partner[change.end :][found.partner[change.end :] >= 0], default=len(again))
-        given[start:end] = logprobs[change.start : change.end].sum() / (end - start)
+        start = found.partner[:first].max(initial=-1) + 1
+        end = min(found.partner[after:][found.partner[after:] >= 0], default=len(again))
+        given[start:end] = logprobs[first:after].sum() / (end - start)
     return _Piece(again, True, given, len(sampled), other_ids=lost)
 
 

@@ -253,6 +253,7 @@ def _edged_texts(edged: str) -> list[tuple[Provenance, int, int]]:
 
 def _edge(text: str, code: Provenance) -> str:
     opening, closing, only = _edge_characters(code)
+    text = text.removesuffix(_NOTHING)  # The edges themselves keep the word from becoming a control token.
     core = text.strip()
     if not core:
         return text

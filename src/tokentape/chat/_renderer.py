@@ -18,6 +18,7 @@ import numpy as np
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.chat._bridge import overlap, repeated_end, trim_to_turn_end
+from tokentape.chat._call_syntax import KEY
 from tokentape.chat._caller_text import provenance_of_tokens
 from tokentape.chat._media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat._overrides import Overrides, find_overrides
@@ -252,9 +253,14 @@ class Renderer(TemplateText):
             return read_text(self.tokenizer, last, self.stop_ids(setup))
 
         cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
+        if KEY in cut.text:
+            raise TemplateRefused(
+                "the template repeats a call's argument name after the call, where nothing ends the turn"
+            )
         # Without a control token in between, what the template writes continues the model's text.
         continues = last_id is not None and self.tokenizer.control_by_id(last_id) is None
-        encoded = self.tokenizer.encode_after(cut.before or (_LETTER if continues else ""), cut.text)
+        before = cut.before.rpartition(KEY)[2] or (_LETTER if continues else "")
+        encoded = self.tokenizer.encode_after(before, cut.text)
         ids = encoded.array
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
