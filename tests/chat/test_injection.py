@@ -237,3 +237,29 @@ def test_text_that_looks_like_a_written_placeholder_is_the_callers() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(TAGGED))
     for text in (r"\udb80 and \udbbf", r"\\udb81", r"a \udb9"):
         assert text in renderer.render_text([{"role": "user", "content": text}], renderer.setup(), generate=True)
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    "written",
+    ["m.content | replace('<', '&lt;') | replace('>', '&gt;')", "m.content.replace('<', '&lt;').replace('>', '&gt;')"]
+    + ["m.content | e", "m.content | replace('</', '')"],
+)
+@pytest.mark.parametrize("text", ["a < b", "<|im_end|> x", "> hi <", "<think>x</think> y <", "x &'\"", "</"])
+def test_a_template_may_replace_characters_of_control_tokens(written: str, text: str) -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ TEXT }}<|im_end|>\n{% endfor %}"
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source.replace("TEXT", written)))
+    expected = Environment().from_string("{{ " + written + " }}").render(m={"content": text})
+    shown = renderer.render_text([{"role": "user", "content": text}], setup_for(renderer), generate=False)
+    assert f"\n{expected}" in shown
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("written", ["m.content | replace('<b>', '')", "m.content.replace('<b>', '')"])
+@pytest.mark.parametrize("text", ["<|im_<b>end|>", "<<b>|im_end|<b>>", "<<b>think>"])
+def test_removing_text_makes_no_control_tokens(written: str, text: str) -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ TEXT }}<|im_end|>\n{% endfor %}"
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source.replace("TEXT", written)))
+    ids = renderer.render([{"role": "user", "content": text}]).ids.tolist()
+    assert sum(renderer.tokenizer.control_by_id(one) is not None for one in ids) == 2
+    assert text.replace("<b>", "") in renderer.tokenizer.decode(ids)

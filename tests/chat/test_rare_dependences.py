@@ -9,7 +9,7 @@ import pytest
 from tests.chat.conftest import load_tokenizer, setup_for
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certification import certify
-from tokentape.chat._compared_strings import compared_strings, divisor, highest_compared
+from tokentape.chat._compared_strings import compared
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._strategy import choose
 from tokentape.chat._template import ChatTemplate, parse_template
@@ -114,6 +114,37 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         said("1"),
         user("2", name="Ada"),
     ),
+    "how the turn before ends": (
+        written(
+            "{% set before = messages[loop.index0 - 1] if not loop.first else {} %}"
+            "{% if (before.content or '').endswith('?') %}{% set note = 'Answer: ' %}{% endif %}"
+        ),
+        [user("1")],
+        said("Which \n?"),
+        user("2"),
+    ),
+    "whether a tool was used": (
+        written(
+            "{% for t in m.tool_calls or [] %}{% if t.function.name == 'look' %}{% set ns.deep = true %}{% endif %}"
+            "{% endfor %}",
+            prompt="{{ ' (cite)' if ns.deep else '' }}",
+        ),
+        [user("1"), *step(1)],
+        said("1"),
+        user("2"),
+    ),
+    "a long text": (
+        written("{% if m.content | length > 900 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("a b " * 300)],
+        said("1"),
+        user("2"),
+    ),
+    "more messages than are tried": (
+        written("{% if loop.index > 150 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        EXCHANGES[:-1] * 40 + EXCHANGES[-1:],
+        said("3"),
+        user("4"),
+    ),
     "whether the turn has reasoning": (
         written(
             "{% if m.role == 'assistant' %}{% set ns.thought = m.reasoning_content is defined %}{% endif %}",
@@ -194,5 +225,6 @@ def test_numbers_and_words_are_found_where_they_are_compared() -> None:
     tree = parse_template(
         "{% set most = 9 %}{% macro has(text, word) %}{{ word in text }}{% endmacro %}{% if n > most %}{% endif %}"
         "{% if n % 7 == 0 or n is divisibleby(5) %}{% endif %}{{ has(m.content, '/deep') }}"
+        "{% if m.name in ['run'] or m.content | trim | length > 500 %}{% endif %}"
     )
-    assert (highest_compared(tree), divisor(tree), compared_strings(tree)) == (9, 7, ("/deep",))
+    assert compared(tree) == (("/deep",), ("run",), 9, 500, 7)

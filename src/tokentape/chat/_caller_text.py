@@ -13,11 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.chat._limits import Escapes
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import Codes, Message, Provenance
@@ -71,6 +73,7 @@ class Escaper:
             raise TokenizerUnusable(f"control tokens begin or end with {len(outer)} different characters, over {most}")
         self._placeholder_of = dict(zip(outer, map(chr, _PLACEHOLDERS), strict=False))
         self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
+        self.escapes = Escapes({ord(p): char for p, char in self._character_of.items()}, self._join)
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
         self._inner = {inner for content in contents for inner in _without_brackets(content)}.difference(compared)
@@ -103,6 +106,14 @@ class Escaper:
                 text = text[:index] + self._placeholder_of[text[index]] + text[index + 1 :]
             if text[:n] in self._tails:
                 text = text[: n - 1] + self._placeholder_of[text[n - 1]] + text[n:]
+        return text
+
+    def _join(self, pieces: Sequence[str]) -> str:
+        """Return the joined pieces of a text, with escaped control tokens where two pieces create one."""
+        text, joints = "".join(pieces), list(accumulate(map(len, pieces)))
+        for match in reversed(list(self._tokenizer.control_pattern.finditer(text))):
+            if any(match.start() < joint < match.end() for joint in joints):
+                text = text[: match.start()] + self._placeholder_of[match[0][0]] + text[match.start() + 1 :]
         return text
 
     def escape_all(self, value: Any, *, keys: Literal["known", "schema", "any"] = "known") -> Any:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._bridge import TurnSuffix, trim_to_turn_end
 from tokentape.chat._certificate import Continuation, Strategy
+from tokentape.chat._compared_strings import HIGHEST
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._strategy import local_or_contextual, reaches_prompt
 from tokentape.chat._tokenizer import MARK
@@ -41,8 +42,10 @@ class Continuations:
         strategy: Strategy = "local"
         rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
         ends: dict[str, None] = {}
-        template = self._renderer.template
-        for history, reply, new in grammar.conversations(name, template.highest_compared, template.divisor):
+        compared = self._renderer.template.compared
+        if compared.number > HIGHEST:
+            strategy = "contextual"
+        for history, reply, new in grammar.conversations(name, compared):
             try:
                 # If the turn's prompt can't be rendered, no model can have written the turn.
                 self._marked(history, generate=True)
@@ -142,9 +145,10 @@ class Continuations:
         speaking = reply if reply["content"] else self._with(reply, content="An answerword.")
         thinking = self._with(reply, reasoning_content="A thoughtword.")
         rewritten: tuple[str, tuple[Message, ...]] | None = None
-        compared = self._renderer.template.compared_strings
-        # It may look for several in one text.
-        for words in (*compared, " ".join(compared)) if len(compared) > 1 else compared:
+        strings, length = self._renderer.template.compared.strings, self._renderer.template.compared.length
+        # It may look for several in one text, or for a long text.
+        together = (" ".join(strings),) if len(strings) > 1 else ()
+        for words in (*strings, *together, *(("long " * (length // 5 + 1),) if length else ())):
             with_words = self._with(reply, content=words)
             all_said = tuple(self._with(message, content=words) for message in new)
             for history in grammar.histories_with(words):

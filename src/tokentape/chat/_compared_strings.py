@@ -1,8 +1,9 @@
-"""Find the constants that a chat template compares with messages: words such as `/no_think`, and numbers."""
+"""Find the constants that a chat template compares with messages: words such as `/no_think`, names, and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from jinja2 import nodes
 
@@ -10,8 +11,9 @@ _MOST = 32
 """The maximum number of constants that are tried. A template with more is probably built to cost time."""
 
 _LONGEST = 200
-_HIGHEST = 64
-"""The highest number that is tried. A template that counts more messages is probably built to cost time."""
+HIGHEST = 64
+"""The highest number of messages that is tried. A template that counts more is probably built to cost time."""
+_LONGEST_TEXT = 2**16
 
 _METHODS = ("startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition", "rpartition")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,8 +21,32 @@ _NOT_TEXT = ("role", "type", "name", "format", "arguments")
 """Keys in messages and schemas whose values are not callers' text."""
 
 
-def compared_strings(template: nodes.Template) -> tuple[str, ...]:
-    """Return the strings that a template compares with other values, or passes to a search method such as `find`.
+class Compared(NamedTuple):
+    """The constants that a template compares with messages."""
+
+    strings: tuple[str, ...]
+    """Strings that it compares with texts or searches for in texts."""
+    names: tuple[str, ...]
+    """Names of tools and users."""
+    number: int
+    """The highest number that is not the length of a text, such as a message count; 0 if there is none."""
+    length: int
+    """The highest length of a text; 0 if there is none."""
+    divisor: int
+    """The highest number that it divides a count by, as for a reminder every fourth turn; 1 if there is none."""
+
+
+NOTHING_COMPARED = Compared((), (), 0, 0, 1)
+
+
+def compared(template: nodes.Template) -> Compared:
+    """Return the constants in a template's comparisons, tests and searches."""
+    count, length = _numbers(template)
+    return Compared(_compared_strings(template), _compared_names(template), count, length, _divisor(template))
+
+
+def _compared_strings(template: nodes.Template) -> tuple[str, ...]:
+    """Return the strings that a template compares with values that are no names, or passes to a method such as `find`.
 
     A string is also found if it is assigned to a variable, listed for a loop or passed to a macro. Comparisons of
     roles, types and names are skipped because they do not involve the text of messages.
@@ -42,21 +68,35 @@ def compared_strings(template: nodes.Template) -> tuple[str, ...]:
     return tuple(text for text in strings if text.strip() and len(text) <= _LONGEST and text not in _ROLES)[:_MOST]
 
 
-def highest_compared(template: nodes.Template) -> int:
-    """Return the highest number in a template's comparisons, such as a message count; 0 if no numbers are compared.
+def _compared_names(template: nodes.Template) -> tuple[str, ...]:
+    assigned = _assigned(template)
+    names: dict[str, None] = {}
+    for compare in template.find_all(nodes.Compare):
+        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if any(_field(side) == "name" for side in sides):
+            names |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
+    return tuple(name for name in names if name.strip() and len(name) <= _LONGEST)[:_MOST]
+
+
+def _numbers(template: nodes.Template) -> tuple[int, int]:
+    """Return the highest number in comparisons with anything else than a text's length, and in those with one.
 
     A number that is assigned to a variable is found if the variable is compared.
     """
     assigned = _assigned(template)
-    compared = (*template.find_all(nodes.Compare), *template.find_all(nodes.Test))
-    values = [constant.value for node in compared for constant in node.find_all(nodes.Const)]
-    named = [assigned.get(name.name) for node in compared for name in node.find_all(nodes.Name)]
-    values += [node.value for node in named if isinstance(node, nodes.Const)]
-    return max((value for value in values if type(value) is int and value <= _HIGHEST), default=0)
+    highest = {False: 0, True: 0}
+    for compared in (*template.find_all(nodes.Compare), *template.find_all(nodes.Test)):
+        named = [assigned.get(name.name) for name in compared.find_all(nodes.Name)]
+        constants = [node for node in (*compared.find_all(nodes.Const), *named) if isinstance(node, nodes.Const)]
+        lengths = [node for node in compared.find_all(nodes.Filter) if node.name in ("length", "count")]
+        of_text = any(_field(node.node) in ("content", "text", "reasoning_content") for node in lengths)
+        values = [node.value for node in constants if type(node.value) is int and node.value <= _LONGEST_TEXT]
+        highest[of_text] = max([highest[of_text], *values])
+    return highest[False], highest[True]
 
 
-def divisor(template: nodes.Template) -> int:
-    """Return the highest number that a template divides a count by, as for a reminder every fourth turn; 1 if none.
+def _divisor(template: nodes.Template) -> int:
+    """Return the highest number that a template divides a count by; 1 if there is none.
 
     Division by 2 is no matter: other histories have odd and even numbers of turns.
     """
@@ -65,7 +105,7 @@ def divisor(template: nodes.Template) -> int:
     divisors += [(test.args or [test.node])[0] for test in template.find_all(nodes.Test) if test.name == "divisibleby"]
     named = [assigned.get(node.name, node) if isinstance(node, nodes.Name) else node for node in divisors]
     values = [node.value for node in named if isinstance(node, nodes.Const)]
-    return max((value for value in values if type(value) is int and 2 < value <= _HIGHEST), default=1)
+    return max((value for value in values if type(value) is int and 2 < value <= HIGHEST), default=1)
 
 
 def _assigned(template: nodes.Template) -> dict[str, nodes.Expr]:
@@ -94,8 +134,15 @@ def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[s
 
 def _holds_no_text(node: nodes.Node) -> bool:
     """Return whether the expression is a role, a type or a name: `message.role`, `message["role"]`."""
+    return not isinstance(node, nodes.Name) and _field(node) in _NOT_TEXT
+
+
+def _field(node: nodes.Node | None) -> object:
+    """Return the field or variable that an expression reads: `role` for `message["role"] | lower`."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Getattr):
-        return node.attr in _NOT_TEXT
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value in _NOT_TEXT
+        return node.attr
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value
+    return node.name if isinstance(node, nodes.Name) else None

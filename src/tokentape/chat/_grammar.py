@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from tokentape.chat._assistant_format import AssistantFormat
+from tokentape.chat._compared_strings import HIGHEST, NOTHING_COMPARED, Compared
 from tokentape.types import Message, Setup, Tool
 
 TOOL: Tool = {
@@ -304,13 +305,25 @@ _NAMED: tuple[Message, ...] = ({**EARLIER, "name": "Ada"}, _turn("A pastanswer."
 """A history in which users have names."""
 
 
+def _with_name(name: str) -> tuple[tuple[Message, ...], ...]:
+    """Return histories in which a tool, or a user, has this name."""
+    calling = _past_call("Pw4sD6hKc", "Pisa")
+    calling["function"]["name"] = name
+    used = (EARLIER, _turn("", [calling]), {**_past_result("Pw4sD6hKc", "Fog"), "name": name})
+    return (
+        (*used, _turn("A pastanswer."), QUESTION),
+        used,
+        ({**EARLIER, "name": name}, _turn("A pastanswer."), QUESTION),
+    )
+
+
 def conversations(
-    name: str, most_counted: int = 0, divisor: int = 1
+    name: str, compared: Compared = NOTHING_COMPARED
 ) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
     """Yield the (history, turn, new messages) to try for a continuation: usual histories first, the shortest first.
 
-    The other histories have unusual ids or ends, instructions in between, or more turns than `most_counted`, the
-    highest number in the template's comparisons; see `_long_histories` for `divisor`.
+    The other histories have unusual ids or ends, instructions in between, names that the template compares, or more
+    turns than the highest number in its comparisons; see `_long_histories` for the divisor.
     """
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     for history in sorted(_HISTORIES, key=len):
@@ -319,8 +332,9 @@ def conversations(
         for turn in turns:
             yield history, turn, new
     instructed = () if NO_SYSTEM in name else _INSTRUCTED
-    long = _long_histories(max(3, most_counted + 1), divisor)
-    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *long):
+    long = _long_histories(max(3, min(compared.number, HIGHEST) + 1), compared.divisor)
+    named = [history for name in compared.names for history in _with_name(name)]
+    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *named, *long):
         yield history, turns[0], new
 
 

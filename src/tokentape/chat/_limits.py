@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2.runtime import LoopContext
@@ -79,15 +79,25 @@ _UNUSED = _references((object(),))
 """The reference count of a value that only its entry refers to. It depends on the Python version."""
 
 
+class Escapes(NamedTuple):
+    """How callers' texts are escaped, for filters that look at single characters. See `Escaper.escapes`."""
+
+    characters: Mapping[int, str] = {}
+    """The character that each placeholder, by its code point, stands for."""
+    join: Callable[[Sequence[str]], str] = "".join
+    """Joins pieces of a text, and escapes control tokens that this creates."""
+
+
 class Usage:
     """Counts the time and memory of one rendering with the template `variables`.
 
     Methods raise `jinja2.TemplateError` when a limit is exceeded.
     """
 
-    __slots__ = ("_begin", "_end", "_known", "_longest", "_next_reading", "_until_sweep", "_variables")
+    __slots__ = ("_begin", "_end", "_known", "_longest", "_next_reading", "_until_sweep", "_variables", "escapes")
 
-    def __init__(self, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, variables: Mapping[str, Any] | None = None, escapes: Escapes | None = None) -> None:
+        self.escapes = escapes or Escapes()
         self._begin = time.thread_time()
         self._end = self._begin + MOST_SECONDS
         self._variables = variables
@@ -258,9 +268,9 @@ class TimeOver(jinja2.TemplateError):
 
 
 @contextmanager
-def limited(variables: Mapping[str, Any] | None = None) -> Iterator[None]:
+def limited(variables: Mapping[str, Any] | None = None, escapes: Escapes | None = None) -> Iterator[None]:
     """Limit the time and memory used within the block, as one rendering with the template `variables`."""
-    token = _current.set(Usage(variables))
+    token = _current.set(Usage(variables, escapes))
     try:
         yield
     finally:

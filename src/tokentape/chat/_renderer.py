@@ -164,7 +164,7 @@ class Renderer(TemplateText):
             form=self.format(setup),
             stop_ids=self.stop_ids(setup) if sampled else frozenset(),
             prompt_of=lambda n: self._render_or_nothing(self._plain(messages[:n], setup, reshape=True), setup),
-            words=self.template.compared_strings,
+            words=self.template.compared.strings,
             history=history,
             stop_mismatch=stop_mismatch,
         )

@@ -25,6 +25,7 @@ from tokentape.chat._template_filters import (
     printf,
     refuse_others,
     refuse_wide_times,
+    replaced,
     string_arguments,
 )
 
@@ -135,6 +136,8 @@ class Sandbox(_Environment):
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             args = string_arguments(owner, method.__name__, args, kwargs)
+            if method.__name__ == "replace" and not kwargs:
+                return usage().made(replaced(owner, *args))
         elif getattr(method, "__name__", "") == "strftime":
             refuse_wide_times("".join(map(str, args)))
         result = super().call(__context, __obj, *args, **kwargs, **scope)

@@ -20,8 +20,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from tokentape.chat._compared_strings import compared_strings, divisor, highest_compared
-from tokentape.chat._limits import TimeOver, limited, usage
+from tokentape.chat._compared_strings import Compared, compared
+from tokentape.chat._limits import Escapes, TimeOver, limited, usage
 from tokentape.chat._media import IMAGE, image_parts
 from tokentape.chat._sandbox import Sandbox
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -80,19 +80,9 @@ class ChatTemplate:
         )
 
     @cached_property
-    def compared_strings(self) -> tuple[str, ...]:
-        """The strings that the template compares with texts or searches for in texts, see `compared_strings`."""
-        return _compared(self.whole_source)[0]
-
-    @cached_property
-    def highest_compared(self) -> int:
-        """The highest number in the template's comparisons, see `highest_compared`."""
-        return _compared(self.whole_source)[1]
-
-    @cached_property
-    def divisor(self) -> int:
-        """The highest number that the template divides a count by, see `divisor`."""
-        return _compared(self.whole_source)[2]
+    def compared(self) -> Compared:
+        """The constants that the template compares with messages."""
+        return _compared(self.whole_source)
 
     def render(
         self,
@@ -102,8 +92,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         date: str,
         variables: Mapping[str, Any],
+        escapes: Escapes | None = None,
     ) -> str:
         """Return the rendered text. `variables` are special tokens and template kwargs; `date` is in ISO 8601.
+
+        `escapes` says how texts in the messages were escaped.
 
         Raises `TemplateRefused` with the template's own reason.
         """
@@ -115,7 +108,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": datetime.fromisoformat(date).strftime,
         }
-        with limited(context):
+        with limited(context, escapes):
             return _render(self._tool_use if tools else self._default, context)
 
 
@@ -252,10 +245,8 @@ def parse_template(source: str) -> jinja2.nodes.Template:
 
 
 @lru_cache(maxsize=32)
-def _compared(source: str) -> tuple[tuple[str, ...], int, int]:
-    """Return the strings and the highest number in the template's comparisons, and the highest divisor of a count."""
-    tree = parse_template(source.replace("\0", "\n"))
-    return compared_strings(tree), highest_compared(tree), divisor(tree)
+def _compared(source: str) -> Compared:
+    return compared(parse_template(source.replace("\0", "\n")))
 
 
 def _environment() -> Sandbox:

@@ -38,6 +38,7 @@ _NOT_FROM_THE_START = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rst
 """Methods and filters whose time is proportional to the text's length times the argument's length."""
 _MOST_COMPARISONS = 2**30
 _MOST_PARTS_OF_A_PATH = 10
+_ESCAPING = ("e", "escape", "forceescape")
 _NUMBERS = re.compile(r"\d+")
 _PRINTF = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)(?:\.(\*|[0-9]*))?[hlL]?(.)", re.DOTALL)
 """Matches a conversion for the `%` operator. The groups are width, precision and kind."""
@@ -90,6 +91,8 @@ def _limited_filter(name: str, unlimited: jinja2.Environment) -> Callable[..., A
             use.fits(use.weigh(arguments) * len(value))
         refuse_large(name, value, arguments)
         _refuse_long_paths(arguments)
+        if name in _ESCAPING and type(value) is str:
+            value = value.translate({code: char for code, char in use.escapes.characters.items() if char in "&<>'\""})
         if name == "indent":
             width = args[0] if args else kwargs.get("width", 4)
             use.fits((2 + len(use.text(value).splitlines())) * (len(width) if isinstance(width, str) else width))
@@ -115,7 +118,26 @@ def _refuse_long_paths(arguments: Iterable[Any]) -> None:
 def _replace(context: Context, value: Any, old: Any, new: Any, count: int | None = None) -> str:
     use = usage()
     text, parts = use.text(value), (use.text(old), use.text(new), -1 if count is None else count)
-    return use.made(text.replace(*string_arguments(text, "replace", parts, {})))  # type: ignore[no-any-return]
+    return use.made(replaced(text, *string_arguments(text, "replace", parts, {})))  # type: ignore[no-any-return]
+
+
+def replaced(text: str, old: str, new: str, count: int = -1) -> str:
+    """Return `text.replace(old, new, count)`, where characters that were escaped in a caller's text also match `old`.
+
+    Escaped characters that are not replaced stay escaped. Removing text creates no control token from what is around
+    it, such as `<|im_end|>` from `<|im_<b>end|>`.
+    """
+    escapes = usage().escapes
+    seen = text.translate(escapes.characters)
+    if not old or old not in seen:
+        return text.replace(old, new, count)
+    pieces, start = [], 0
+    while count and (position := seen.find(old, start)) >= 0:
+        pieces.append(text[start:position])
+        start = position + len(old)
+        count -= 1
+    pieces.append(text[start:])
+    return new.join(pieces) if new else escapes.join(pieces)
 
 
 @pass_context
@@ -184,7 +206,7 @@ def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[s
     refuse_large(name, text, arguments)
     if name == "replace":
         old, new, count = (*args, -1)[:3]
-        times = text.count(old)
+        times = text.translate(use.escapes.characters).count(old)
         use.fits((times if count < 0 else min(times, count)) * len(new))
     elif name == "expandtabs":
         use.fits(text.count("\t") * max([8, *(argument for argument in arguments if isinstance(argument, int))]))

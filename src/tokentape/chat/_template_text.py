@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ class TemplateText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._escaper = Escaper(tokenizer, compared=template.compared_strings)
+        self._escaper = Escaper(tokenizer, compared=template.compared.strings)
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
         self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
@@ -149,7 +149,12 @@ class TemplateText:
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
         thinks = form.shows_reasoning_after and any(reply.get(field) for field in REASONING_FIELDS)
         thinking = dict.fromkeys(REASONING_FIELDS, REASONING) if thinks else {}
-        for without, sentinel, close in _probes(reply, plain, form, content):
+        ending = self._compared_ending(content)
+
+        def after(text: str) -> str:
+            return _after(text, sentinel, self._escaper.unescape(ending) if sentinel is CONTENT else "")
+
+        for without, sentinel, close in _probes(reply, plain, form, content, ending):
             probe = {**without, **thinking}
             kind = sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
             try:
@@ -159,7 +164,7 @@ class TemplateText:
                 if form.repeats_arguments and sentinel is VALUE and any(m["role"] == "tool" for m in plain):
                     refused = TemplateRefused("the chat template writes a call's arguments again with its result")
                     break
-                suffix = _after(text, sentinel)
+                suffix = after(text)
                 if NAME in suffix:
                     refused = TemplateRefused(
                         "the chat template writes a tool's name with its result, but neither the result nor a call in "
@@ -179,14 +184,20 @@ class TemplateText:
             except TemplateRefused as error:
                 refused = error
                 continue
-            edges = _after(edged, sentinel)
-            self._refuse_dropped(plain, [*before, probe], suffix, edges, sentinel, setup)
+            edges = after(edged)
+            self._refuse_dropped(plain, [*before, probe], suffix, edges, after, setup)
             codes = provenance_of_characters(edges, len(characters))
             literals = None if texts is None else template_literals(characters, codes, texts)
             if literals is not None:
                 keep(self._literals, kind, literals)
             return suffix, codes, close
         raise refused
+
+    def _compared_ending(self, content: str) -> str:
+        """Return the end of an escaped content that the template looks for, with the white space after it."""
+        bare = content.rstrip()
+        length = max((len(text) for text in self.template.compared.strings if bare.endswith(text)), default=0)
+        return content[len(bare) - length :] if length else ""
 
     def _close(self, probe: Message, sentinel: str, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
         """Return the text after `probe` at the end of a conversation: `close`, unless it varies with ids or content."""
@@ -265,6 +276,7 @@ class TemplateText:
             add_generation_prompt=generate,
             date=setup.date,
             variables={**self.tokenizer.special_tokens, **kwargs},
+            escapes=self._escaper.escapes,
         )
         return self._escaper.marked(rendered)
 
@@ -293,7 +305,13 @@ class TemplateText:
                 )
 
     def _refuse_dropped(
-        self, new: Sequence[Message], before: Sequence[Message], suffix: str, edges: str, sentinel: str, setup: Setup
+        self,
+        new: Sequence[Message],
+        before: Sequence[Message],
+        suffix: str,
+        edges: str,
+        after: Callable[[str], str],
+        setup: Setup,
     ) -> None:
         """Raise `TemplateRefused` if the bridge lacks the content of a new message.
 
@@ -306,7 +324,7 @@ class TemplateText:
             content = new[n]["content"]
             marked = KEY + content if isinstance(content, str) else [{"type": "text", "text": KEY}, *content]
             changed = [*new[:n], {**new[n], "content": marked}, *new[n + 1 :]]
-            if _after(self._render([*before, *changed], setup, generate=True), sentinel) == suffix:
+            if after(self._render([*before, *changed], setup, generate=True)) == suffix:
                 raise TemplateRefused(
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: its "
                     "text would not reach the model. Send it in a different place or with a different role."
@@ -319,11 +337,12 @@ def _names_of_calls(reply: Message) -> list[Message]:
 
 
 def _probes(
-    reply: Message, new_messages: Sequence[Message], form: AssistantFormat, content: str
+    reply: Message, new_messages: Sequence[Message], form: AssistantFormat, content: str, ending: str = ""
 ) -> Iterator[tuple[Message, str, TurnClose]]:
     """Yield assistant messages to render in place of `reply`, each with its sentinel and its `TurnClose`.
 
-    `content` is the reply's content, which the messages repeat because a template may look for words in it.
+    `content` is the reply's content, which the messages repeat because a template may look for words in it. `ending` is
+    the end of it that the template looks for, which follows the sentinel.
     """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
@@ -331,7 +350,7 @@ def _probes(
         for message in new_messages
         if message["role"] == "tool"
     ]
-    speaking = {"role": "assistant", "content": content + CONTENT}
+    speaking = {"role": "assistant", "content": content.removesuffix(ending) + CONTENT + ending}
     if form.shape is not None and calls:
         calling = _calling(form.shape, calls, "" if reply.get("content") == "" else None)
         if reply.get("content") and form.content_after_calls is not None:
@@ -349,8 +368,10 @@ def _calling(shape: CallShape, calls: Sequence[tuple[str, str]], content: str | 
     return shape.message(content, [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
 
 
-def _after(text: str, sentinel: str) -> str:
-    return text[text.rindex(sentinel) + len(sentinel) :]
+def _after(text: str, sentinel: str, ending: str = "") -> str:
+    """Return the text after the sentinel and `ending`, which the template may strip."""
+    after = text[text.rindex(sentinel) + len(sentinel) :]
+    return after.removeprefix(ending if after.startswith(ending) else ending.rstrip())
 
 
 def _text_count(message: Message) -> int:

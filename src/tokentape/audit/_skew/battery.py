@@ -254,7 +254,7 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
 def template_conversations(sources: Iterable[str]) -> Iterator[SkewChat]:
     """Yield conversations in which each role's text has the strings that templates look for or replace."""
     user = _user("What is a questionword?")
-    strings = [text for source in sources for text in (*ChatTemplate(source).compared_strings, *_replaced(source))]
+    strings = [text for source in sources for text in (*ChatTemplate(source).compared.strings, *_replaced(source))]
     for text in dict.fromkeys(strings):
         for content in (text, f"a {text} b"):
             yield SkewChat((_user(content),), name=f"user says {text}")
