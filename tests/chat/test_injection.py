@@ -242,8 +242,12 @@ def test_text_that_looks_like_a_written_placeholder_is_the_callers() -> None:
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(
     "written",
-    ["m.content | replace('<', '&lt;') | replace('>', '&gt;')", "m.content.replace('<', '&lt;').replace('>', '&gt;')"]
-    + ["m.content | e", "m.content | replace('</', '')"],
+    [
+        "m.content | replace('<', '&lt;') | replace('>', '&gt;')",
+        "m.content.replace('<', '&lt;').replace('>', '&gt;')",
+        "m.content | e",
+        "m.content | replace('</', '')",
+    ],
 )
 @pytest.mark.parametrize("text", ["a < b", "<|im_end|> x", "> hi <", "<think>x</think> y <", "x &'\"", "</"])
 def test_a_template_may_replace_characters_of_control_tokens(written: str, text: str) -> None:

@@ -283,3 +283,29 @@ def test_the_end_is_trained_where_it_is_the_padding_too() -> None:
     batch = padded(samples, pad_id=end.id, vocab_size=renderer.tokenizer.vocab_size)
     assert (batch.labels == end.id).sum() == 3
     assert np.isnan(batch.logprobs[batch.loss_mask]).all()
+
+
+THOUGHTS = ("<think>\nA thoughtword.\n</think>\n\nA finalword.", "<think>A thoughtword.</think>A finalword.")
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("content", THOUGHTS)
+def test_reasoning_within_the_content_is_encoded_as_transformers_does(content: str) -> None:
+    renderer = load_renderer(QWEN3)
+    messages = [QUESTION, {"role": "assistant", "content": content}, NEXT, {"role": "assistant", "content": content}]
+    sample = sft_sample(renderer, messages, setup_for(renderer, tools=()), name="a")
+    expected = PreTrainedTokenizerFast(
+        tokenizer_file=str(model_path(QWEN3).parents[1] / "tokenizer.json")
+    ).apply_chat_template(messages, chat_template=renderer.template.source, return_dict=False)
+    assert sample.token_ids.tolist() == expected
+    trained = renderer.tokenizer.decode(sample.token_ids[sample.loss_mask].tolist())
+    assert trained.endswith("<think>\nA thoughtword.\n</think>\n\nA finalword.<|im_end|>")
+
+
+@pytest.mark.parametrize("content", ["see </think> there <think>", "<tool_call>{}</tool_call>", "a<|im_end|>b"])
+def test_other_control_tokens_of_the_assistant_are_refused(content: str) -> None:
+    renderer = load_renderer(QWEN3)
+    with pytest.raises(TemplateRefused, match=r"content of message 1 spells the control token '<"):
+        sft_sample(
+            renderer, [QUESTION, {"role": "assistant", "content": content}], setup_for(renderer, tools=()), name="a"
+        )

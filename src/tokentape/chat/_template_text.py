@@ -101,6 +101,12 @@ class TemplateText:
         """Return the marked text of a conversation. `generate` adds the generation prompt. Used by certificates."""
         return self._accepted(messages, setup, generate=generate)[1]
 
+    def render_text_trusting(self, messages: Sequence[Message], setup: Setup) -> str:
+        """Return the marked text of a conversation where control tokens spelled by the assistant are control tokens."""
+        plain = [plain_message(message) for message in messages]
+        escaped = [entry if entry["role"] == "assistant" else self._escaper.escape_all(entry) for entry in plain]
+        return self._render(escaped, setup, generate=False)
+
     def render_text_with_provenance(
         self, messages: Sequence[Message], setup: Setup, *, generate: bool
     ) -> tuple[str, Codes]:

@@ -25,7 +25,7 @@ from tokentape._session.verdict import NOT_KNOWN
 from tokentape.chat._call_syntax import common_prefix
 from tokentape.chat._caller_text import SENTINELS, provenance_of_tokens
 from tokentape.chat._renderer import Renderer
-from tokentape.chat._template import ChatTemplate
+from tokentape.chat._template import REASONING_FIELDS, ChatTemplate
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway._wire.shared_fields import tool_arguments
@@ -79,6 +79,8 @@ def sft_sample(
     `logprobs` are NaN for trained tokens. With `marks` False, `{% generation %}` is ignored: some templates mark text
     in their generation prompt, or the line break after a turn, which a model does not sample.
 
+    Control tokens in the content of an assistant message, such as `<think>`, must be reasoning that the template reads.
+
     No ids are added: if a template writes nothing after the last turn (GLM), no end of turn is trained.
 
     Raises `TemplateRefused` if the template refuses the conversation, or if the assistant's text can't be found in its
@@ -89,6 +91,7 @@ def sft_sample(
     chosen = _chosen(messages, select)
     if renderer.is_external:
         raise InvalidRequest("an overriding renderer can't tell which ids to train: use the template's own", "renderer")
+    messages = _with_reasoning_apart(renderer, messages, setup)
     rendered = _rendered(renderer, messages, setup, generate=False)
     marked = _marked_by_template(rendered) if marks else None
     turn_spans = marked if marked is not None else find_spans(rendered, chosen)
@@ -161,6 +164,36 @@ def _with_objects(message: Message) -> Message:
         if "arguments" in call["function"]:
             call["function"]["arguments"] = tool_arguments(call["function"]["arguments"], "messages")
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _with_reasoning_apart(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> Sequence[Message]:
+    """Return the messages with reasoning that is written in the content, as `<think>...</think>`, in its own field.
+
+    Raises `TemplateRefused` if transformers renders control tokens that the assistant's content spells differently.
+    """
+    tokenizer, form = renderer.tokenizer, renderer.format(setup).reasoning
+    spelled = [
+        (n, match[0])
+        for n in _speakers(messages)
+        if isinstance(content := messages[n].get("content"), str)
+        and (match := tokenizer.control_pattern.search(content)) is not None
+    ]
+    if not spelled:
+        return messages
+    apart = list(messages)
+    opening, closing = (tokenizer.spell_marks(s).strip() for s in (form.open, form.close)) if form else ("", "\0")
+    for n, _ in spelled:
+        before, close, after = messages[n]["content"].partition(closing)
+        if close and not any(messages[n].get(field) for field in REASONING_FIELDS):
+            thought = before.lstrip().removeprefix(opening).strip("\n")
+            apart[n] = {**messages[n], "reasoning_content": thought, "content": after.lstrip("\n")}
+    if renderer.render_text(apart, setup, generate=False) != renderer.render_text_trusting(messages, setup):
+        n, token = spelled[0]
+        raise TemplateRefused(
+            f"the content of message {n} spells the control token {token!r}, which transformers would encode as such. "
+            "Send reasoning as `reasoning_content` and calls as `tool_calls`, or remove the token."
+        )
+    return apart
 
 
 def _speakers(messages: Sequence[Message]) -> list[int]:
