@@ -44,7 +44,9 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
             .replace("path/to/data", str(tmp_path / "data"))
         )
         done = CliRunner().invoke(app, shlex.split(command))
-        told = f"model: {model_dir}, the last that {tmp_path / 'data'} was recorded with\n" if name == "served" else ""
+        told = (
+            f"model: {model_dir}, the one that {tmp_path / 'data'} was last recorded with\n" if name == "served" else ""
+        )
         assert (done.exit_code, done.stderr) == (0, told)
         if name == "model":
             (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
