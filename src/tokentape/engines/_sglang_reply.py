@@ -116,8 +116,8 @@ class SglangReply(EngineReply):
         reported = [token_id for _, token_id, _ in entries[begin:end]]
         if ids[begin:end] != reported or (meta.finish_reason is not None and len(entries) > end > begin):
             raise EngineContractError(
-                f"the engine returned {len(ids) - begin} new ids, but log-probabilities of {len(entries) - begin} ids, "
-                "or of other ids; expected log-probabilities of the new ids"
+                f"the engine returned {len(ids) - begin} new ids, and log-probabilities of {len(entries) - begin} ids; "
+                "expected the same ids in both"
             )
         top = [
             [(token_id, logprob) for logprob, token_id, _ in row or ()]
