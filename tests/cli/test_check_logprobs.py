@@ -159,4 +159,4 @@ def test_a_logprob_above_zero_is_a_finding(run: Run, recorded: list[Trajectory],
     batch.write_text(json.dumps({"session_id": "s", "leaf": recorded[0].leaf, "trainer_logprobs": logprobs}))
     loose = ("--max-mean", 9, "--max-k3", 9)
     done = run("check-logprobs", export, "--batch", batch, *loose)
-    assert (done.exit_code, done.stderr) == (1, "numeric: 1 logprobs are above 0, which no probability has\n")
+    assert (done.exit_code, done.stderr) == (1, "numeric: 1 logprobs are above 0, so they are not log-probabilities\n")

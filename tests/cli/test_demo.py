@@ -26,7 +26,7 @@ def test_a_directory_in_use_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("demo", "--out", tmp_path)
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.endswith(f"error: {tmp_path} is not empty; name a new directory\n")
+    assert done.stderr.endswith(f"error: {tmp_path} is not empty: choose a new directory\n")
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:

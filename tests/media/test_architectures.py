@@ -136,5 +136,5 @@ def test_placeholder_ids_are_never_sampled_and_never_taken_without_an_image(
 
     assert processor.placeholder_id not in asyncio.run(top([5, 6]))
     for prompt, given in ((ids, []), (ids[:-4] + ids[-3:], media), ([5, 6, 7] * 9, media)):
-        with pytest.raises(InvalidRequest, match="stand for parts of images"):
+        with pytest.raises(InvalidRequest, match="image placeholder ids, its media cover"):
             asyncio.run(sampled(vision_engine, prompt, given))

@@ -230,7 +230,8 @@ def test_padding_of_a_trainer_s_own_is_said_to_be_that() -> None:
     golden = BY_NAME["exact"]
     first, *others = right(golden)
     (found, *_) = findings(golden, [Row([*first.token_ids, 0, 0], [*first.weights, 0, 0]), *others])
-    assert found.text.endswith(f"after {len(first.token_ids)} tokens, only 0: pad with PAD of golden")
+    advice = "only id 0; if that pads, use golden.PAD"
+    assert found.text.endswith(f"after the first {len(first.token_ids)} tokens, {advice}")
 
 
 def test_weights_that_are_all_below_zero_are_not_alike() -> None:
@@ -335,7 +336,7 @@ def test_the_command_prints_a_table_and_exits_with_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([f"{__name__}:of_samples"]) == 1
-    assert "those of 1, sampled at 1.4" in capsys.readouterr().out
+    assert "logprobs of 1, but was sampled at 1.4" in capsys.readouterr().out
     monkeypatch.setattr(kit, "GOLDEN", GOLDEN[:2])
     assert main([f"{__name__}:of_samples"]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == [f"{'exact':34}held", f"{'forked':34}held"]

@@ -133,14 +133,14 @@ def test_a_chunk_mask_takes_spans_whose_tokens_are_all_trained_and_few_enough() 
 
 
 def test_other_bytes_are_refused_with_their_offset() -> None:
-    with pytest.raises(InvalidRequest, match="offset 2 on"):
+    with pytest.raises(InvalidRequest, match="from byte 2 on"):
         align([b"abc"], [b"ab", b"d"])
-    with pytest.raises(InvalidRequest, match="offset 3 on"):
+    with pytest.raises(InvalidRequest, match="byte 3 on"):
         align([b"abc"], [b"abcd"])
 
 
 def test_values_for_other_tokens_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="one per token"):
+    with pytest.raises(InvalidRequest, match="one value per token"):
         align([b"ab"], [b"a", b"b"]).left_sums([1.0, 2.0])
 
 

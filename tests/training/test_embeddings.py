@@ -38,7 +38,7 @@ def test_the_mean_is_over_the_old_tokens_of_the_text(model_dir: Path) -> None:
 
 
 def test_an_empty_text_is_refused(model_dir: Path) -> None:
-    with pytest.raises(InvalidRequest, match="empty text"):
+    with pytest.raises(InvalidRequest, match="new token is empty"):
         pieces_of(Tokenizer.load(model_dir), [""])
 
 
@@ -89,13 +89,13 @@ def test_old_rows_stay_bit_for_bit_and_padding_is_zero(training: TrainingTokeniz
 
 def test_rows_that_do_not_fit_the_blocks_are_refused(training: TrainingTokenizer) -> None:
     old = np.zeros((4000, 8), np.float32)
-    with pytest.raises(InvalidRequest, match="found none"):
+    with pytest.raises(InvalidRequest, match="but `rows` has none"):
         enlarged(old, training, {})
-    with pytest.raises(InvalidRequest, match=r"expected shape \(2, 8\)"):
+    with pytest.raises(InvalidRequest, match=r"must have shape \(2, 8\)"):
         enlarged(old, training, {"item": old[:3]})
-    with pytest.raises(InvalidRequest, match="no block named other"):
+    with pytest.raises(InvalidRequest, match="unknown blocks: other"):
         enlarged(old, training, {"item": old[:2], "other": old[:2]})
-    with pytest.raises(InvalidRequest, match="more than the 4032"):
+    with pytest.raises(InvalidRequest, match="tokenizer only 4032"):
         enlarged(np.zeros((5000, 8), np.float32), training, {"item": old[:2]})
 
 

@@ -129,7 +129,7 @@ def test_limits_that_can_not_be_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_logprobs_of_other_shapes_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"shape \(\), the recorded ones \(2,\)"):
+    with pytest.raises(InvalidRequest, match=r"shape \(\), recorded logprobs \(2,\)"):
         StopRule(log_ratio=1.0).add_logprobs(-1.0, [-1.0, -2.0])
 
 

@@ -83,7 +83,7 @@ def test_a_batch_never_has_supports_beside_logprobs_over_the_vocabulary(collate:
 
 def test_a_support_that_was_too_large_is_not_taken_for_the_vocabulary() -> None:
     rows = np.array([pack([1, 2], 9), pack([1, 2], 1)], object)
-    with pytest.raises(InvalidRequest, match="only its size is recorded"):
+    with pytest.raises(InvalidRequest, match="only the size of a support is recorded"):
         renormalized_logprobs(torch.zeros(2, 5), torch.tensor([1, 1]), rows)
 
 

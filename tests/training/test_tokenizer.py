@@ -52,9 +52,9 @@ def test_any_text_has_its_old_ids(model_dir: Path, training: TrainingTokenizer, 
 
 
 def test_the_padding_token_is_never_an_end_of_sequence_unless_said(model_dir: Path) -> None:
-    with pytest.raises(InvalidRequest, match="ends sequences too"):
+    with pytest.raises(InvalidRequest, match="is also an end-of-sequence token"):
         TrainingTokenizer.load(model_dir)
-    with pytest.raises(InvalidRequest, match="ends sequences too"):
+    with pytest.raises(InvalidRequest, match="is also an end-of-sequence token"):
         TrainingTokenizer.load(model_dir, pad="<|im_end|>")
     assert TrainingTokenizer.load(model_dir, pad_is_eos=True).pad_token == "<|endoftext|>"
 
@@ -66,7 +66,7 @@ def test_an_existing_token_can_be_the_padding_token_and_nothing_is_added(model_d
 
 
 def test_a_tokenizer_without_padding_token_asks_for_one() -> None:
-    with pytest.raises(InvalidRequest, match="names no padding token"):
+    with pytest.raises(InvalidRequest, match="has no padding token"):
         TrainingTokenizer.load(SMALL / "llama3")
 
 
@@ -80,12 +80,12 @@ def test_ids_of_padding_rows_are_refused_with_their_place(training: TrainingToke
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
-        (["<|im_end|>"], "in the vocabulary already"),
-        (["Hello"], "in the vocabulary already"),
-        (["<|im_end|><|x|>"], "holds another control token"),
-        (["two words"], "spelled as words are"),
+        (["<|im_end|>"], "is already in the vocabulary"),
+        (["Hello"], "is already in the vocabulary"),
+        (["<|im_end|><|x|>"], "contains a control token"),
+        (["two words"], "looks like a word"),
         (["<|a|>", "<|a|>"], "twice"),
-        ([], "empty"),
+        ([], "at least one token"),
     ],
 )
 def test_a_token_that_would_change_old_text_is_refused(
@@ -98,7 +98,7 @@ def test_a_token_that_would_change_old_text_is_refused(
 def test_a_block_can_not_be_given_other_tokens(training: TrainingTokenizer) -> None:
     with pytest.raises(InvalidRequest, match="other tokens"):
         training.with_block("item", ["<|a|>"])
-    with pytest.raises(InvalidRequest, match="there are: pad, item"):
+    with pytest.raises(InvalidRequest, match="the blocks are: pad, item"):
         training.block("nothing")
 
 

@@ -144,7 +144,7 @@ def test_turns_that_are_context_do_not_count() -> None:
 
 def test_samples_of_one_batch_are_of_one_temperature() -> None:
     samples = [alike("processed"), alike("processed", temperature=0.6)]
-    with pytest.raises(InvalidRequest, match="SkyRL divides by one temperature"):
+    with pytest.raises(InvalidRequest, match="SkyRL divides logits by one temperature"):
         exports.skyrl_generator_output(samples)
     assert exports.verl_data_proto(samples[1:], pad_id=0, vocab_size=99)["meta_info"] == {"temperature": 0.6}
 

@@ -131,7 +131,7 @@ def one_sample(client: Client) -> Sample:
 
 
 def test_a_group_of_one_is_refused(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match="1 generations of 1 rows"):
+    with pytest.raises(InvalidRequest, match="num_generations is 1 and the dataset has 1 rows"):
         GatewayWorker(client, Sometimes(), [{}], num_generations=1)
 
 

@@ -95,7 +95,7 @@ def test_an_environment_is_chosen_by_the_row_and_not_told_of_it(session: ClientS
 
 
 def test_an_environment_without_reset_is_refused(session: ClientSession) -> None:
-    with pytest.raises(InvalidRequest, match="dict has no method reset"):
+    with pytest.raises(InvalidRequest, match="dict has no method `reset`"):
         run(EnvironmentAgent(dict), session, ROW)
 
 

@@ -117,7 +117,7 @@ def branching(session: ClientSession, row: Row) -> float:
 
 
 def test_several_branches_are_refused_unless_it_is_said_which_one_is_trained(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match=r"has 2 branches, and TRL takes one sequence per rollout.*branches="):
+    with pytest.raises(InvalidRequest, match=r"has 2 branches, but TRL takes one sequence per rollout.*branches="):
         GatewayRollouts(client, branching)(["a"], trainer())
     longest = GatewayRollouts(client, branching, branches="longest")(["a"], trainer())
     assert sum(longest["env_mask"][0]) == 8
@@ -172,12 +172,13 @@ def test_a_temperature_that_recorded_logprobs_know_nothing_of_is_refused(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "engine", lambda: SimpleNamespace(engine="vllm 0.32.0 raw_logprobs generate"))
-    with pytest.raises(InvalidRequest, match=r"temperature 1 only, and the trainer's is 0\.7: .*processed_logprobs"):
+    message = r"temperature 1 only, but the trainer's temperature is 0\.7: .*processed_logprobs"
+    with pytest.raises(InvalidRequest, match=message):
         GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
 
 
 def test_agents_that_sample_at_another_temperature_than_the_trainer_s_are_refused(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match=r"sampled at temperature 1, TRL divides logits by 0\.7"):
+    with pytest.raises(InvalidRequest, match=r"sampled at temperature 1, but TRL divides logits by 0\.7"):
         GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
 
 
@@ -231,7 +232,7 @@ def test_a_column_that_is_no_json_can_be_left_behind() -> None:
     from datasets import Dataset
 
     rows = Dataset.from_dict({"answer": [3], "blob": [b"\x00"]})
-    with pytest.raises(InvalidRequest, match=r"can't be carried.*name the columns"):
+    with pytest.raises(InvalidRequest, match=r"can't be written as JSON.*Pass `columns`"):
         carry_rows(rows)
     (row,) = carry_rows(rows, ["answer"])
     assert row_of(row["prompt"])["answer"] == 3

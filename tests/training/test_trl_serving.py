@@ -102,7 +102,7 @@ def test_a_call_under_way_is_waited_for_or_goes_on_under_new_weights(policy: Pol
         reply.raise_for_status()
         arriving = reply.iter_lines()
         next(arriving)
-        with pytest.raises(EngineUnavailable, match="still under way after 0 s; the weights were not changed"):
+        with pytest.raises(EngineUnavailable, match="still in flight after 0 s, so the weights were not changed"):
             policy.push(changed, "refused", wait=0.0)
         policy.push(changed, "new", wait=None)
         list(arriving)

@@ -39,6 +39,6 @@ def check_turn(turn: Turn, parent_context: TokenIds, prompt: TokenIds) -> None:
     if (prompt[before:] != turn.added_ids).any():
         raise InvariantViolation(f"{where}: the prompt does not end with the recorded bridge")
     if len(turn.added_provenance) != len(turn.added_ids):
-        raise InvariantViolation(f"{where}: {len(turn.added_ids)} ids, {len(turn.added_provenance)} provenance codes")
+        raise InvariantViolation(f"{where}: {len(turn.added_provenance)} codes for {len(turn.added_ids)} added ids")
     if (turn.added_provenance == Provenance.SAMPLED).any():
         raise InvariantViolation(f"{where}: a token that was not sampled here is recorded as sampled")

@@ -70,7 +70,7 @@ _Counts = dict[tuple[str, str], "np.ndarray[Any, Any]"]
 
 
 def read_corpus(paths: Iterable[str | Path], most_lines: int | None = None) -> Iterator[Line]:
-    """Yield the lines of text files, named by their language (`de.txt`), and of JSON lines files.
+    """Yield the lines of text files and JSON lines files. A text file's name is its language (`de.txt`).
 
     A JSON line is an object with `text`, and optionally `language` or `lang` (default: the file's name). A path to a
     folder reads all its files. Empty lines are skipped. At most `most_lines` lines of each file are read.

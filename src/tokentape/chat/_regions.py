@@ -208,7 +208,6 @@ class RegionScanner:
             self._add_text(end)
 
     def _is_blank(self, end: int) -> bool:
-        """Return whether the region has only white space up to `end`."""
         start = self._reader.position
         return self._blank and end - start <= _MOST_BLANK and not self._reader.text[start:end].strip()
 
@@ -225,7 +224,6 @@ class RegionScanner:
         return end
 
     def _add_text(self, end: int) -> None:
-        """Add the text up to `end` to the current region."""
         reader = self._reader
         while self._skip and reader.position < end and reader.text[reader.position].isspace():
             reader.take(reader.position + 1)
@@ -269,7 +267,6 @@ def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
 
 
 def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, list[_Delimiter]]:
-    """Return the delimiters that end each region."""
     space = form.calls.space_before if form.calls is not None else 0
     triggers = [_Delimiter(core, "call", space) for core in calls.triggers] if calls is not None else []
     if calls is not None and calls.bare:

@@ -120,7 +120,6 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
 
 
 def _last_mark(text: str, start: int, end: int) -> int:
-    """Return the position of the last mark in `text[start:end]`."""
     return max(match.start() for match in MARK.finditer(text, start, end))
 
 

@@ -270,7 +270,6 @@ class TemplateText:
         return self._render(plain, setup, generate=generate)
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        """Return the marked text of escaped messages."""
         escaped = self._escaped.get(setup.key)
         if escaped is None:
             escaped = self._escaper.escape_all(setup.tools), self._escaper.escape_kwargs(setup.template_kwargs)

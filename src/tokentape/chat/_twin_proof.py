@@ -70,7 +70,7 @@ def _key(tokenizer: Tokenizer) -> str:
 def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference | None:
     """Return the first text that the twin and the tokenizer encode differently; None if they agree on all texts.
 
-    `cuts` is the number of concatenations of two or three entries, tried whole and cut.
+    `cuts` is the number of concatenations of two or three vocabulary entries to try, each whole and cut off.
     """
     for texts in _batches(proof_texts(tokenizer, cuts)):
         expected = tokenizer.encode_plain_batch(texts)

@@ -93,7 +93,6 @@ class _Commands(TyperGroup):
 
 @cache
 def _loaded(name: str) -> Any:
-    """Import a command's module and return the command."""
     function = name.replace("-", "_")
     command = getattr(import_module(f"tokentape.cli.{function}"), function)
     if not isinstance(command, typer.Typer):

@@ -298,5 +298,5 @@ async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int
     check_completion(np.array(ids, np.int32), np.array(logprobs, np.float32), engine.info.vocab_size)
     best = [pairs[0][1] for delta in deltas for pairs in delta.top_logprobs if pairs]
     if best and (len(best) != len(ids) or np.abs(np.array(best) - np.array(logprobs)).max() > _ROUNDING):
-        raise EngineContractError("by the engine's own logprobs, greedy sampling did not choose the likeliest tokens")
+        raise EngineContractError("greedy sampling did not choose the tokens with the highest reported logprobs")
     return ids, logprobs

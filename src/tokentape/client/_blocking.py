@@ -71,8 +71,8 @@ class Client:
         """Create a session, with a random id by default, or continue an existing session.
 
         `pin` are sampling parameters that no call in the session can change, for example {"temperature": 1.0};
-        `default` are parameters for calls that don't set them. Passing anything but the id of an existing session
-        raises `Conflict`. A mistyped id creates a new, empty session; `sessions` lists the existing ones.
+        `default` are parameters for calls that don't set them. To continue a session, pass only its id: with further
+        arguments, an existing session raises `Conflict`. A mistyped id creates a new, empty session.
         """
         created_id = self._send(calls.create_session(session_id, metadata, pin, default))
         session = ClientSession(self, created_id or str(session_id))

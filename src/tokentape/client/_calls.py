@@ -125,7 +125,6 @@ def _answer_lost(failure: httpx2.RequestError | httpx2.Response) -> bool:
 
 
 def _retry_after(response: httpx2.Response) -> float | None:
-    """Return the seconds in the response's `Retry-After`, or None."""
     text = response.headers.get("retry-after", "")
     return float(text) if re.fullmatch(r"\d{1,9}(\.\d*)?", text) else None
 

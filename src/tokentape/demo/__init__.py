@@ -1,4 +1,4 @@
-"""The demo: a tiny model that calls tools, tasks for it, an agent, and a report on the record."""
+"""The demo: a tiny model that calls tools, tasks, an agent, and a report on the recorded run."""
 
 from pathlib import Path
 

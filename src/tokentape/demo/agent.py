@@ -1,4 +1,4 @@
-"""A tool-using agent for the OpenAI API. It does not depend on Tokentape."""
+"""A tool-calling agent that uses the OpenAI client and does not depend on Tokentape."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from openai.types.chat import ChatCompletionChunk
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool
 
 MAX_CALLS = 8
-"""Largest number of model calls per question. A model that still calls tools then will not finish."""
+"""Maximum number of model calls per question. A model that needs more will probably never answer."""
 
 MAX_TOKENS = 160
-"""Sampled tokens per model call, several times as many as the longest correct reply needs."""
+"""Maximum number of sampled tokens per model call. The longest correct reply needs far fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of an agent, and its result."""
+    """The messages of an agent's conversation, and the result."""
 
     messages: Sequence[Mapping[str, Any]]
     model_calls: int
@@ -29,7 +29,7 @@ class Conversation:
 
 
 async def solve(client: AsyncOpenAI, task: Task, *, temperature: float, seed: int, stream: bool) -> Conversation:
-    """Ask the questions of `task` in order, and run the tools that the model calls."""
+    """Send the questions of `task` to the model in order, and run the tools that it calls."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM_PROMPT}]
     model_calls = 0
     text = ""
@@ -63,15 +63,14 @@ async def _complete(
 
 
 async def _assembled(chunks: AsyncIterable[ChatCompletionChunk]) -> dict[str, Any]:
-    """Return the message that a stream's deltas add up to."""
     text = ""
     calls: dict[int, dict[str, Any]] = {}
     async for chunk in chunks:
         for choice in chunk.choices:
             text += choice.delta.content or ""
             for part in choice.delta.tool_calls or ():
-                begun = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-                call = calls.setdefault(part.index, begun)
+                empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+                call = calls.setdefault(part.index, empty)
                 call["id"] += part.id or ""
                 if part.function is not None:
                     call["function"]["name"] += part.function.name or ""

@@ -1,4 +1,4 @@
-"""Compute the results of a demo run from its record, its file and the engine's log, and print them. Needs no torch."""
+"""Compute and print the results of a demo run from its record and the engine's log. Needs no torch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tokentape.store._served_model import ServedModel, write_served_model
 from tokentape.types import Trajectory
 
 RECORDED = Path(__file__).parent / "recorded"
-"""A run by `scripts/record_demo.py`: its database, and hashes of the calls in the engine's log."""
+"""A run that `scripts/record_demo.py` recorded: the database, and digests of the calls in the engine's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sessions with one temperature."""
+    """Counts for the sessions that sampled at one temperature."""
 
     temperature: float
     sessions: int
@@ -51,16 +51,16 @@ class Group:
     changed_tokens: int
     trajectories: int
     retokenized_trajectories: int
-    """Trajectories with text that encodes to other ids."""
+    """Trajectories that change when they are decoded and encoded again."""
     rerendered_trajectories: int
-    """Trajectories with messages that render to other ids, also because templates rewrite history."""
+    """Trajectories that change when their messages are rendered again, for example because templates drop reasoning."""
     example: Example | None
-    """A changed word if there is one, else the change with the most ids."""
+    """A change that only affects a word if there is one, otherwise the change of the most ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The results of a run, computed from the record, the file and the engine's log."""
+    """The results of a demo run, computed from the record and the engine's log."""
 
     directory: Path
     trajectories_file: Path
@@ -70,34 +70,34 @@ class DemoReport:
     """All added and sampled tokens, each counted once."""
     trajectories: int
     turns_unlike_engine: int
-    """Turns in the file that differ from all calls in the engine's log."""
+    """Recorded turns that equal no call in the engine's log."""
     findings: int
-    """Findings of `verify`."""
+    """Number of findings of `verify`."""
     seconds: float
-    """From the first request to the last reply."""
+    """Time from the first request to the last reply."""
 
     @property
     def exact(self) -> bool:
-        """True if the record has exactly what was sampled."""
+        """Whether the record contains exactly what the engine sampled."""
         return not self.turns_unlike_engine and not self.findings
 
 
 def new_directory() -> Path:
-    """Return a new directory under runs/demo, named after the time."""
+    """Return the path of a new directory under runs/demo, named after the current time."""
     return Path("runs/demo") / time.strftime("%Y%m%d-%H%M%S")
 
 
 def refuse_used(directory: Path) -> None:
-    """Raise `Conflict` if the directory holds anything."""
+    """Raise `Conflict` if the directory is not empty."""
     if directory.exists() and any(directory.iterdir()):
-        raise Conflict(f"{directory} is not empty; name a new directory")
+        raise Conflict(f"{directory} is not empty: choose a new directory")
 
 
 def replay(directory: Path) -> DemoReport:
-    """Copy the recorded run to `directory`, and examine it like a new one. Raises `Conflict`."""
+    """Copy the shipped run to `directory`, and examine it. Raises `Conflict` if the directory is not empty."""
     refuse_used(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # Not the permissions, because the installed file may be read-only.
+    # `copyfile` does not copy permissions: the installed file may be read-only.
     shutil.copyfile(RECORDED / "tokentape.db", directory / "tokentape.db")
     renderer = Renderer.load(MODEL)
     write_served_model(directory, ServedModel(str(MODEL), renderer.tokenizer.sha256, renderer.fingerprint))
@@ -106,7 +106,7 @@ def replay(directory: Path) -> DemoReport:
 
 
 def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: float) -> DemoReport:
-    """Write the trajectories of a run to a file, and report on the record. `calls` are digests of the engine's log."""
+    """Write the trajectories of a run to a file, and return a report. `calls` has digests of the engine's calls."""
     file = directory / "trajectories.jsonl"
     with SqliteStore.open(directory, read_only=True) as record:
         sessions = sorted(record.iter_sessions(), key=lambda session: session.info.session_id)
@@ -129,7 +129,7 @@ def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: 
 
 
 def group_of(renderer: Renderer, temperature: float, sessions: list[StoredSession]) -> Group:
-    """Retokenize every completion, render every branch again, and compare with the recorded ids."""
+    """Retokenize every completion, render every branch again, and compare the results with the recorded ids."""
     tokenizer = renderer.tokenizer
     drift = measure_drift((row for session in sessions for row in session_rows(session)), tokenizer)
     branches = [(session, trajectory) for session in sessions for trajectory in session.trajectories()]
@@ -162,10 +162,10 @@ def _comes_back(renderer: Renderer, session: StoredSession, trajectory: Trajecto
 
 
 def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]) -> int:
-    """Count the recorded turns with another prompt, ids or logprobs than every call in the engine's log.
+    """Count the recorded turns that equal no call in the engine's log in prompt, sampled ids and logprobs.
 
-    `calls` has the `call_digest` of each call. The prompt of a turn is its whole trajectory before its first sampled
-    token. So 0 also means that every context is the context before it + the completion + the bridge.
+    `calls` has the `call_digest` of each call. The prompt of a turn is its trajectory up to its first sampled token. So
+    the result 0 also proves that every context is the previous context + the completion + the bridge.
     """
     recorded: dict[tuple[str, int], str] = {}
     for trajectory in trajectories:
@@ -184,7 +184,7 @@ def call_digest(prompt_ids: Any, token_ids: Any, logprobs: Any) -> str:
 
 
 def print_report(report: DemoReport, console: Console | None = None) -> None:
-    """Print the run, the effect of retokenizing, the exactness of the record, and commands to look further."""
+    """Print the results of the run, and commands that show more."""
     # Prefer an example at temperature 1, where spellings vary most.
     example = next((group.example for group in reversed(report.groups) if group.example), None)
     console = console or Console(highlight=False)

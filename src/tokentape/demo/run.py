@@ -1,4 +1,4 @@
-"""Run the demo: gateway, embedded engine, agents, record and report on one machine."""
+"""Run the demo: a gateway with the embedded engine, agents, and a report on what was recorded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tokentape.gateway._serving import serving
 
 
 def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> DemoReport:
-    """Run `sessions` agents at once on the shipped model, record them in `directory`, and examine the record.
+    """Run `sessions` agents at once on the shipped model, record them in `directory`, and return a report.
 
-    Half of them sample greedily, the others at temperature 1; every second one streams. `progress` is called with a
-    line about each step. Raises `Conflict` if the directory is not empty.
+    Half of the agents sample greedily, the others at temperature 1. Every second agent streams. `progress` gets a line
+    of text about each step. Raises `Conflict` if the directory is not empty.
     """
     refuse_used(directory)
     progress("loading the model")
@@ -36,7 +36,7 @@ def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str]
         started = time.monotonic()
         asyncio.run(_run_all(base_url, tasks, seed, progress))
         seconds = time.monotonic() - started
-    progress("looking at the record")
+    progress("examining the record")
     calls = [call_digest(call.prompt_ids, call.token_ids, call.logprobs) for call in log]
     return examine(directory, renderer, calls, seconds)
 
@@ -56,11 +56,11 @@ async def _run_all(base_url: str, tasks: list[Task], seed: int, progress: Callab
 
         async def run(number: int, task: Task) -> None:
             nonlocal done
-            how: dict[str, Any] = {"temperature": 0.0 if 2 * number < len(tasks) else 1.0, "stream": number % 2 == 1}
-            session = await client.session(f"demo-{number:02}", {"prompts": task.prompts, **how})
+            mode: dict[str, Any] = {"temperature": 0.0 if 2 * number < len(tasks) else 1.0, "stream": number % 2 == 1}
+            session = await client.session(f"demo-{number:02}", {"prompts": task.prompts, **mode})
             async with AsyncOpenAI(base_url=session.base_url, api_key="none") as openai:
-                talk = await solve(openai, task, seed=(seed * len(tasks) + number) * 1000, **how)
-            await session.reward(float(is_solved(task, talk.final_text)))
+                conversation = await solve(openai, task, seed=(seed * len(tasks) + number) * 1000, **mode)
+            await session.reward(float(is_solved(task, conversation.final_text)))
             done += 1
             progress(f"{done} of {len(tasks)} sessions done")
 

@@ -1,4 +1,4 @@
-"""Seeded shop questions that need tools, and the tools. The tiny model was trained on them.
+"""Seeded questions in a shop, and the tools to answer them. The demo's model was trained on them.
 
 Every task has its own price list, so a model can't memorize answers; it has to look up prices and calculate.
 
@@ -35,7 +35,7 @@ GREETINGS = tuple(_DATA["greetings"])
 
 _Form: TypeAlias = tuple[int, int, bool, str]
 PHRASINGS: Mapping[_Form, tuple[str, ...]] = {tuple(form): tuple(texts) for *form, texts in _DATA["phrasings"]}
-"""Phrasings by number of items, number of numbers, if it refers to the answer before, and operator."""
+"""Phrasings by form: number of items, number of numbers, whether the previous answer is an operand, operator."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -61,26 +61,26 @@ class Question:
 
     @property
     def subject(self) -> tuple[object, ...]:
-        """The question independent of its phrasing and order; for a greeting its text."""
+        """What the question asks for, independent of phrasing and operand order; for a greeting, the text."""
         if self.name:
             return (self.prompt,)
         return sorted(self.items), sorted(self.numbers), self.continues, self.operator
 
-    def operands(self, prices: Mapping[str, int], before: int) -> tuple[int, ...]:
+    def operands(self, prices: Mapping[str, int], previous: int) -> tuple[int, ...]:
         """Return the operands, given the price list and the previous answer."""
-        return (*((before,) if self.continues else ()), *(prices[item] for item in self.items), *self.numbers)
+        return (*((previous,) if self.continues else ()), *(prices[item] for item in self.items), *self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The questions of a user in a session, and the shop's prices."""
+    """The questions of a session, and the shop's prices."""
 
     questions: tuple[Question, ...]
     prices: Mapping[str, int] = field(hash=False, repr=False)
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The user messages in order. Each is sent after the reply to the one before."""
+        """The user messages in order. Each message is sent after the reply to the previous message."""
         return tuple(question.prompt for question in self.questions)
 
     @property
@@ -107,7 +107,7 @@ def calculate(expression: str) -> int:
     >>> calculate("12+37")
     49
     """
-    # A limit for the cost of a sampled expression.
+    # Limit the cost: the model may sample any expression.
     if len(expression) > 40:
         raise ValueError("expression too long")
     try:
@@ -148,7 +148,7 @@ def call_tool(task: Task, name: str, arguments: str) -> str:
 
 
 def is_solved(task: Task, final_text: str) -> bool:
-    """Return whether the last reply gives the answer: its last number, or the name that it greets.
+    """Return whether the last number in the last reply is the answer, or for a greeting, whether the name is in it.
 
     >>> is_solved(Task((Question("2+3?", numbers=(2, 3), operator="+"),), {}), "That makes 5.")
     True
@@ -161,8 +161,8 @@ def is_solved(task: Task, final_text: str) -> bool:
 def sample_tasks(seed: int, n: int, split: Split = "train") -> list[Task]:
     """Draw `n` tasks, the same for the same arguments.
 
-    A question of a "heldout" task never occurs in a "train" task, in any phrasing: the hash of `Question.subject`
-    decides its split.
+    A question of a "heldout" task never occurs in a "train" task, not even in another phrasing, because the split
+    depends on the hash of `Question.subject`.
     """
     rng = random.Random(f"{split} {seed}")
     return [_sample_task(rng, split) for _ in range(n)]
@@ -189,18 +189,18 @@ def _sample_task(rng: random.Random, split: Split) -> Task:
     return Task(tuple(questions), prices)
 
 
-def _sample_question(rng: random.Random, prices: Mapping[str, int], before: int | None) -> Question:
+def _sample_question(rng: random.Random, prices: Mapping[str, int], previous: int | None) -> Question:
     if rng.random() < 0.08:
         name = rng.choice(NAMES)
         return Question(rng.choice(GREETINGS).format(name=name), name=name)
-    forms = [form for form in PHRASINGS if before is not None or not form[2]]
+    forms = [form for form in PHRASINGS if previous is not None or not form[2]]
     item_count, number_count, continues, op = form = rng.choice(forms)
     items = tuple(rng.sample(ITEMS, item_count))
     numbers = tuple(rng.randint(2, 12 if op == "*" else 99) for _ in range(number_count))
     question = Question("", items, numbers, continues, op)
     if op == "-":
         # Avoid negative answers: swap the operands if possible, otherwise subtract less.
-        first, second = question.operands(prices, before or 0)
+        first, second = question.operands(prices, previous or 0)
         if first < second and item_count == 2:
             items = items[::-1]
         elif first < second:

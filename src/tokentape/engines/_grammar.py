@@ -165,5 +165,4 @@ def lark(form: Mapping[str, Any]) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Return text as a Lark string."""
     return json.dumps(value, ensure_ascii=False)

@@ -177,7 +177,7 @@ class GuardedEngine:
         self._raise_if_refused()
 
     async def check(self) -> None:
-        """Check like the engine. Also raises `EngineUnavailable` if the server serves a different model."""
+        """Run the engine's `check`. Also raises `EngineUnavailable` if the server now serves a different model."""
         await self._engine.check()
         restarted = self.http.generation != self._seen.generation
         if self._refused or restarted or await self._serves_others(0.0):
@@ -243,7 +243,6 @@ class GuardedEngine:
         self._last_check = check
 
     def _set_mode(self, mode: str) -> None:
-        """Set the logprobs mode of `info`."""
         before = self._infos[True].logprobs_mode if self._infos else mode
         if mode != before:
             _log.warning("the logprobs mode of the %s server changed from %s to %s", self._kind, before, mode)

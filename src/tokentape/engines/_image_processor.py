@@ -78,7 +78,7 @@ class QwenImageProcessor:
             settings = json.loads(data)
             return cls(settings["config"], settings["placeholder_id"])
         except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"these are not the settings of an image processor ({type(error).__name__})") from None
+            raise EngineError(f"the settings are not an image processor's ({type(error).__name__})") from None
 
     @cached_property
     def settings(self) -> Media:

@@ -138,7 +138,6 @@ class OpenAiEngine(RemoteEngine):
         return self._receive(reply, _COMPLETIONS, body, headers, stream=stream)
 
     async def _probe(self) -> None:
-        """Sample one token."""
         params = SamplingParams(max_tokens=1)
         # SGLang treats a prompt that consists of id 0 as empty.
         prompt = np.ones(1, dtype=np.int32)

@@ -67,7 +67,7 @@ def refuse_unscorable(ids: TokenIds, start: int, info: EngineInfo, *, room: int 
             f"ids are {ids.min()} to {ids.max()}; expected 0 to {info.vocab_size - 1}, this model's vocabulary", "ids"
         )
     if len(ids) + room > info.max_context:
-        raise InvalidRequest(f"{len(ids)} ids; this engine scores at most {info.max_context - room}", "ids")
+        raise InvalidRequest(f"got {len(ids)} ids; this engine scores at most {info.max_context - room}", "ids")
 
 
 class _Prompt(msgspec.Struct):

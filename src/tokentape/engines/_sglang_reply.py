@@ -116,8 +116,8 @@ class SglangReply(EngineReply):
         reported = [token_id for _, token_id, _ in entries[begin:end]]
         if ids[begin:end] != reported or (meta.finish_reason is not None and len(entries) > end > begin):
             raise EngineContractError(
-                f"the engine returned {len(ids) - begin} new ids and log-probabilities for {len(entries) - begin} "
-                "ids; expected the same ids"
+                f"the engine returned {len(ids) - begin} new ids, and log-probabilities of {len(entries) - begin} ids; "
+                "expected the same ids in both"
             )
         top = [
             [(token_id, logprob) for logprob, token_id, _ in row or ()]
@@ -175,7 +175,7 @@ class SglangReply(EngineReply):
         if meta.routed_experts is None:
             if reason == "abort":
                 return ()
-            raise EngineContractError("the engine returned no routed_experts; is its model a mixture of experts?")
+            raise EngineContractError("the engine returned no routed_experts; serve a mixture-of-experts model")
         try:
             flat = np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), dtype="<i4")
         except (binascii.Error, ValueError):

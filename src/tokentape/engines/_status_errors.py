@@ -1,4 +1,4 @@
-"""Make errors from an engine's HTTP status and the error names, but not the sentences, in its error body."""
+"""Turn an engine's HTTP error responses into errors, without their messages, which may quote prompts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _ErrorBody(msgspec.Struct):
 def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRequest | TooLarge:
     """Return the error for an HTTP status and an OpenAI-style error body.
 
-    Its text has the names in the body, not the sentences. `status` may also be the code of an error within a stream
-    that began with status 200.
+    The error text names the type and the parameter from the body, but not the message, which may quote the prompt.
+    `status` may also be the error code of an event in a stream that began with status 200.
     """
     try:
         detail = msgspec.json.decode(body, type=_ErrorBody).error

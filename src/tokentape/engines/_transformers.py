@@ -288,8 +288,8 @@ class TransformersEngine:
             expected[image.start : image.start + image.length] = 1
         if not np.array_equal(placeholders, expected.astype(bool)):
             raise InvalidRequest(
-                f"{int(placeholders.sum())} ids of the prompt stand for parts of images, {int(expected.sum())} do by "
-                "its media",
+                f"the prompt has {int(placeholders.sum())} image placeholder ids, its media cover "
+                f"{int(expected.sum())} positions: expected a placeholder id exactly at each of these positions",
                 "prompt_ids",
             )
         if not media:
@@ -300,7 +300,9 @@ class TransformersEngine:
         lengths = self._images.lengths(arrays["image_grid_thw"])
         if lengths != [image.length for image in media]:
             raise InvalidRequest(
-                f"placeholder counts differ: the prompt's images have {lengths} tokens in this engine", "prompt_ids"
+                f"the prompt's images need {lengths} placeholder ids in this engine, but the prompt has "
+                f"{[image.length for image in media]}: is the image processor a different one?",
+                "prompt_ids",
             )
         inputs = {**arrays, "mm_token_type_ids": expected}
         return {name: torch.from_numpy(values) for name, values in inputs.items()}
@@ -364,7 +366,6 @@ class TransformersEngine:
 
 
 def _prefix_key(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> npt.NDArray[np.int64]:
-    """Return `Request.prefix_key`."""
     key = np.array(prompt_ids, dtype=np.int64)
     for image in media:
         digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")

@@ -61,7 +61,7 @@ class VllmChatServer(VllmEngine):
             prompt_ids = reply.prompt_ids
             if prompt_ids is None:
                 raise EngineContractError(
-                    "the server sampled before it returned prompt_token_ids; capture needs them (return_token_ids)"
+                    "the server sampled before it returned prompt_token_ids; capture needs these ids (return_token_ids)"
                 )
         except BaseException:
             await deltas.aclose()

@@ -249,7 +249,7 @@ class VllmReply(EngineReply):
             # The last token has no row. An early abort may leave no row at all.
             if reason == "abort" or not tokens:
                 return ()
-            raise EngineContractError("the engine returned no routed_experts; is its model a mixture of experts?")
+            raise EngineContractError("the engine returned no routed_experts; serve a mixture-of-experts model")
         try:
             rows = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
         except (binascii.Error, ValueError, EOFError):

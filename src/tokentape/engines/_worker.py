@@ -79,7 +79,7 @@ class Worker:
 
         def swap() -> None:
             if self._adapters.current:
-                raise EngineError("weights can't be updated while adapters are loaded: open a new engine with them")
+                raise EngineError("weights can't be updated while adapters are loaded: open a new engine instead")
             if _shapes(model) != _shapes(self._batch.model):
                 raise EngineError("the new weights have different tensor names or shapes than the running model")
             for request in self._running:

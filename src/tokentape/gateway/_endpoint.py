@@ -206,7 +206,7 @@ class AnonymousSessions:
     async def session_id(self, owner: str, attempt: Attempt) -> str:
         """Return the id of a call's session.
 
-        With an Idempotency-Key it is derived from that key. Otherwise it is new, unless the call is a retry.
+        An Idempotency-Key determines the id. Without one, a retry gets the first attempt's id, other calls a new id.
         """
         if attempt.key is not None:
             return hashlib.sha256(f"{owner}\0{attempt.key}".encode()).hexdigest()[:32]

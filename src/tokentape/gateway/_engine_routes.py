@@ -75,7 +75,7 @@ def routes(gateway: Gateway) -> list[Route]:
         admin_only(request)
         body = await gateway.read(request, ResumeSampling, ResumeSampling())
         if body.adapter is not None and body.weight_version is None:
-            raise InvalidRequest("adapter without weight_version; send the adapter's version too", "weight_version")
+            raise InvalidRequest("weight_version is missing; send the adapter's version with adapter", "weight_version")
         await turns.pausing.resume(body.weight_version, body.adapter)
         return json_response(await state())
 

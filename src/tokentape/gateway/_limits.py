@@ -73,7 +73,7 @@ class InFlightCounter:
                 self._idle.set()
 
     async def idle(self, seconds: float) -> bool:
-        """Wait, at most `seconds`, until nothing is in flight. Return whether nothing is."""
+        """Wait at most `seconds` until no request is in flight. Return whether none is in flight."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         return not self.count

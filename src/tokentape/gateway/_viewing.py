@@ -47,7 +47,7 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
 def routes(gateway: Gateway) -> list[Route]:
     """Return the routes for the page at /view and its data. The page needs no key, because only the data are private.
 
-    An API key shows its own sessions, a session key its session, an admin key all sessions and the metrics.
+    The page shows the sessions of an API key, the session of a session key, and everything for an admin key.
     """
     turns = gateway.turns
 

@@ -95,7 +95,6 @@ class PayloadFolder:
 
 
 def _prefix(session_id: str) -> str:
-    """Return the prefix of a session's file names."""
     return f"{hashlib.sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}-"
 
 

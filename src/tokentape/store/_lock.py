@@ -62,10 +62,10 @@ class DirectoryLock:
 
 
 class InterprocessLock:
-    """Lets one process at a time write to `directory`, in order of requests. Use it from one thread per process.
+    """Lets one process at a time write to `directory`. Use it from one thread per process.
 
-    A process that waits for the first of two locks holds the second lock, so that the last writer can't overtake a
-    waiting process.
+    Of the waiting processes, one holds a second lock and is next. So a process that has just released the first lock
+    can't take it again before the next process.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -232,7 +232,7 @@ def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def together(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
-    """Yield session ids in order, in lists of sessions with at most `most` tokens, given (id, tokens) in `sizes`."""
+    """Yield lists of session ids, in order, each of at most `most` tokens. `sizes` has (session id, tokens)."""
     chunk: list[str] = []
     room = most
     for session_id, tokens in sizes:

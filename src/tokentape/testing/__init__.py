@@ -1,4 +1,4 @@
-"""An assertion for other projects' tests: two sequences of ids are equal, or the failure says where they differ."""
+"""Assert in your tests that two sequences of token ids are equal. The failure message shows where they differ."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def assert_same_tokens(
     provenance: Codes | None = None,
     allow: Sequence[str] = (),
 ) -> None:
-    """Fail with `AssertionError` unless both are the same ids.
+    """Raise `AssertionError` with a token diff unless the two sequences of ids are equal.
 
-    `tokenizer` is a tokenizer, or a model folder with a `tokenizer.json`. Differences of the kinds in `allow`, from
-    `tokentape.audit._tokendiff.KINDS`, are ignored. `provenance` is that of `tokentape.audit._tokendiff.compare`.
+    `tokenizer` is a tokenizer, or a model folder with a `tokenizer.json`. Differences of the kinds in `allow` are
+    ignored; the kinds are in docs/how-to/compare-ids.md. `provenance` has the `Provenance` codes of `expected`, uint8
+    [tokens].
 
     >>> assert_same_tokens([1, 2], [1, 2], "path/to/model")          # doctest: +SKIP
     """
@@ -35,11 +36,11 @@ def assert_same_tokens(
     if np.array_equal(np.asarray(expected), np.asarray(recorded)):
         return
     loaded = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(str(tokenizer))
-    result = compare(expected, recorded, loaded, provenance=provenance)
-    if all(difference.kind in allow for difference in result.differences):
+    comparison = compare(expected, recorded, loaded, provenance=provenance)
+    if all(difference.kind in allow for difference in comparison.differences):
         return
-    lines = "\n".join(f"  {line}" for line in comparison_lines(result))
-    raise AssertionError(f"the ids are not the same: {summary(result)}\n{lines}")
+    lines = "\n".join(f"  {line}" for line in comparison_lines(comparison))
+    raise AssertionError(f"the ids differ: {summary(comparison)}\n{lines}")
 
 
 @cache

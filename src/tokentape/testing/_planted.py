@@ -1,4 +1,4 @@
-"""Plant typical errors of data paths in correct rows."""
+"""Typical errors of trainers' data pipelines, planted in correct rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Plant = Callable[[Golden, Sequence[Placed]], list[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """An error, and the kind of finding that must report it if it changes a row."""
+    """An error, and the kind of finding that must report it when the error changes a row."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ def _moved(values: Any, by: int) -> Any:
 
 
 def _positions(match: Placed, change: Callable[[Any, float], Any]) -> dict[str, Any]:
-    """Change all values per token. `change` also gets the value for an added token."""
+    """Apply `change` to every per-token array. Its second argument is the value to use for an added token."""
     values = {"token_ids": PAD, "weights": match.row.weights.max(), "logprobs": 0.0, "advantages": 1.0}
     if isinstance(match.row.weight_versions, np.ndarray):
         values["weight_versions"] = match.row.weight_versions[0]
@@ -63,10 +63,6 @@ def _unless_padding(match: Placed) -> Any:
 
 def _of_prompt(match: Placed) -> Any:
     return _moved(match.row.logprobs, match.start - min(match.trained))
-
-
-def _cooler(match: Placed) -> float:
-    return 0.8 * (match.row.temperature or 0.0)
 
 
 def _encoded_again(match: Placed) -> dict[str, Any]:
@@ -141,7 +137,11 @@ ERRORS = (
     Planted("logprobs of prompt positions", "logprobs shifted", _set(logprobs=_of_prompt)),
     Planted("logprobs of another temperature", "logprobs of another temperature", _set(logprobs=_at_temperature)),
     Planted("float16 logprobs", "logprobs rounded", _set(logprobs=lambda match: np.float16(match.row.logprobs))),
-    Planted("another temperature named", "temperature differs", _set(temperature=_cooler)),
+    Planted(
+        "another temperature named",
+        "temperature differs",
+        _set(temperature=lambda match: 0.8 * (match.row.temperature or 0.0)),
+    ),
     Planted("rewards broadcast twice", "reward counted several times", _each(_once_per_turn)),
     Planted("samples reordered, rewards not", "reward of another session", _reordered),
     Planted(

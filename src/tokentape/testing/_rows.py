@@ -1,4 +1,4 @@
-"""Compare rows, as a loss sees them, with golden sessions."""
+"""Compare the rows that a loss function gets with golden sessions."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tokentape.testing.golden import PAD, Golden, GoldenSession, Token
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence as the loss sees it. Values per token are sequences or arrays, each value at the index of its token.
+    """A sequence as the loss function gets it. A per-token field has each value at the index of its token, not shifted.
 
     Fields that are None are not checked, and the report lists them.
     """
 
     token_ids: Any
-    """Ids of one sample, with or without padding. Give a packed row as several rows."""
+    """Ids of one sample, with or without padding. Split a packed row into one row per sample."""
     weights: Any
-    """Each token's factor in the loss, up to a positive factor for the whole batch. A loss mask is enough."""
+    """Weight of each token in the loss, for example the loss mask. A common factor for the batch does not matter."""
     logprobs: Any = None
-    """Logprob per token of the policy that sampled it. Read where `weights` is not 0."""
+    """Logprob of each token under the policy that sampled it. Read where `weights` is not 0."""
     advantages: Any = None
-    """Advantage per token: reward minus the group's mean, times any factor per group. Read where `weights` is not 0."""
+    """Advantage of each token: reward minus group mean, times any factor per group. Read where `weights` is not 0."""
     reward: float | None = None
-    """If a session became several rows, at least one of them must have its reward."""
+    """The reward of the row's session. If a session has several rows, at least one of them must have the reward."""
     truncated: bool | None = None
-    """Whether the row ends where sampling ran out of tokens."""
+    """Whether the row ends in a turn that was cut off by its token limit (finish reason `length`)."""
     weight_versions: Any = None
-    """The versions of the weights that sampled: one per token, or a set for the row."""
+    """The weight versions that sampled: one per token, or a set for the row."""
     temperature: float | None = None
-    """The temperature that the trainer divides logits by, if the row has it."""
+    """The temperature by which the trainer divides logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """An error in a row. `kind` is one of those in docs/how-to/check-trained-samples.md."""
+    """An error in the rows. docs/how-to/check-trained-samples.md lists the kinds."""
 
     kind: str
     text: str
@@ -47,7 +47,7 @@ class RowFinding:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A row, and its golden tokens."""
+    """A row, matched with a path of a golden session."""
 
     row: Row
     session: GoldenSession
@@ -55,11 +55,11 @@ class Placed:
     """The sampled token at each position; None for context and padding."""
     start: int
     end: int
-    """The row without padding is from `start` to before `end`."""
+    """`cells[start:end]` is the row without padding."""
 
     @property
     def trained(self) -> dict[int, Token]:
-        """Sampled tokens with a weight, by position."""
+        """Sampled tokens with a weight other than 0, by position."""
         return {n: cell for n, cell in enumerate(self.cells) if cell is not None and self.row.weights[n]}
 
     @property
@@ -104,22 +104,23 @@ def findings(golden: Golden, rows: Sequence[Row]) -> list[RowFinding]:
 
 
 def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFinding]]:
-    """Find the path that each row is a prefix of. Report rows that are a prefix of none."""
+    """Find the golden path that each row is a prefix of. Report rows that are not a prefix of any path."""
     paths = [(session, path) for session in golden.sessions for path in session.paths()]
     placed, report = [], []
     for n, row in enumerate(map(_plain, rows)):
         ids, size = row.token_ids.tolist(), len(row.token_ids)
         arrays = [getattr(row, field.name) for field in fields(Row)]
         if any(isinstance(values, np.ndarray) and values.shape != (size,) for values in arrays):
-            report.append(RowFinding("lengths differ", f"row {n} has {size} tokens, and values of another shape"))
+            report.append(RowFinding("lengths differ", f"row {n} has {size} tokens, but a field has not {size} values"))
             continue
         longest, best = 0, None
         for session, path in paths:
-            own = [cell.id if isinstance(cell, Token) else cell for cell in path]
+            path_ids = [cell.id if isinstance(cell, Token) else cell for cell in path]
             for start in range(size):
                 if ids[:start] != [PAD] * start:
                     break
-                common = next((i for i in range(len(own)) if i + start >= size or ids[start + i] != own[i]), len(own))
+                differing = (i for i in range(len(path)) if i + start >= size or ids[start + i] != path_ids[i])
+                common = next(differing, len(path))
                 longest = max(longest, common)
                 if {*ids[start + common :]} <= {PAD} and (best is None or common > best.end - best.start):
                     cells = [cell if isinstance(cell, Token) else None for cell in path[:common]]
@@ -127,8 +128,8 @@ def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFi
                     best = Placed(row, session, cells, start, start + common)
         if best is None or not any(best.cells):
             rest = {*ids[longest:]}
-            padding = f", only {min(rest)}: pad with PAD of golden" if len(rest) == 1 and rest != {PAD} else ""
-            text = f"row {n}: no session has these ids after {longest} tokens{padding}"
+            padding = f", only id {min(rest)}; if that pads, use golden.PAD" if len(rest) == 1 and rest != {PAD} else ""
+            text = f"row {n}: no session has the ids after the first {longest} tokens{padding}"
             report.append(RowFinding("ids not as recorded", text))
         else:
             placed.append(best)
@@ -139,7 +140,7 @@ def _mask(match: Placed) -> Iterator[RowFinding]:
     on = match.row.weights != 0
     wrong = on & ~match.sampled
     context = match.real & ~match.sampled
-    # A trainer with a mask of the response only does not invert the prompt.
+    # Some masks cover only the response. If such a mask is inverted, the prompt stays untrained.
     inner = context & ~match.prompt if (context & ~match.prompt).any() else context
     last_turn = max(cell.turn for cell in match.cells if cell is not None)
     to_left = not on[-1] and _of_whole_turns(match, np.append(0, on[:-1]))
@@ -154,11 +155,11 @@ def _mask(match: Placed) -> Iterator[RowFinding]:
         kind = "padding trained"
     else:
         kind = "prompt trained" if (wrong & match.prompt).any() else "context trained"
-    yield RowFinding(kind, f"a row of session {match.session.name} trains {np.flatnonzero(on).tolist()}")
+    yield RowFinding(kind, f"a row of session {match.session.name} trains positions {np.flatnonzero(on).tolist()}")
 
 
 def _of_whole_turns(match: Placed, on: npt.NDArray[Any]) -> bool:
-    """Return whether a mask covers whole turns; the last position of the row may be missing."""
+    """Return whether a mask covers whole turns. The last position of the row may be missing."""
     turns = {cell.turn for cell, is_on in zip(match.cells, on, strict=True) if is_on and cell is not None}
     whole = np.array([cell is not None and cell.turn in turns for cell in match.cells])
     return bool((on[:-1] == whole[:-1]).all() and on[-1] <= whole[-1])
@@ -176,17 +177,17 @@ def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     if missing:
         last = all(token == sessions[token.session].turns[token.turn].sampled[-1] for token in missing)
         kind = "last token not trained" if last else "not trained"
-        yield RowFinding(kind, f"{len(missing)} sampled tokens, the first in session {missing[0].session}")
+        yield RowFinding(kind, f"{len(missing)} tokens trained in no row, first in session {missing[0].session}")
     twice = [token for token, rows in where.items() if len(rows) > 1]
     if twice:
-        yield RowFinding("trained twice", f"{len(twice)} tokens, the first in session {twice[0].session}")
+        yield RowFinding("trained twice", f"{len(twice)} tokens in several rows, first in session {twice[0].session}")
     once = [(t.session, *rows[0]) for t, rows in where.items() if len(rows) == 1 and t.session in sessions]
     by_session = [weight * len(sessions[name].tokens()) for name, weight, _ in once]
     if _alike([weight for _, weight, _ in once]) or _alike(by_session):
         return
     by_row = [[weight * size for name, weight, size in once if name == session] for session in sessions]
     kind = "siblings counted as sessions" if all(map(_alike, by_row)) else "weights out of proportion"
-    yield RowFinding(kind, "neither all tokens nor all sessions count alike in the loss")
+    yield RowFinding(kind, "neither all tokens nor all sessions have equal weight in the loss")
 
 
 def _alike(values: Sequence[float]) -> bool:
@@ -212,25 +213,24 @@ def _logprobs(match: Placed) -> Iterator[RowFinding]:
     if fits(moved(0)) and match.row.logprobs.dtype != np.float16:
         return
     if all(abs(logprobs[position] - recorded[position]) <= 2**-8 * abs(recorded[position]) for position in trained):
-        kind, text = "logprobs rounded", f"fewer digits than float32 has, in {match.row.logprobs.dtype}"
+        kind, text = "logprobs rounded", f"logprobs rounded to less than float32 precision ({match.row.logprobs.dtype})"
     elif (by := next((by for by in range(-len(logprobs), len(logprobs)) if fits(moved(by))), None)) is not None:
-        kind, text = "logprobs shifted", f"those of {by:+} positions on"
+        kind, text = "logprobs shifted", f"logprobs shifted by {by:+} positions"
     elif (value := next((t for t in temperatures if fits(at_temperature(t), 1e-4)), None)) is not None:
-        own = next(iter(trained.values())).temperature
-        kind, text = "logprobs of another temperature", f"those of {value:g}, sampled at {own:g}"
+        sampled_at = next(iter(trained.values())).temperature
+        kind, text = "logprobs of another temperature", f"logprobs of {value:g}, but was sampled at {sampled_at:g}"
     else:
-        kind, text = "logprobs differ", "others than it was sampled with"
+        kind, text = "logprobs differ", "logprobs other than those it was sampled with"
     yield RowFinding(kind, f"a row of session {match.session.name} has {text}")
 
 
 def _labels(match: Placed) -> Iterator[RowFinding]:
-    """Check the fields that are not numbers per token."""
     row, where = match.row, f"a row of session {match.session.name}"
     last = next(cell for cell in reversed(match.cells) if cell is not None)
     turn = match.session.turns[last.turn]
     cut = turn.finish == "length" and last == turn.sampled[-1]
     if row.truncated is not None and row.truncated != cut:
-        yield RowFinding("truncation hidden" if cut else "truncation claimed", f"{where} ended by {turn.finish}")
+        yield RowFinding("truncation hidden" if cut else "truncation claimed", f"{where} ended with {turn.finish!r}")
     versions = row.weight_versions
     of_row = {cell.version for cell in match.cells if cell}
     of_trained = {cell.version for cell in match.trained.values()}
@@ -239,9 +239,9 @@ def _labels(match: Placed) -> Iterator[RowFinding]:
     else:
         consistent = versions is None or of_trained <= versions <= of_row
     if not consistent:
-        yield RowFinding("version of other weights", f"{where} was sampled by {sorted(of_trained)}")
+        yield RowFinding("version of other weights", f"{where} was sampled by weight versions {sorted(of_trained)}")
     if row.temperature is not None and abs(row.temperature - last.temperature) > 1e-6:
-        yield RowFinding("temperature differs", f"{where} says {row.temperature:g}, sampled at {last.temperature:g}")
+        yield RowFinding("temperature differs", f"{where} has {row.temperature:g}, sampled at {last.temperature:g}")
 
 
 def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
@@ -249,19 +249,19 @@ def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     rewarded = [session for session, _ in rewards]
     for session in golden.sessions if rewards else ():
         if session.reward is not None and session not in rewarded:
-            yield RowFinding("reward missing", f"session {session.name} has {session.reward:g}, and no row says so")
+            yield RowFinding("reward missing", f"session {session.name} has {session.reward:g}, but no row has it")
     for session, value in rewards:
-        own, others = session.reward, [sibling.reward for sibling in golden.sessions if sibling.reward is not None]
-        if own is not None and abs(value - own) <= 1e-6:
+        expected, all_rewards = session.reward, [sibling.reward for sibling in golden.sessions]
+        if expected is not None and abs(value - expected) <= 1e-6:
             continue
-        if any(abs(value - other) <= 1e-6 for other in others):
+        if any(reward is not None and abs(value - reward) <= 1e-6 for reward in all_rewards):
             kind = "reward of another session"
-        elif own is None:
+        elif expected is None:
             kind = "reward invented"
         else:
-            several = own and abs(value / own - round(value / own)) < 1e-6
+            several = expected and abs(value / expected - round(value / expected)) < 1e-6
             kind = "reward counted several times" if several else "reward differs"
-        yield RowFinding(kind, f"a row of session {session.name} has {value:g}, the session {own}")
+        yield RowFinding(kind, f"a row of session {session.name} has {value:g}, but the session has {expected}")
 
 
 def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
@@ -275,7 +275,7 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding
         if match.scored:
             groups.setdefault(match.session.group, []).extend((v, by_session[name], by_row[name]) for v in values)
         elif np.isfinite(list(values)).any():
-            yield RowFinding("reward invented", f"session {name} has none, and its tokens have an advantage")
+            yield RowFinding("reward invented", f"session {name} has no reward, but its tokens have an advantage")
     for group, triples in groups.items():
         actual, expected, of_rows = np.array(triples).reshape(-1, 3).T
         if not triples or _proportional(actual, expected):
@@ -289,7 +289,7 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding
         else:
             whole = least > 0 and np.allclose(times / least, np.round(times / least), atol=1e-4)
             kind = "reward counted several times" if whole else "advantages differ"
-        shown = f"{actual.round(4).tolist()}, expected in proportion to {expected.round(4).tolist()}"
+        shown = f"{actual.round(4).tolist()}, which should be proportional to {expected.round(4).tolist()}"
         yield RowFinding(kind, f"group {group} has advantages {shown}")
 
 

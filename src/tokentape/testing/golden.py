@@ -1,8 +1,8 @@
-"""Golden sessions: sampled turns, and what a loss must see of them.
+"""Golden sessions: sampled turns, and the values that a loss function must get for them.
 
-The expected values are computed from the turns alone, by walking from each leaf to its root, without the code that
-makes samples. To expose masks made from ids and rounded logprobs, the token that ends a turn is also the padding id,
-prompts repeat sampled ids, and logprobs need all digits.
+The expected values are computed from the turns by walking from each leaf to its root, without the code that makes
+samples. The sessions expose common errors: the token that ends a turn is also the padding id, prompts contain sampled
+ids, so that a mask can't be made from ids, and the logprobs need full float32 precision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Token:
     temperature: float
 
     def logprob(self, temperature: float | None = None) -> float:
-        """Return its log-probability under the golden model, by default at the temperature of sampling."""
+        """Return the token's logprob under the golden model, by default at the temperature it was sampled at."""
         return _logprob(self.id, 11 * ord(self.session) + 7 * self.turn + self.offset, temperature or self.temperature)
 
 
@@ -48,7 +48,7 @@ def _logprob(token_id: int, place: int, temperature: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GoldenTurn:
-    """The ids that a turn added to its parent's context, and its sampled tokens."""
+    """A turn: the ids that it added to its parent's context, and the tokens that it sampled."""
 
     parent: int | None
     added: tuple[int, ...]
@@ -58,7 +58,7 @@ class GoldenTurn:
 
 @dataclass(frozen=True, slots=True)
 class GoldenSession:
-    """A session. `recorded_at` is the temperature of its recorded logprobs, None for that of sampling."""
+    """A session. `recorded_at` is the temperature of the recorded logprobs; None if it is the sampling temperature."""
 
     name: str
     group: str
@@ -67,11 +67,11 @@ class GoldenSession:
     recorded_at: float | None
 
     def tokens(self) -> list[Token]:
-        """Return all tokens to train, each once."""
+        """Return all tokens to train, each one once."""
         return [token for turn in self.turns if turn.finish != "abort" for token in turn.sampled]
 
     def paths(self) -> list[list[int | Token]]:
-        """Return each root-to-leaf path: ids of the context, and sampled tokens. No path has aborted turns."""
+        """Return each root-to-leaf path without aborted turns: a `Token` if it was sampled, an id if it was not."""
         seqs = [seq for seq, turn in enumerate(self.turns) if turn.finish != "abort"]
         leaves = [seq for seq in seqs if all(self.turns[child].parent != seq for child in seqs)]
         paths: list[list[int | Token]] = []
@@ -85,7 +85,7 @@ class GoldenSession:
         return paths
 
     def trajectories(self) -> list[Trajectory]:
-        """Return the session's trajectories as Tokentape makes them."""
+        """Return the trajectories that Tokentape makes from the session."""
         session = Session(SessionInfo(self.name, 0.0, {"group": self.group}), map(self._turn, range(len(self.turns))))
         return trajectories(session, [] if self.reward is None else [Reward(self.name, None, self.reward, 0.0)])
 
@@ -123,19 +123,20 @@ class GoldenSession:
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """The sessions of one batch. A `refusable` batch may be refused, because its loss may not be computable."""
+    """The sessions of one batch. A data pipeline may refuse a `refusable` batch with `InvalidRequest`."""
 
     name: str
     sessions: tuple[GoldenSession, ...]
     refusable: bool = False
 
     def advantages(self, counted: Iterable[str] | None = None) -> dict[str, float]:
-        """Return the reward minus its group's mean per session with one. `counted` may repeat names to average over."""
+        """Return reward minus group mean, by session. The mean is over the sessions in `counted`, by default all."""
         rewards = {session.name: session.reward for session in self.sessions if session.reward is not None}
         groups = {session.name: session.group for session in self.sessions}
         names = [name for name in counted or rewards if name in rewards]
-        alike = {name: [rewards[other] for other in names if groups[other] == groups[name]] for name in rewards}
-        return {name: reward - sum(alike[name]) / max(1, len(alike[name])) for name, reward in rewards.items()}
+        by_group = {group: [rewards[name] for name in names if groups[name] == group] for group in groups.values()}
+        means = {group: sum(values) / max(1, len(values)) for group, values in by_group.items()}
+        return {name: reward - means[groups[name]] for name, reward in rewards.items()}
 
 
 def _session(
@@ -149,12 +150,12 @@ def _session(
     temperature: float = 1.0,
     recorded_at: float | None = None,
 ) -> GoldenSession:
-    """Make a session with one turn per parent. From `new_weights`, a turn and an offset, on the version is 8, not 7."""
+    """Make a session with one turn per parent. The weight version is 7 before turn and offset `new_weights`, then 8."""
     turns: list[GoldenTurn] = []
     number = ord(name) - ord("a")
     for seq, parent in enumerate(parents):
         finish: FinishReason = (ends or {}).get(seq, "stop")
-        # The first id occurs in no other turn, so that it identifies the turns of a row.
+        # The first id occurs in no other turn, so it identifies the turn.
         place = 8 * number + seq
         ids = [64 + place, *(3 + (7 * place + 11 * n) % 40 for n in range(3 + place % 3)), *[PAD] * (finish == "stop")]
         versions = ["8" if (seq, n) >= new_weights else "7" for n in range(len(ids))]

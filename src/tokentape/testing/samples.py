@@ -1,15 +1,16 @@
-"""A conformance kit for trainers: each sampled token must reach the loss as it was sampled.
+"""Check that a trainer's data pipeline passes each sampled token to the loss unchanged.
 
-Write a function from `Sample`s to the rows that your loss sees, and run:
+Write a function that takes `Sample`s and yields the rows that your loss function gets, and run:
 
     python -m tokentape.testing.samples my_trainer.data:rows
 
-The kit calls it with golden sessions and compares each row with their turns. Then it plants errors in the rows and
-checks that each is found. The exit code is 1 if a row is wrong or a planted error is not found.
+The check calls your function with samples of golden sessions, and compares the rows with the sessions. Then it plants
+errors in the rows, and checks that it finds each error. The exit code is 1 if a row is wrong or a planted error is not
+found.
 
 >>> def rows(samples):                                                              # doctest: +SKIP
-...     for one in my_data_path(samples):
-...         yield Row(one.input_ids, one.loss_mask, one.old_logprobs, advantages=one.advantages)
+...     for row in my_data_pipeline(samples):
+...         yield Row(row.input_ids, row.loss_mask, row.old_logprobs, advantages=row.advantages)
 >>> print(check_samples(rows))                                                      # doctest: +SKIP
 """
 
@@ -35,19 +36,20 @@ __all__ = ["ConformanceReport", "Row", "RowFinding", "check_samples", "findings"
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """The results. `str(report)` is a table."""
+    """The results of `check_samples`. `str(report)` is a table."""
 
     goldens: dict[str, list[RowFinding]] = field(default_factory=dict)
+    """Errors in the rows of each golden batch, by its name."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Golden sessions that the data path refused, as it may, with its message."""
+    """Golden batches that the pipeline was allowed to refuse and refused, with the error message."""
     planted: dict[str, dict[str, bool]] = field(default_factory=dict)
-    """Whether each planted error was found, by the golden sessions in which it changes anything."""
+    """For each planted error: whether it was found, by golden batch. Batches that it does not change are left out."""
     not_given: tuple[str, ...] = ()
     """Fields of `Row` that are None in all rows."""
 
     @property
     def ok(self) -> bool:
-        """Whether every golden session holds and every planted error was found."""
+        """Whether no golden batch has a finding and every planted error was found."""
         return not any(self.goldens.values()) and all(all(caught.values()) for caught in self.planted.values())
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ class ConformanceReport:
 
 
 def golden_samples(paths: Sequence[Trajectory]) -> Sequence[Sample]:
-    """Make samples as `assemble` does by default, with the group from the sessions' metadata."""
+    """Make samples with `assemble`, grouped by the metadata key `group`."""
     return assemble(paths, group="group").samples
 
 
@@ -75,10 +77,10 @@ def check_samples(
     *,
     samples: Callable[[Sequence[Trajectory]], Sequence[Sample]] = golden_samples,
 ) -> ConformanceReport:
-    """Run a data path on the golden sessions, then plant each error in its rows and look for it.
+    """Run a data pipeline on the golden sessions, then plant each error in its rows and check that it is found.
 
-    `samples` makes the arguments of `adapter`. An exception is a finding, unless it is an `InvalidRequest` for a golden
-    session that may be refused.
+    `adapter` takes samples and returns rows. `samples` makes the samples from trajectories. An exception is a finding,
+    unless it is an `InvalidRequest` for a golden batch that may be refused.
     """
     report = ConformanceReport(planted={error.name: {} for error in ERRORS})
     names = [field.name for field in fields(Row)]
@@ -98,26 +100,26 @@ def check_samples(
         row_findings = report.goldens[golden.name] = findings(golden, rows)
         placed, _ = place(golden, rows)
         trained = [match for match in placed if match.trained]
-        others = [match.row for match in placed if not match.trained]
+        untrained = [match.row for match in placed if not match.trained]
         for error in ERRORS:
             wrong = error.plant(golden, trained)
             if any(map(_differ, wrong, [match.row for match in trained])):
-                kinds = {finding.kind for finding in findings(golden, wrong + others)}
+                kinds = {finding.kind for finding in findings(golden, wrong + untrained)}
                 kinds -= {finding.kind for finding in row_findings}
-                # An earlier finding may hide the error, but then this golden session has failed anyway.
+                # A finding in the unchanged rows may hide the planted error, but then this batch has failed anyway.
                 if error.kind in kinds or not row_findings:
                     report.planted[error.name][golden.name] = error.kind in kinds
     return replace(report, not_given=tuple(name for name in names if name not in given))
 
 
-def _differ(row: Row, other: Row) -> bool:
+def _differ(left: Row, right: Row) -> bool:
     names = [attribute.name for attribute in fields(Row)]
-    pairs = [(np.asarray(getattr(row, name)), np.asarray(getattr(other, name))) for name in names]
+    pairs = [(np.asarray(getattr(left, name)), np.asarray(getattr(right, name))) for name in names]
     return any(a.dtype != b.dtype or a.shape != b.shape or repr(a.tolist()) != repr(b.tolist()) for a, b in pairs)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the adapter named as `module.path:name`, print the report, and return the exit code."""
+    """Check the adapter that `MODULE:FUNCTION` names, print the report, and return the exit code."""
     if len(arguments) != 1 or ":" not in arguments[0]:
         print("usage: python -m tokentape.testing.samples MODULE:FUNCTION", file=sys.stderr)
         return 2

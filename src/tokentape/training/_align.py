@@ -1,11 +1,11 @@
 """Align two tokenizations of the same bytes, for distillation between models with different tokenizers.
 
-A byte at which both have a token boundary is a common boundary. The bytes between two common boundaries are a *span*,
-the smallest text that both spell with whole tokens (chunks in arXiv 2503.20083). Log-probabilities are compared by
-their sums over spans.
+A byte offset at which both tokenizations have a token boundary is a common boundary. The bytes between two neighboring
+common boundaries are a *span*: the smallest text that both tokenizations spell with whole tokens (a chunk in arXiv
+2503.20083). Compare log-probabilities by their sums over spans.
 
-A tokenization is a list with one entry per token: its `bytes`, valid UTF-8 or not, or for a special token its name, a
-`str`. Special tokens have no bytes and are in no span. Special tokens with the same name at the same byte are paired.
+A tokenization is a list with one entry per token: for a text token its `bytes`, which may be invalid UTF-8, and for a
+special token its name, a `str`. Special tokens are in no span; those with the same name and byte offset are paired.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Piece: TypeAlias = bytes | str
 Mask: TypeAlias = npt.ArrayLike | None
 
 SpanIndex: TypeAlias = npt.NDArray[np.int32]
-"""The span of each token, -1 for special tokens. Shape [tokens]."""
+"""The index of each token's span, -1 for special tokens. Shape [tokens]."""
 
 
 class NamedPair(NamedTuple):
-    """A special token that both tokenizations have at the same place, and its index in each."""
+    """A special token that both tokenizations have at the same byte offset, and its token index in each."""
 
     name: str
     left: int
@@ -41,31 +41,31 @@ class NamedPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The spans of two tokenizations, in order. They cover every byte."""
+    """The spans of two tokenizations, in order. Together, the spans cover all bytes."""
 
     left: SpanIndex
     right: SpanIndex
     ends: npt.NDArray[np.int64]
-    """The end of each span in bytes, shape [spans]."""
+    """The byte offset at which each span ends, shape [spans]."""
     interrupted: npt.NDArray[np.bool_]
     """True for spans that contain a special token, shape [spans]."""
     pairs: tuple[NamedPair, ...]
 
     def left_sums(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Sum `values` over each span, shape [spans]. Raises `InvalidRequest` unless there is one per left token."""
+        """Sum `values`, one per left token, over each span, shape [spans]. Raises `InvalidRequest` otherwise."""
         return _sums(self.left, values, len(self.ends))
 
     def right_sums(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Sum `values`, one per right token, as `left_sums` does."""
+        """Sum `values`, one per right token, over each span, shape [spans]. Raises `InvalidRequest` otherwise."""
         return _sums(self.right, values, len(self.ends))
 
     def chunk_mask(
         self, left_mask: Mask = None, right_mask: Mask = None, *, max_tokens: int | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Return a mask of the spans to compare likelihoods over, bool [spans].
+        """Return a mask of the spans over which to compare likelihoods, bool [spans].
 
-        These are not interrupted, have all tokens in the masks (such as loss masks), and at most `max_tokens` tokens on
-        each side: the longer a span is, the less its two likelihoods are of the same event.
+        A span is compared if it contains no special token, if the masks (for example loss masks) are true for all its
+        tokens, and if it has at most `max_tokens` tokens on each side: likelihoods of long spans are less comparable.
         """
         chosen = ~self.interrupted
         for index, mask in ((self.left, left_mask), (self.right, right_mask)):
@@ -77,9 +77,9 @@ class Alignment:
 
 
 def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
-    r"""Find the spans of two tokenizations of the same bytes. A token without bytes belongs to the bytes after it.
+    r"""Find the spans of two tokenizations of the same bytes. A token of zero bytes is in the span that follows it.
 
-    Raises `InvalidRequest`, with the offset, if the two have different bytes.
+    Raises `InvalidRequest` with the first differing byte offset if the bytes differ.
 
     >>> alignment = align([b"Hel", b"lo", b" \xf0", b"\x9f\xab\xa0"], [b"Hello", b" ", b"\xf0\x9f\xab\xa0", "eos"])
     >>> alignment.left.tolist(), alignment.right.tolist(), alignment.ends.tolist()
@@ -96,7 +96,7 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
         interrupted[np.searchsorted(common, end[is_special & (end > 0) & ~np.isin(end, common)], "right")] = True
         spans = np.searchsorted(common, np.minimum(end - size, total - 1), "right")
         indexes.append(np.where(is_special | (total == 0), -1, spans).astype(np.int32))
-    # Several tokens with the same name at the same place are paired in order.
+    # Several special tokens with the same name at the same byte offset are paired in order.
     waiting: dict[tuple[Piece, int], deque[int]] = defaultdict(deque)
     for n in np.flatnonzero(special[1]).tolist():
         waiting[right[n], int(ends[1][n])].append(n)
@@ -108,10 +108,11 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
 def pieces(
     tokenizer: Tokenizer, ids: Sequence[int], names: Mapping[int, str] | None = None, *, keep_space: bool = False
 ) -> list[Piece]:
-    """Return the piece of each id. Control tokens are special; `names` has their names, by id.
+    """Return the entry of each id for `align`. Control tokens become special tokens; `names` has their names by id.
 
-    SentencePiece tokenizers add a space before a text that has none. It is removed, unless `keep_space` says that the
-    text itself begins with a space. Replace control tokens that are text on the other side (`<think>`) by their bytes.
+    SentencePiece tokenizers add a space before a text that does not begin with one. This space is removed; pass
+    `keep_space=True` if your text itself begins with a space. If a control token of this tokenizer (`<think>`) is
+    ordinary text in the other one, replace its entry by its bytes.
     """
     token_pieces: list[Piece] = [
         tokenizer.token_bytes(i) if tokenizer.control_by_id(i) is None else (names or {}).get(i, "") for i in ids
@@ -132,18 +133,17 @@ def pieces(
 def _sums(index: SpanIndex, values: npt.ArrayLike, spans: int) -> npt.NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.shape != index.shape:
-        raise InvalidRequest(f"values of shape {array.shape} for {len(index)} tokens: expected one per token")
+        raise InvalidRequest(f"values of shape {array.shape} for {len(index)} tokens: expected one value per token")
     return np.bincount(index[index >= 0], array[index >= 0], spans).astype(np.float64, copy=False)
 
 
 def _same_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> int:
-    """Return the number of bytes. Raises `InvalidRequest` if the bytes of the two sides differ."""
     left_bytes, right_bytes = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
     if left_bytes == right_bytes:
         return len(left_bytes)
     offset = len(commonprefix([left_bytes, right_bytes]))
     raise InvalidRequest(
-        f"the two tokenizations spell different bytes from offset {offset} on ({len(left_bytes)} and "
-        f"{len(right_bytes)} bytes): only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a "
-        "control token that is text in one of them, changes them"
+        f"the two tokenizations have different bytes from byte {offset} on ({len(left_bytes)} and {len(right_bytes)} "
+        "bytes in total): only tokenizations of the same bytes can be aligned. Bytes can differ because a tokenizer "
+        "normalizes text (NFC), or because a control token of one tokenizer is text in the other"
     )

@@ -1,8 +1,8 @@
-"""Compare recorded logprobs with a trainer's, and check that the trainer has the sampled sequences.
+"""Compare recorded logprobs with a trainer's logprobs, and check that the trainer has the sampled ids.
 
-Each of three causes of differences is reported in a channel with its own limit: *numeric*, other numbers for the same
-ids; *id drift*, other ids for the same text, because something retokenized it; *text drift*, another text, because
-something rendered the messages again. A token with another context is never counted as numeric.
+The report has three channels, each with its own limit: *numeric*, the same ids in the same context with other logprobs;
+*id drift*, the same text with other ids, because it was retokenized; *text drift*, another text, because the messages
+were rendered again. Tokens after the first different id have another context, so they are not in the numeric channel.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds, Trajectory
 
 Forward: TypeAlias = Callable[[TokenIds], Logprobs]
-"""A function from ids to the logprob of each given those before it, NaN for the first. Shape [tokens]."""
+"""Map ids to the logprob of each id given the ids before it; NaN for the first id. Shape [tokens]."""
 
 
 _ROUNDING = 1e-4
-"""Largest logprob above 0, in nats, that rounding in float32 explains."""
+"""Logprobs up to this many nats above 0 are explained by float32 rounding."""
 
 _ANY_SIZE = 2**31
-"""Size of an unknown vocabulary. Columns normalized over it can't be compared."""
+"""Stands for an unknown vocabulary size. With it, logprobs normalized over the vocabulary can't be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRow:
-    """A trainer's data about one trajectory."""
+    """A trainer's ids and logprobs for one trajectory."""
 
     token_ids: TokenIds | None
-    """The trainer's ids; None for the recorded ids."""
+    """The trainer's ids; None if they are the recorded ids."""
     logprobs: Logprobs | None
-    """The trainer's logprobs, one per id; the first is ignored. None if they must be computed."""
+    """The trainer's logprobs, one per id; the first is ignored. None to compute them with `forward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A token with a large difference between trainer and record."""
+    """A token with a large difference between the trainer's logprob and the recorded one."""
 
     session_id: str
     leaf: int
     turn: int
-    """`seq` of the turn that sampled the token."""
+    """The `seq` of the turn that sampled the token."""
     position: int
-    """Index in the trajectory."""
+    """Index of the token in the trajectory."""
     token_id: int
     text: str | None
-    """Text of the token, if there is a tokenizer."""
+    """Text of the token; None without a tokenizer."""
     recorded: float
     trainer: float
     channel: Channel
     drift_class: str | None
-    """Class of the last change before it."""
+    """Kind of the last changed stretch of ids up to this token; None if no id changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class LogprobLimits:
     """Limits for `LogprobReport.failures`."""
 
     mean: float = 0.02
-    """Largest mean absolute difference in the numeric channel, in nats."""
+    """Maximum of the mean absolute logprob difference in the numeric channel, in nats."""
     delta: float | None = None
-    """Largest absolute difference in the numeric channel, in nats. Off by default: low precision has outliers."""
+    """Maximum absolute difference in the numeric channel, in nats. No limit by default: low precision has outliers."""
     k3: float = 0.01
     drift: float = 0.0
-    """Largest share of trained tokens with id drift, and with text drift."""
+    """Maximum share of trained tokens with id drift, and maximum share with text drift."""
     missing: int = 0
-    """Largest number of rows that only one side has."""
+    """Maximum number of trajectories that only the record or only the trainer's file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +90,25 @@ class LogprobReport:
 
     sequences: int
     without_trainer: int
-    """Recorded trajectories without a row of the trainer."""
+    """Number of recorded trajectories that the trainer's rows lack."""
     unknown: int
-    """Rows of the trainer without a recorded trajectory."""
+    """Number of trainer's rows that match no recorded trajectory."""
     numeric: Numbers
-    """Differences of tokens with the recorded id and context."""
+    """Logprob differences of tokens with the recorded id and the recorded context."""
     id_drift: Drift
     text_drift: Drift
     behind_drift: Numbers
-    """Differences of tokens that both sides have, after the first drifted token."""
+    """Logprob differences of tokens that both sides have, after the first difference in ids."""
     if_retokenized: Drift | None
-    """Changes by decoding and retokenizing each trajectory; None without a tokenizer."""
+    """Drift that decoding and retokenizing each trajectory would cause; None without a tokenizer."""
     outliers: tuple[Outlier, ...]
     not_comparable: Mapping[str, int]
-    """Number of tokens that were left out because their recorded logprobs are of another distribution than the
-    trainer's, by reason. Logprobs in a trainer's file are assumed to be of the same distribution."""
+    """Number of tokens that were not compared, by reason: their recorded logprobs are of another distribution than the
+    trainer's logprobs. Logprobs in a trainer's file are assumed to be of the recorded distribution."""
     above_zero: int
     """Number of logprobs above 0 on either side, which are not probabilities."""
     causes: tuple[Attribution, ...]
-    """Causes of numeric differences beyond rounding, if the model was available to find them."""
+    """Causes of numeric differences beyond rounding. Empty unless `forward` can return alternatives."""
 
     @property
     def compared(self) -> int:
@@ -116,18 +116,18 @@ class LogprobReport:
         return self.numeric.tokens + self.numeric.not_finite + self.behind_drift.tokens + self.behind_drift.not_finite
 
     def failures(self, limits: LogprobLimits) -> list[tuple[str, str]]:
-        """Return (channel, message) for each exceeded limit. The channel `rows` is for rows that only one side has."""
+        """Return (channel, message) for each exceeded limit. Channel `rows`: trajectories that only one side has."""
         failures: list[tuple[str, str]] = []
         numbers = self.numeric
         if self.without_trainer + self.unknown > limits.missing:
             sides = f"{self.without_trainer} only in the record, {self.unknown} only in the trainer's file"
             failures.append(("rows", f"{sides}; limit {limits.missing}"))
         if self.above_zero:
-            failures.append(("numeric", f"{self.above_zero} logprobs are above 0, which no probability has"))
+            failures.append(("numeric", f"{self.above_zero} logprobs are above 0, so they are not log-probabilities"))
         if not self.compared:
             failures.append(("numeric", "no token was compared"))
         if numbers.not_finite:
-            failures.append(("numeric", f"{numbers.not_finite} tokens have no finite logprob in the trainer"))
+            failures.append(("numeric", f"the trainer has no finite logprob for {numbers.not_finite} tokens"))
         for name, value, limit in (
             ("mean difference", numbers.mean, limits.mean),
             ("largest difference", numbers.max, limits.delta),
@@ -137,7 +137,7 @@ class LogprobReport:
                 failures.append(("numeric", f"{name} {value:.3g}, limit {limit:g}"))
         drifts: tuple[tuple[Channel, Drift], ...] = (("id drift", self.id_drift), ("text drift", self.text_drift))
         for channel, drift in drifts:
-            # With a limit of 0, drift in the context counts too.
+            # With limit 0, drift in tokens that are not trained fails too.
             if drift.changed_sequences and (drift.share > limits.drift or not limits.drift):
                 counts = f"{drift.changed_tokens} of {drift.tokens} trained tokens changed"
                 where = f"in {drift.changed_sequences} of {drift.sequences} sequences"
@@ -155,16 +155,16 @@ def check_logprobs(
     precision: str = "float32",
     adapter: str | None = None,
 ) -> LogprobReport:
-    """Compare the recorded logprobs of trained tokens with a trainer's.
+    """Compare the recorded logprobs of trained tokens with a trainer's logprobs.
 
-    `rows` are the trainer's, by session id and leaf; trajectories without a row are skipped. Without `rows`, the
-    trainer has the recorded ids. `forward` computes missing logprobs. `outliers` is the number of tokens to list. For
-    differences beyond rounding in `precision`, the causes are found if `forward` also returns alternatives, as that of
-    `forward_pass` does. `adapter` is the name of the LoRA adapter that `forward` has; with the model alone, turns of
-    adapters are not compared.
+    `rows` has the trainer's rows by session id and leaf; a trajectory without a row is counted, but not compared.
+    Without `rows`, the trainer's ids are taken to be the recorded ids. `forward` computes logprobs that the rows lack.
+    `outliers` is the number of tokens to list. If differences exceed rounding in `precision`, their causes are looked
+    for, provided that `forward` comes from `forward_pass`. `adapter` is the name of the LoRA adapter that `forward`
+    includes; without it, turns sampled with an adapter are not compared.
 
-    Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has different numbers of logprobs and
-    ids, and if ids differ but there is no tokenizer to classify it.
+    Raises `InvalidRequest` if logprobs are missing and there is no `forward`, if a row has different numbers of
+    logprobs and ids, or if ids differ and there is no tokenizer to classify the difference.
     """
     vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
     tally = _Tally(outliers, tokenizer, forward, Mismatch(precision, vocab_size, adapter))
@@ -182,7 +182,7 @@ def check_logprobs(
 
 
 class ModelForward:
-    """A `Forward` with a model's logprobs in float32 that also returns alternatives. Made by `forward_pass`."""
+    """A `Forward` that computes a model's logprobs in float32, and can return alternatives. Made by `forward_pass`."""
 
     def __init__(self, model: Any, folder: Path, chunk: int) -> None:
         from tokentape.engines._forward import ForwardPass
@@ -192,14 +192,15 @@ class ModelForward:
         self._pass = ForwardPass(model, chunk=chunk)
 
     def __call__(self, ids: TokenIds) -> Logprobs:
-        """Return the logprob of each id given those before it, NaN for the first."""
+        """Return the logprob of each id given the ids before it, NaN for the first id. Shape [tokens]."""
         return np.concatenate([np.full(min(len(ids), 1), np.nan, np.float32), self.scores(ids, 1).logprobs])
 
     def scores(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
-        """Score `ids[start:]`, with up to `top` alternatives. Raises `InvalidRequest` for ids without an embedding."""
+        """Score `ids[start:]`, with `top` alternatives each. Raises `InvalidRequest` for ids without an embedding."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise InvalidRequest(
-                f"ids from {ids.min()} to {ids.max()}: the model in {self._folder} has {self.vocab_size} rows"
+                f"the ids range from {ids.min()} to {ids.max()}, but the model in {self._folder} has only "
+                f"{self.vocab_size} embedding rows: use the model that the sessions were sampled with"
             )
         return self._pass.score(ids, start, top)
 
@@ -207,11 +208,11 @@ class ModelForward:
 def forward_pass(
     folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024, adapter: Path | None = None
 ) -> ModelForward:
-    """Return the forward pass of a model folder, over all rows of the vocabulary.
+    """Load a model folder and return its forward pass. Logprobs are normalized over all rows of the output layer.
 
-    Processes a sequence in chunks with a cache, with at most `chunk` rows of logits in memory. Needs torch and
-    transformers. `adapter` is the folder of a LoRA adapter to add to the weights. Raises `EngineError` if the model or
-    the adapter can't be loaded.
+    A sequence is processed in chunks of `chunk` tokens with a KV cache, which bounds the memory for logits. `adapter`
+    is the folder of a LoRA adapter to merge into the weights. Needs torch and transformers. Raises `EngineError` if the
+    model or the adapter can't be loaded.
     """
     from tokentape.engines._adapters import merged
     from tokentape.engines._loading import load_model
@@ -223,25 +224,25 @@ def forward_pass(
 def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
     """Read a trainer's rows from Parquet or JSON lines (`.jsonl`).
 
-    The columns `session_id` and `leaf` identify the trajectory of a row; `token_ids` and `trainer_logprobs` are the
-    trainer's, and one of them may be missing. Other columns, such as `logprobs`, are ignored.
+    The columns `session_id` and `leaf` identify the trajectory of a row. `token_ids` and `trainer_logprobs` are the
+    trainer's values; one of the two may be missing. Other columns, such as `logprobs`, are ignored.
 
-    Raises `InvalidRequest` for a file without the first two columns or without both others, and for a duplicate row.
+    Raises `InvalidRequest` if a row lacks `session_id`, `leaf` or both values, or repeats a session id and leaf.
     """
     rows: dict[tuple[str, int], TrainerRow] = {}
     for number, row in enumerate(read_table_rows(Path(source), _COLUMNS), 1):
         ids, logprobs = row.get("token_ids"), row.get("trainer_logprobs")
         if "session_id" not in row or "leaf" not in row or (ids is None and logprobs is None):
             raise InvalidRequest(
-                f"{source}, row {number}: expected session_id, leaf, and token_ids or trainer_logprobs; found "
+                f"{source}, row {number}: expected session_id, leaf, and token_ids or trainer_logprobs, but found "
                 f"{', '.join(sorted(name for name, value in row.items() if value is not None)) or 'nothing'}"
             )
         key = (row["session_id"], int(row["leaf"]))
         if key in rows:
-            raise InvalidRequest(f"{source}, row {number}: a second row of session {key[0]!r}, leaf {key[1]}")
+            raise InvalidRequest(f"{source}, row {number}: session {key[0]!r}, leaf {key[1]} already has a row")
         rows[key] = TrainerRow(
             None if ids is None else np.array(ids, np.int32),
-            # JSON has null for NaN.
+            # In JSON, NaN is written as null.
             None if logprobs is None else np.array([np.nan if x is None else x for x in logprobs], np.float32),
         )
     return rows
@@ -253,11 +254,11 @@ _COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
 class _Tally:
     def __init__(self, outliers: int, tokenizer: Tokenizer | None, forward: Forward | None, mismatch: Mismatch) -> None:
         self._limit, self._tokenizer, self._forward, self._mismatch = outliers, tokenizer, forward, mismatch
-        self._numeric, self._behind = NumbersTally(), NumbersTally()
+        self._numeric, self._after_drift = NumbersTally(), NumbersTally()
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
         self._outliers: list[tuple[float, Outlier]] = []
-        """The largest differences, with their tokens."""
+        """The tokens with the largest differences."""
         self._above_zero = self._sequences = 0
 
     def add(self, trajectory: Trajectory, row: TrainerRow) -> None:
@@ -267,7 +268,7 @@ class _Tally:
         mask[:1] = False
         logprobs = row.logprobs
         if logprobs is None and row.token_ids is None:
-            # In the recorded distribution, NaN where that is not possible.
+            # Rescale to the recorded distribution; NaN where that is not possible.
             scores = self._scores(trajectory.token_ids, 1, self._mismatch.top_for(trajectory))
             logprobs = self._mismatch.add(trajectory, mask, 1, scores)
             mask &= ~np.isnan(logprobs)
@@ -276,23 +277,27 @@ class _Tally:
             logprobs = self._given()(ids)
         if len(logprobs) != len(ids):
             raise InvalidRequest(
-                f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: {len(logprobs)} logprobs of the trainer, "
-                f"{len(ids)} ids"
+                f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: the trainer has {len(logprobs)} logprobs "
+                f"for {len(ids)} ids"
             )
         pairing = self._compare(trajectory, ids)
         for channel in self._drifts:
             self._drifts[channel] = self._drifts[channel].added(mask, pairing if pairing.channel == channel else None)
         if self._tokenizer is not None and self._retokenized is not None:
-            again = pair_ids(trajectory.token_ids, retokenized(self._tokenizer, trajectory.token_ids), self._tokenizer)
-            self._retokenized = self._retokenized.added(mask, None if again.channel == "numeric" else again)
+            retokenized_pairing = pair_ids(
+                trajectory.token_ids, retokenized(self._tokenizer, trajectory.token_ids), self._tokenizer
+            )
+            self._retokenized = self._retokenized.added(
+                mask, None if retokenized_pairing.channel == "numeric" else retokenized_pairing
+            )
         positions = np.flatnonzero(mask & (pairing.partner >= 0))
         trainer = logprobs[pairing.partner[positions]].astype(np.float64)
-        apart = trainer - trajectory.logprobs[positions]
+        differences = trainer - trajectory.logprobs[positions]
         self._above_zero += int((trainer > _ROUNDING).sum() + (trajectory.logprobs[positions] > _ROUNDING).sum())
         before = positions < pairing.first
-        self._numeric.add(apart[before])
-        self._behind.add(apart[~before])
-        size = np.where(np.isfinite(apart), np.abs(apart), np.inf)
+        self._numeric.add(differences[before])
+        self._after_drift.add(differences[~before])
+        size = np.where(np.isfinite(differences), np.abs(differences), np.inf)
         for n in np.argsort(-size, kind="stable")[: self._limit].tolist():
             outlier = self._outlier(trajectory, pairing, int(positions[n]), float(trainer[n]))
             self._outliers.append((float(size[n]), outlier))
@@ -309,7 +314,7 @@ class _Tally:
             numeric=self._numeric.numbers(),
             id_drift=self._drifts["id drift"],
             text_drift=self._drifts["text drift"],
-            behind_drift=self._behind.numbers(),
+            behind_drift=self._after_drift.numbers(),
             if_retokenized=self._retokenized,
             outliers=tuple(outlier for _, outlier in self._outliers),
             not_comparable=dict(self._mismatch.not_comparable),
@@ -319,7 +324,7 @@ class _Tally:
 
     def _given(self) -> Forward:
         if self._forward is None:
-            raise InvalidRequest("the trainer's rows have no trainer_logprobs: give the model to compute them with")
+            raise InvalidRequest("trainer_logprobs are missing: pass a model to compute them")
         return self._forward
 
     def _scores(self, ids: TokenIds, start: int, top: int) -> Scores:
@@ -329,7 +334,7 @@ class _Tally:
         return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
 
     def _raw(self, trajectory: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return a mask of tokens with raw recorded logprobs, and count the others as not comparable."""
+        """Return a mask of the tokens with raw recorded logprobs, and count other tokens as not comparable."""
         raw = np.zeros(len(mask), bool)
         for rule, (_, start, end) in zip(self._mismatch.rules(trajectory), trajectory.completions(), strict=True):
             raw[start:end] = rule == RAW
@@ -343,7 +348,7 @@ class _Tally:
         if not np.array_equal(trajectory.token_ids[: len(ids)], ids):
             raise InvalidRequest(
                 f"session {trajectory.session_id!r}, leaf {trajectory.leaf}: the trainer's ids differ from the "
-                "recorded ones; to compare the texts too, pass the model folder"
+                "recorded ids: pass the model folder, so that the differences can be classified"
             )
         places = np.arange(len(trajectory.token_ids))
         return Pairing("numeric", np.where(places < len(ids), places, -1), len(places))

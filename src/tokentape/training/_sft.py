@@ -103,7 +103,7 @@ def sft_sample(
     ranges = [(span.message, *_tokens(places, span)) for span in spans if span.message in chosen]
     ranges = [(message, start, end) for message, start, end in ranges if start < end]
     if not ranges:
-        raise InvalidRequest("the template renders no text for the selected messages: select others", "select")
+        raise InvalidRequest("the template renders no text for the selected messages: select other messages", "select")
     loss_mask = np.zeros(len(encoded.ids), np.bool_)
     for _, start, end in ranges:
         loss_mask[start:end] = True
@@ -318,13 +318,12 @@ def _check(rendered: RenderedConversation, spans: Sequence[AssistantSpan], *, wh
     wrong, missed = int((inside & others).sum()), int((~inside & own).sum()) if whole else 0
     if wrong or missed:
         raise TemplateRefused(
-            f"the mask of this conversation would train {wrong} characters that others wrote and miss {missed} of the "
-            "assistant's: this template's turn format is not supported"
+            f"the assistant's turns can't be located with this template: the mask would train {wrong} characters of "
+            f"other messages, and miss {missed} characters of the assistant's messages"
         )
 
 
 def _speaks(message: Message) -> bool:
-    """Return whether the message has content or a call with arguments."""
     content = message.get("content")
     calls = message.get("tool_calls") or ()
     return bool(content if not isinstance(content, str) else content.strip()) or any(
@@ -333,7 +332,6 @@ def _speaks(message: Message) -> bool:
 
 
 def _without_reasoning(rendered: RenderedConversation, span: AssistantSpan) -> AssistantSpan:
-    """Return the span without the turn's reasoning."""
     form = rendered.renderer.format(rendered.setup).reasoning
     for close in filter(None, (form.close, form.close.strip()) if form is not None else ()):
         offset = rendered.text.find(close, span.start, span.end)

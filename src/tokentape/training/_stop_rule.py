@@ -100,7 +100,7 @@ class StopRule:
         ours, theirs = _array(recorded), _array(trainer)
         if ours.shape != theirs.shape:
             raise InvalidRequest(
-                f"the trainer's logprobs have shape {theirs.shape}, the recorded ones {ours.shape}: pass equal shapes",
+                f"trainer's logprobs have shape {theirs.shape}, recorded logprobs {ours.shape}: pass equal shapes",
                 "trainer",
             )
         apart = np.abs(theirs - ours)

@@ -38,8 +38,8 @@ def renormalized_logprobs(
 
     if any(too_many(support) for support in supports.ravel()):
         raise InvalidRequest(
-            "for a support only its size is recorded, because it was larger than `--supports`: leave the token out, or "
-            "record with a larger `--supports`",
+            "only the size of a support is recorded, because the support was larger than `--supports`: leave the token "
+            "out, or record with a larger `--supports`",
             "supports",
         )
 

@@ -1,10 +1,10 @@
-"""Add tokens for training to a model's serving tokenizer, and change nothing else; give the tokens first embeddings.
+"""Add tokens for training to a model's serving tokenizer, and compute initial embeddings for the new tokens.
 
-These are a padding token, blocks of tokens (control tokens, semantic ids), and rows up to a round number. New tokens
-get ids after the highest id, in order, and ids never change later. `prove` checks that old text keeps its ids.
+You can add a padding token and blocks of tokens (control tokens, semantic ids). The number of embedding rows is rounded
+up. New tokens get the ids after the highest old id, in order. All other ids stay as they are; `prove` checks that.
 
-Embeddings are made from the model's own, in their dtype. A semantic-id token has no text: describe each by one (a
-title, a category), or use `normal`, because equal rows diverge slowly in training.
+Initial embeddings are computed from the model's embeddings, in the same dtype. For a semantic-id token, pass a
+description (a title, a category), or use `normal`. Give no two tokens the same row: equal rows diverge slowly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenBlock:
 
     @property
     def ids(self) -> range:
-        """The ids of its tokens, in order."""
+        """The ids of `tokens`, in order."""
         return range(self.first_id, self.first_id + len(self.tokens))
 
 
@@ -53,12 +53,12 @@ class _Layout:
 
 @dataclass(frozen=True)
 class TrainingTokenizer:
-    """A serving tokenizer with added tokens. Use `TrainingTokenizer.load`, then `with_block`."""
+    """A serving tokenizer with added tokens. Make it with `TrainingTokenizer.load`, then call `with_block`."""
 
     tokenizer: Tokenizer
-    """The tokenizer with the new tokens, for a renderer for example."""
+    """The tokenizer with the new tokens. You can pass it to a renderer."""
     source: bytes
-    """Its `tokenizer.json`."""
+    """The content of `tokenizer.json` with the new tokens."""
     folder: Path
     """The folder of the serving tokenizer."""
     multiple_of: int
@@ -70,13 +70,13 @@ class TrainingTokenizer:
     def load(
         cls, folder: str | Path, *, pad: str | None = None, multiple_of: int | None = None, pad_is_eos: bool = False
     ) -> TrainingTokenizer:
-        """Load the tokenizer of a model folder, or of one that `save` wrote, with its blocks.
+        """Load the tokenizer from a model folder, or from a folder that `save` wrote, with its blocks.
 
-        `pad` is the padding token, an old or a new one; by default that of the folder's configuration. It can't be an
-        end-of-sequence token, since masks made from padding would not train the end; set `pad_is_eos` if yours are not.
-        The number of rows is rounded up to a multiple of `multiple_of`, by default the saved one, or 64. Raises
-        `InvalidRequest` for an unusable padding token, and `TokenizerUnusable` as `Tokenizer.load` and for unreadable
-        blocks.
+        `pad` is the padding token. It may be in the vocabulary or new; the default is the folder's `pad_token`. It must
+        not be an end-of-sequence token: a mask that is 0 where `id == pad_id` would leave the end of the sequence
+        untrained. If you don't build masks from ids, pass `pad_is_eos=True`. The number of embedding rows is rounded up
+        to a multiple of `multiple_of`, by default the saved value, or 64. Raises `InvalidRequest` for an unusable `pad`
+        or `multiple_of`, and `TokenizerUnusable` if the tokenizer or the saved blocks can't be read.
         """
         folder = Path(folder)
         tokenizer, saved = Tokenizer.load(folder), folder / _LAYOUT
@@ -92,7 +92,7 @@ class TrainingTokenizer:
 
     @cached_property
     def known(self) -> npt.NDArray[np.bool_]:
-        """True for ids that are tokens, bool [vocab_size]. Elsewhere, set logits to minus infinity when sampling."""
+        """True for ids that have a token, bool [vocab_size]. When sampling, set the other logits to minus infinity."""
         ids = token_ids(json.loads(self.source))
         mask = np.zeros(-(-(ids[-1] + 1) // self.multiple_of) * self.multiple_of, np.bool_)
         mask[ids] = True
@@ -100,29 +100,29 @@ class TrainingTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the embedding: `tokenizer.vocab_size`, rounded up to the multiple."""
+        """The number of embedding rows: `tokenizer.vocab_size`, rounded up to a multiple of `multiple_of`."""
         return len(self.known)
 
     def block(self, name: str) -> TokenBlock:
-        """Return the block with a name. Raises `InvalidRequest` if there is none."""
+        """Return the block with this name. Raises `InvalidRequest` if there is none."""
         for block in self.blocks:
             if block.name == name:
                 return block
         names = ", ".join(block.name for block in self.blocks) or "none"
-        raise InvalidRequest(f"there is no block {name!r} of tokens; there are: {names}")
+        raise InvalidRequest(f"there is no block of tokens named {name!r}; the blocks are: {names}")
 
     def with_block(self, name: str, tokens: Sequence[str], *, special: bool = False) -> TrainingTokenizer:
-        """Return the tokenizer with these tokens, or the same one if it already has this block.
+        """Return a tokenizer with these tokens added, or `self` if it already has this block.
 
-        `special` tokens are skipped by decoders that skip special tokens. A token is found wherever text spells it, so
-        serving texts should not contain it; `prove` checks that for your texts. Raises `InvalidRequest` for a token
-        that exists, contains another control token, or is spelled like ordinary text, and for a block of this name with
-        other tokens.
+        Decoding with `skip_special_tokens=True` skips `special` tokens. The tokenizer encodes every occurrence of a new
+        token's text as that token, so texts at serving time should not contain it; `prove` checks your texts. Raises
+        `InvalidRequest` if a token is already in the vocabulary, contains a control token, or has only
+        letters, digits and white space, and if a block with this name has other tokens.
         """
         if name in {block.name for block in self.blocks}:
             if self.block(name).tokens == tuple(tokens):
                 return self
-            raise InvalidRequest(f"there is a block {name!r} with other tokens: give the new ones another name")
+            raise InvalidRequest(f"block {name!r} already has other tokens: choose another name for the new block")
         spec, block = json.loads(self.source), TokenBlock(name, self.tokenizer.vocab_size, tuple(tokens))
         _check_new(tokens, spec, self.tokenizer)
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
@@ -135,20 +135,20 @@ class TrainingTokenizer:
         return training
 
     def check_ids(self, ids: TokenIds) -> None:
-        """Raise `InvalidRequest` if an id is not a token: negative, or a padding row of the embedding."""
+        """Raise `InvalidRequest` if an id has no token: a negative id, or the id of an unused embedding row."""
         array = np.asarray(ids)
         wrong = np.flatnonzero(~np.isin(array, np.flatnonzero(self.known)))
         if wrong.size:
             raise InvalidRequest(
-                f"id {array[wrong[0]]} at position {wrong[0]} is not a token: there are {self.tokenizer.vocab_size}, "
-                f"and rows up to {self.vocab_size} are padding. If an engine samples such ids, mask its logits with "
-                "`known`"
+                f"id {array[wrong[0]]} at position {wrong[0]} has no token: the tokenizer has "
+                f"{self.tokenizer.vocab_size} ids, and the embedding rows from there up to {self.vocab_size} are "
+                "unused. If an engine samples such ids, mask its logits with `known`"
             )
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer, its chat template, the generation config with this padding token, and the blocks.
+        """Write the tokenizer, the chat template, the generation config with the new `pad_token_id`, and the blocks.
 
-        With the class `PreTrainedTokenizerFast`, `AutoTokenizer` does not change `tokenizer.json`; models' own may.
+        The saved class is `PreTrainedTokenizerFast`, because other classes may change what `AutoTokenizer` loads.
         """
         added = {str(token.pop("id")): token for token in json.loads(self.source)["added_tokens"]}
         own = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
@@ -170,33 +170,32 @@ class TrainingTokenizer:
     def _with_pad(self, pad: str | None, pad_is_eos: bool) -> TrainingTokenizer:
         if pad is None:
             raise InvalidRequest(
-                f"the tokenizer in {self.folder} names no padding token: give one with `pad`, such as '<|pad|>'", "pad"
+                f"the tokenizer in {self.folder} has no padding token: pass one as `pad`, such as '<|pad|>'", "pad"
             )
         training = self.with_block("pad", [pad], special=True) if self.tokenizer.added_token(pad) is None else self
         token = training.tokenizer.added_token(pad)
         if token is None or token.is_space:
-            raise InvalidRequest(f"{pad!r} can't be a padding token: it is white space", "pad")
+            raise InvalidRequest(f"{pad!r} can't be a padding token, because it is white space", "pad")
         if token.id in self.tokenizer.eos_ids and not pad_is_eos:
-            advice = "Give another `pad`, such as '<|pad|>', or `pad_is_eos=True` if your masks are not made so"
-            problem = f"{pad!r} ends sequences too: masks that are made from padding would leave the end untrained"
+            problem = f"{pad!r} is also an end-of-sequence token: masks from padding ids would not train the end"
+            advice = "Pass another `pad`, such as '<|pad|>', or pad_is_eos=True if your masks don't depend on ids"
             raise InvalidRequest(f"the padding token {problem}. {advice}", "pad")
         tokenizer = training.tokenizer.with_files(training.source, {**training.tokenizer.config, "pad_token": pad})
         return replace(training, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
 
     def _check_blocks(self) -> None:
-        """Raise `TokenizerUnusable` unless every new token has its id."""
         for block in self.blocks:
             for token_id, token in zip(block.ids, block.tokens, strict=True):
                 ids = self.tokenizer.encode_plain(token)
                 if self.tokenizer.added_token(token) is None or ids != [token_id]:
                     raise TokenizerUnusable(
-                        f"token {token!r} of block {block.name!r} should have id {token_id}, the tokenizer gives it "
-                        f"{ids}: ids of added tokens must follow each other without gaps"
+                        f"token {token!r} of block {block.name!r} should have id {token_id}, but the tokenizer encodes "
+                        f"it as {ids}: the ids of added tokens must be consecutive"
                     )
 
 
 def codebook(name: str, sizes: Sequence[int]) -> list[str]:
-    """Return the texts of semantic-id tokens, `<|item_0_0|>`, `<|item_0_1|>`..., one per entry of each codebook."""
+    """Return one semantic-id token per entry of each codebook: `<|name_0_0|>`, `<|name_0_1|>`, and so on."""
     return [f"<|{name}_{book}_{entry}|>" for book, size in enumerate(sizes) for entry in range(size)]
 
 
@@ -209,17 +208,17 @@ def token_ids(spec: Mapping[str, Any]) -> list[int]:
 
 def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     if not tokens or len(set(tokens)) < len(tokens):
-        raise InvalidRequest("a block of tokens is empty or has a token twice")
+        raise InvalidRequest("a block must have at least one token, and no token twice")
     vocab = spec["model"]["vocab"]
     pieces = vocab if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
     for token in tokens:
         problem = ""
         if tokenizer.added_token(token) is not None or token in pieces:
-            problem = "is in the vocabulary already"
+            problem = "is already in the vocabulary"
         elif any(control.content in token for control in tokenizer.added_tokens if not control.is_space):
-            problem = "holds another control token: texts with that one would change"
+            problem = "contains a control token, so texts with that token would be encoded differently"
         elif all(char.isalnum() or char.isspace() for char in token):
-            problem = f"is spelled as words are, so ordinary text would change: write it '<|{token}|>'"
+            problem = f"looks like a word, so ordinary text would be encoded differently: use '<|{token}|>' instead"
         if problem:
             raise InvalidRequest(f"token {token!r} {problem}")
 
@@ -229,29 +228,29 @@ Rows: TypeAlias = npt.NDArray[np.floating[Any]]
 
 
 class Pieces(NamedTuple):
-    """The old tokens of a new token's text, and their lengths in bytes."""
+    """The old tokens that spell the description of a new token, and the length of each in bytes."""
 
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 class Auxiliary(NamedTuple):
-    """Embeddings of the texts of all new and all old tokens by another model, to measure similarity."""
+    """Embeddings from another model for the texts of all new and all old tokens, to measure similarity."""
 
     new: Rows
     old: Rows
 
 
 def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
-    """Return the tokens of each text in `serving`, the tokenizer without the new tokens. No text may be empty."""
+    """Tokenize each new token's text with `serving`, the old tokenizer. Raises `InvalidRequest` if a text is empty."""
     encodings = [serving.encode_after_control(text).ids for text in texts]
     if not all(encodings):
-        raise InvalidRequest("a new token is described by an empty text: give one to make its first embedding from")
+        raise InvalidRequest("the description of a new token is empty: pass the text to compute its embedding from")
     return [Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)) for ids in encodings]
 
 
 def mean_of_pieces(embeddings: Rows, pieces: Sequence[Pieces]) -> Rows:
-    """Return the mean of each token's pieces, shape [pieces, dimensions]."""
+    """Return the mean embedding of each new token's pieces, shape [new tokens, dimensions]."""
     return np.stack([embeddings[list(ids)].mean(0, np.float64) for ids, _ in pieces]).astype(embeddings.dtype)
 
 
@@ -264,20 +263,22 @@ def token_adapt(
     global_weight: float = 0.3,
     temperature: float = 0.3,
 ) -> Rows:
-    """Mix a weighted mean of the pieces with one of the nearest neighbors (arXiv 2505.09738).
+    """Return TokenAdapt embeddings (arXiv 2505.09738), shape [new tokens, dimensions].
 
-    Similarity is the cosine in the auxiliary space; by default that is the space of `embeddings`, with a text at the
-    mean of its pieces. The score of a piece is the mean of its similarity to the whole text and its share of the text's
-    length; the score of a neighbor is its similarity. A softmax with `temperature` turns scores into weights. For
-    untied output embeddings, pass these and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the
-    same weights. Shape [pieces, dimensions]. Raises `InvalidRequest` if the auxiliary space has other numbers of rows.
+    A new token's embedding is `1 - global_weight` times a weighted mean of its pieces, plus `global_weight` times a
+    weighted mean of its `neighbours` nearest old tokens. Similarity is the cosine in the auxiliary space. By default,
+    that is the space of `embeddings`, and the vector of a text is the mean of its pieces. The score of a piece is the
+    mean of its similarity to the whole text and its share of the text's bytes; the score of a neighbor is its
+    similarity. A softmax with `temperature` turns scores into weights. For an untied output layer, pass the output
+    embeddings and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both layers get the same weights. Raises
+    `InvalidRequest` if `auxiliary` does not have one row per token.
     """
     auxiliary = auxiliary or Auxiliary(mean_of_pieces(embeddings, pieces), embeddings)
     actual, expected = (len(auxiliary.new), len(auxiliary.old)), (len(pieces), len(embeddings))
     if actual != expected:
         raise InvalidRequest(
-            f"the auxiliary space has {actual[0]} new and {actual[1]} old rows: expected {expected[0]} and "
-            f"{expected[1]}, one for each token"
+            f"auxiliary has {actual[0]} rows for new and {actual[1]} for old tokens: expected {expected[0]} and "
+            f"{expected[1]}, one per token"
         )
     old, new, wide = _unit(auxiliary.old), _unit(auxiliary.new), embeddings.astype(np.float64)
 
@@ -287,35 +288,36 @@ def token_adapt(
 
     rows = []
     for (ids, lengths), text in zip(pieces, new, strict=True):
-        likeness, own = old @ text, np.array(ids, np.intp)
-        share, nearest = np.array(lengths) / max(sum(lengths), 1), np.argsort(-likeness, kind="stable")[:neighbours]
-        local, near = weighted((likeness[own] + share) / 2, own), weighted(likeness[nearest], nearest)
-        rows.append((1 - global_weight) * local + global_weight * near)
+        similarity, piece_ids = old @ text, np.array(ids, np.intp)
+        share, nearest = np.array(lengths) / max(sum(lengths), 1), np.argsort(-similarity, kind="stable")[:neighbours]
+        local = weighted((similarity[piece_ids] + share) / 2, piece_ids)
+        rows.append((1 - global_weight) * local + global_weight * weighted(similarity[nearest], nearest))
     return np.reshape(rows, (-1, embeddings.shape[1])).astype(embeddings.dtype)
 
 
 def normal(embeddings: Rows, count: int, *, seed: int = 0) -> Rows:
-    """Draw from a normal distribution with each dimension's mean and deviation, shape [count, dimensions]."""
+    """Draw rows from a normal distribution with each dimension's mean and deviation. Shape [count, dimensions]."""
     wide = embeddings.astype(np.float64)
     drawn = np.random.default_rng(seed).normal(wide.mean(axis=0), wide.std(axis=0), (count, embeddings.shape[1]))
     return drawn.astype(embeddings.dtype)
 
 
 def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, Rows]) -> Rows:
-    """Return the embeddings with rows for every block of `training`, by name, shape [vocab_size, dimensions].
+    """Return the embeddings with rows for the blocks of `training` added, shape [vocab_size, dimensions].
 
-    Old rows are copied bit for bit. Rows of ids that are not tokens are zero, and so is the row of the padding token if
-    it is not in `rows`. A zero row of a tied output layer has a logit of 0, so mask by `training.known` when sampling.
-    Raises `InvalidRequest` for rows that are missing, of another shape, or of no block, and for too many old rows.
+    `rows` has the new rows by block name. Old rows are copied bit for bit. Rows of ids without a token are zero, and so
+    is the padding token's row if `rows` does not have it. In a tied output layer, a zero row has the logit 0, so mask
+    the logits with `training.known` when sampling. Raises `InvalidRequest` if rows are missing, have another shape or
+    belong to an unknown block, and if `embeddings` has more rows than `training.vocab_size`.
     """
     old, wide = embeddings.shape
     if old > training.vocab_size:
         raise InvalidRequest(
-            f"the model has {old} rows, more than the {training.vocab_size} of the tokenizer: load it with a "
-            "`multiple_of` that reaches them"
+            f"the model has {old} embedding rows, but the training tokenizer only {training.vocab_size}: load the "
+            f"tokenizer with a larger `multiple_of`, so that its `vocab_size` is at least {old}"
         )
     if unknown := rows.keys() - {block.name for block in training.blocks}:
-        raise InvalidRequest(f"there is no block named {', '.join(sorted(unknown))}")
+        raise InvalidRequest(f"`rows` has rows for unknown blocks: {', '.join(sorted(unknown))}")
     matrix = np.zeros((training.vocab_size, wide), embeddings.dtype)
     matrix[:old] = embeddings
     for block in training.blocks:
@@ -323,24 +325,24 @@ def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, R
         if block_rows is not None and block_rows.shape == expected:
             matrix[block.ids] = block_rows
         elif block_rows is not None or block.tokens != (training.pad_token,):
-            actual = "none" if block_rows is None else f"an array of shape {block_rows.shape}"
-            raise InvalidRequest(f"rows for block {block.name!r}: expected shape {expected}, found {actual}")
+            actual = "none" if block_rows is None else f"shape {block_rows.shape}"
+            raise InvalidRequest(f"rows for block {block.name!r} must have shape {expected}, but `rows` has {actual}")
     return matrix
 
 
 def enlarge_model(
     model: Any, training: TrainingTokenizer, rows: Mapping[str, Rows], output_rows: Mapping[str, Rows] | None = None
 ) -> None:
-    """Add the rows of `enlarged` and the padding token to a `transformers` model in place. A tied output layer follows.
+    """Resize a `transformers` model in place: set the embeddings of `enlarged`, and `pad_token_id` in its configs.
 
-    `output_rows` are for an untied output layer, by default `rows`. Needs torch.
+    `output_rows` are the new rows of an untied output layer, by default `rows`. Needs torch. Raises as `enlarged`.
     """
     import torch
 
     layers, output = [(model.get_input_embeddings(), rows)], model.get_output_embeddings()
     if output is not None and output.weight.data_ptr() != layers[0][0].weight.data_ptr():
         layers.append((output, rows if output_rows is None else output_rows))
-    matrices = [enlarged(layer.weight.detach().float().cpu().numpy(), training, some) for layer, some in layers]
+    matrices = [enlarged(layer.weight.detach().float().cpu().numpy(), training, new) for layer, new in layers]
     model.resize_token_embeddings(training.vocab_size, mean_resizing=False)
     with torch.no_grad():
         for layer, values in zip((model.get_input_embeddings(), model.get_output_embeddings()), matrices, strict=False):

@@ -86,8 +86,8 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     about = TRAINERS[trainer]
     if len(temperatures) > 1:
         raise InvalidRequest(
-            f"{about.name} divides by one temperature, {about.setting}; turns were sampled at "
-            f"{', '.join(f'{value:g}' for value in sorted(temperatures))}: leave samples out, or use one temperature",
+            f"{about.name} divides logits by one temperature ({about.setting}), but turns were sampled at "
+            f"{', '.join(f'{value:g}' for value in sorted(temperatures))}: pass samples of one temperature",
             "samples",
         )
     (own,) = temperatures or {1.0}

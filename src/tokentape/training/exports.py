@@ -231,7 +231,7 @@ def verifiers_nodes(
     evaluation, the recorded logprobs are not checked. Raises `InvalidRequest` for samples from several sessions.
     """
     if len({sample.session_id for sample in samples}) > 1:
-        raise InvalidRequest("the samples come from several sessions; pass those of one session per trace", "samples")
+        raise InvalidRequest("samples of several sessions can't form one trace; pass one session at a time", "samples")
     _temperature(samples, "verifiers" if logprobs else None)
     nodes: list[dict[str, Any]] = []
     node_of_turn: dict[int, int] = {}

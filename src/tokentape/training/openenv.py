@@ -1,10 +1,10 @@
-"""OpenEnv: use its environments as agents in any adapter, and run agents in TRL's `HarnessRolloutWorker`.
+"""Use OpenEnv environments as agents in any adapter, and run agents in TRL's `HarnessRolloutWorker`.
 
-Written for OpenEnv 0.10.0 and TRL 1.16.0. To use an environment as `async def agent(base_url, api_key, task)`:
+Written for OpenEnv 0.10.0 and TRL 1.16.0. To make an agent from an environment's session factory:
 
     agent = HarnessAgent(factory, MCPHarnessAdapter())
 
-To run an agent in TRL's worker, which spawns a process, pass a module-level function or its name:
+TRL's worker runs agents in a process that it spawns. So pass a module-level function, or its name:
 
     HarnessRolloutWorker(harness_session_factory=GatewaySessions("http://127.0.0.1:8800", "my_module.agent"), ...)
 """
@@ -30,17 +30,17 @@ __all__ = ["GatewaySessions", "HarnessAgent"]
 
 @dataclass(frozen=True, slots=True)
 class HarnessAgent:
-    """An agent that runs an OpenEnv white-box harness in a session of an environment."""
+    """An agent that runs an OpenEnv white-box harness in an environment session."""
 
     factory: Any
-    """A `ResourceSessionFactory`. `create` is called with the task."""
+    """A `ResourceSessionFactory`. Its `create` is called with the task."""
     adapter: Any
     """A `HarnessAdapter` with `run_white_box`, for example `MCPHarnessAdapter`."""
     limits: Any = None
     """`HarnessRunLimits`. Its `sampling` fields are sent with each chat completion."""
 
     async def __call__(self, base_url: str, api_key: str, task: Task) -> float | None:
-        """Run the harness, and return the environment's reward, or None if it has none."""
+        """Run the harness, and return the environment's reward, or None if there is no reward."""
         return await asyncio.to_thread(self._run, base_url, api_key, task)
 
     def _run(self, base_url: str, api_key: str, task: Task) -> float | None:
@@ -57,7 +57,7 @@ class HarnessAgent:
 
 
 def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], sampling: Mapping[str, Any]) -> Any:
-    """Sample a turn, as OpenEnv's `ModelStep`. The next call sends the gateway's message back unchanged."""
+    """Sample a turn, as OpenEnv's `ModelStep`."""
     from openenv.core.harness import ModelStepResult
     from openenv.core.llm_client import LLMResponse, ToolCall
 
@@ -70,12 +70,13 @@ def _step(http: httpx2.Client, url: str, messages: list[Any], tools: list[Any], 
         for call in reply.get("tool_calls") or ()
     ]
     response = LLMResponse(reply.get("content") or "", calls)
+    # The next call then sends back the gateway's message unchanged.
     response.to_message_dict = lambda: reply
     return ModelStepResult(response)
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments, or no arguments if the model did not write a JSON object, as in TRL."""
+    """Return a call's arguments. As in TRL, there are none if the model did not write a JSON object."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
@@ -87,24 +88,24 @@ def _arguments(text: str) -> dict[str, Any]:
 class GatewaySessions:
     """A `harness_session_factory` for TRL's `HarnessRolloutWorker` that runs an agent in each session of a gateway.
 
-    The worker pins its sampling parameters. `task` is the dataset's row if the dataset comes from `trl.carry_rows`,
-    otherwise it has `prompt` only. If an agent raises, its rollout is not scored; if it raises `TimeoutError`, TRL
-    trains what was sampled until then.
+    The worker's sampling parameters are pinned. `task` is the dataset row if you made the dataset with
+    `trl.carry_rows`; otherwise it only has `prompt`. If an agent raises an exception, its rollout is not scored. If it
+    raises `TimeoutError`, TRL trains on what was sampled before.
     """
 
     gateway: str
-    """The gateway's URL, which TRL's worker process calls."""
+    """The gateway's URL, as TRL's worker process reaches it."""
     agent: Agent | str
-    """An agent or its `package.module.name`. It returns the session's reward."""
+    """An agent, or its name as `package.module.name`. The agent returns the reward."""
     api_key: str | None = None
     pin: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, *, sampling: Mapping[str, Any]) -> GatewaySessions:
-        """Return the factory for a worker with these sampling parameters."""
+        """Return a copy that pins these sampling parameters."""
         return replace(self, pin={**self.pin, **sampling})
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> _AgentSession:
-        """Make a session. The worker passes the same seed to all sessions of a group."""
+        """Make a session. The seed becomes its group, because the worker passes one seed to all sessions of a group."""
         return _AgentSession(self, row_of(task), {"group": str(seed), "attempt": episode_id})
 
 
@@ -118,7 +119,7 @@ class _AgentSession:
         self._rollout: Rollout | None = None
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
-        """Run the agent. Raises the agent's exception."""
+        """Run the agent, and raise the exception that it raised, if any."""
         self._rollout = run_agent(
             self._client,
             lambda session, row: self._agent(session.base_url, session.api_key, row),
@@ -131,7 +132,7 @@ class _AgentSession:
         return 0
 
     def fetch_training_trace(self) -> Any:
-        """Return each trained turn once, with its whole context as prompt."""
+        """Return each trained turn once, with its full context as the prompt."""
         from openenv.core.harness import TrainingTrace
 
         triplets = [triplet for sample in self._samples() for triplet in agent_lightning_triplets(sample)]
@@ -155,7 +156,7 @@ class _AgentSession:
         return VerifyResult(env_reward=rewards[0] if rewards else None, done=True)
 
     def close(self) -> None:
-        """Close the client; a call in flight fails."""
+        """Close the client. A call in flight fails."""
         self._client.close()
 
     def _samples(self) -> Any:

@@ -1,13 +1,14 @@
-"""verifiers and prime-rl: agents as a harness, on the run's vLLM server. For verifiers 0.4.1.dev86, prime-rl 559b44772.
+"""Run your agent as a harness of verifiers or prime-rl, sampling from the run's vLLM server.
 
-In a package of yours, which `harness.id` names:
+Written for verifiers 0.4.1.dev86 and prime-rl 559b44772. Put this in a package of yours, and set `harness.id` to the
+package's name:
 
     class Harness(AgentHarness, vf.Harness[vf.HarnessConfig]):
         agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
 
     __all__ = ["Harness"]
 
-`task` has the fields of the task's data, and `mcp_urls`. The agent's reward is recorded as `agent`.
+`task` has the fields of the task's data, and `mcp_urls`. The trace has the agent's reward under the name `agent`.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids
 
 
 class AgentHarness:
-    """What a harness derives from before verifiers' own class. Agents run in the process of verifiers' worker.
+    """Base class for a harness; list it before `vf.Harness`. The agent runs in the process of verifiers' worker.
 
-    The trace is made from what was recorded. An agent that raises fails its rollout. verifiers' timeouts and retries
-    hold; its limits of turns and tokens, and `@stop`, do not, since calls don't go through its interception. Sessions
-    are recorded in `directory` under the trace's id, or not kept. `logprobs_mode` is that of the server.
+    The trace is made from the recorded session. If the agent raises, the rollout fails. verifiers' timeouts and retries
+    apply. Its limits on turns and tokens and `@stop` do not, because calls don't go through its interception server.
     """
 
     APPENDS_SYSTEM_PROMPT, SUPPORTS_MCP, NEEDS_CONTAINER = True, True, False
     agent: ClassVar[Any]
-    """An `Agent`, as a static method, or `package.module.name` of one."""
+    """The agent as a static method, or its name as `package.module.name`."""
     directory: ClassVar[Path | str | None] = None
+    """Where sessions are recorded under their trace's id. With None, the record is deleted at the end."""
     logprobs_mode: ClassVar[str] = "processed_logprobs"
+    """The `logprobs_mode` that the vLLM server was started with."""
     stop_rule: ClassVar[StopRule | None] = None
 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> Any:
-        """Run the agent in a session, and make the trace from it."""
+        """Run the agent in a new session, and fill `trace` from the recorded session."""
         import verifiers.v1 as vf
         from verifiers.v1.clients.base import build_async_openai
 
@@ -62,7 +64,7 @@ class AgentHarness:
             cards = (await client.get("/models", cast_to=dict[str, Any]))["data"]
             room = next((card.get("max_model_len") for card in cards if card["id"] == ctx.model), None)
             if room is None:
-                raise InvalidRequest(f"{ctx.client.base_url} names no max_model_len of {ctx.model!r}: is it vLLM?")
+                raise InvalidRequest(f"{ctx.client.base_url} has no max_model_len for {ctx.model!r}: use a vLLM server")
             gateway = await live_gateway(
                 model_dir,
                 _sample,
@@ -84,30 +86,27 @@ class AgentHarness:
             )
         if rollout.error is not None:
             raise rollout.error
-        tokenizer, parts = gateway.renderer.tokenizer, rollout.samples
-        nodes = verifiers_nodes(parts, lambda ids: read_text(tokenizer, ids), logprobs=trained)
-        # Nodes come in pairs, what a turn added and what it sampled, in this order of turns.
-        turns = dict.fromkeys(turn for sample in parts for turn in sample.turns)
+        tokenizer, samples = gateway.renderer.tokenizer, rollout.samples
+        nodes = verifiers_nodes(samples, lambda ids: read_text(tokenizer, ids), logprobs=trained)
+        # Each turn has two nodes: its added tokens and its sampled tokens. Turns are in order of first occurrence.
+        turns = dict.fromkeys(turn for sample in samples for turn in sample.turns)
         for node, turn in zip(nodes[1::2], turns, strict=True):
             node["message"] |= _message_fields(rollout.replies[turn])
         trace.nodes = [vf.MessageNode.model_validate(node) for node in nodes]
-        trace.calls = [vf.ModelCall(model=ctx.model, **call) for call in _calls(parts)]
-        if parts and parts[0].reward is not None:
-            trace.record_reward("agent", parts[0].reward)
+        trace.calls = [vf.ModelCall(model=ctx.model, **call) for call in _calls(samples)]
+        if samples and samples[0].reward is not None:
+            trace.record_reward("agent", samples[0].reward)
         return vf.ProgramResult(0, "", "")
 
 
 async def _sample(server: tuple[Any, dict[str, Any]], prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
-    """Ask the server as `renderers.client.generate` does.
-
-    `server` is a client of it, and what requests have beside the prompt and the sampling parameters.
-    """
-    client, fixed = server
+    """Sample from vLLM's `/inference/v1/generate`, as `renderers.client.generate` does."""
+    client, fixed_fields = server
     answer = await client.post(
         f"{str(client.base_url).rstrip('/').removesuffix('/v1')}/inference/v1/generate",
         cast_to=dict[str, Any],
-        body={**fixed, "token_ids": prompt_ids, "sampling_params": vllm_fields(params, _SAMPLING)},
-        # Turns with the same one go to the same server, which has their prefix.
+        body={**fixed_fields, "token_ids": prompt_ids, "sampling_params": vllm_fields(params, _SAMPLING)},
+        # A router sends calls with the same session id to the same server, which has their prefix in its KV cache.
         options={"headers": {"X-Session-ID": params.session_id}},
     )
     choice = answer["choices"][0]
@@ -121,18 +120,17 @@ async def _sample(server: tuple[Any, dict[str, Any]], prompt_ids: list[int], par
 
 
 def _calls(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the model calls of a session, in the order in which they were made; the last says if it is truncated."""
     calls: dict[int, dict[str, Any]] = {}
     for sample in samples:
         for (turn, start, end), reason in zip(sample.completions(), sample.finish_reasons, strict=True):
             usage = {"prompt_tokens": start, "completion_tokens": end - start}
-            # Nodes come in pairs, in this order.
+            # Each turn has two nodes, in this order of turns; the second has the sampled tokens.
             calls.setdefault(turn, {"node": 2 * len(calls) + 1, "finish_reason": reason, "usage": usage})
     return [calls[turn] for turn in sorted(calls)]
 
 
 def _message_fields(reply: Message) -> dict[str, Any]:
-    """Return what a message says that the agent read, as the taskset's rewards read it."""
+    """Return the fields of a reply that the reward functions of a taskset read."""
     calls = [{"id": call["id"], **call["function"]} for call in reply.get("tool_calls") or ()]
     fields = {name: reply.get(name) for name in ("content", "reasoning_content")}
     return fields | {"tool_calls": calls or None}

@@ -26,7 +26,7 @@ _HEAD, _TAIL = 1200, 400
 
 @dataclass(frozen=True, slots=True)
 class ShownTrajectory:
-    """A trajectory with its tokenizer, which a notebook shows as the last value of a cell."""
+    """A trajectory with its tokenizer. A notebook displays it as HTML if it is the last value of a cell."""
 
     trajectory: Trajectory
     tokenizer: Tokenizer

@@ -116,7 +116,7 @@ def read_texts(path: str | Path = BUILT_IN, *, seed: int = 0) -> list[Sentence]:
                 sentences.append((line[: word.start()], word[0], line[word.end() :]))
     if not sentences:
         raise NothingToMeasure(
-            f"{path} has no sentence with a word to replace; write one sentence per line, its word in [brackets]"
+            f"{path} has no sentence with a word to replace; write one sentence per line, with the word in [brackets]"
         )
     return sentences
 

@@ -153,8 +153,6 @@ def compare(
 
 
 class _Sequence:
-    """A sequence of ids with the bytes of each id."""
-
     def __init__(self, ids: Sequence[int] | TokenIds, tokenizer: Tokenizer, provenance: Codes | None) -> None:
         self.array: TokenIds = np.asarray(ids, np.int32)
         if provenance is not None and len(provenance) != len(self.array):

@@ -1,8 +1,8 @@
-"""Anthropic's Messages API: decode request bodies to turns, count their tokens, and encode replies, streamed and not.
+"""Anthropic's Messages API: decode requests, count the tokens of their contexts, and encode replies and streams.
 
-The protocol is https://docs.anthropic.com/en/api/messages as the `anthropic` package and Claude Code speak it, with the
-extensions `seed`, `chat_template_kwargs`, `return_token_ids` and `logprobs`. Unknown fields are refused with their
-name, except the fields in `IGNORED`. docs/how-to/connect-an-agent.md has the choices that the protocol leaves open.
+The protocol is https://docs.anthropic.com/en/api/messages as the `anthropic` package and Claude Code use it. Extensions
+are `seed`, `chat_template_kwargs`, `return_token_ids` and `logprobs`. Unknown fields are refused with an error that
+names them. Fields in `IGNORED` have no effect. docs/how-to/connect-an-agent.md documents what the protocol leaves open.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ IGNORED = frozenset(
         "workspace_id",
     }
 )
-"""Fields that are accepted and have no effect: none of them changes what is sampled."""
+"""Fields that are accepted without effect, because they do not change what is sampled."""
 
 UNSERVED = frozenset({"container", "mcp_servers", "output_format", "thread"})
-"""Fields that are refused unless they are empty, because only Anthropic's servers implement them."""
+"""Fields that only Anthropic's servers implement. They are refused unless they are empty."""
 
 
 class AnthropicTool(Struct):
@@ -78,9 +78,6 @@ class AnthropicTool(Struct):
 
 _OUTPUT_FIELDS = frozenset({"format", "effort", "task_budget"})
 _TOOL_FIELDS = frozenset(AnthropicTool.__struct_fields__) | {"cache_control"}
-"""Known fields of tools: those in `AnthropicTool`, and `cache_control`, which has no effect."""
-
-
 _MESSAGE_FIELDS = frozenset(AnthropicMessage.__struct_fields__)
 
 
@@ -112,7 +109,7 @@ class OutputConfig(Struct, frozen=True):
 
 
 class MessagesBody(Struct, kw_only=True):
-    """A request's fields."""
+    """The fields of a request."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     model: str = ""
@@ -136,7 +133,7 @@ class MessagesBody(Struct, kw_only=True):
 
 
 _API_NAMES = {"stop_strings": "stop_sequences"}
-"""Fields of `SamplingParams` with another name in requests."""
+"""Fields of `SamplingParams` that have another name in this API."""
 
 
 _ERROR_TYPES = {
@@ -152,7 +149,7 @@ _ERROR_TYPES = {
 
 
 class AnthropicMessages(Dialect):
-    """Anthropic's Messages API for a model with this `template`."""
+    """Anthropic's Messages API for a model."""
 
     path = "/v1/messages"
     summary = "Anthropic's Messages"
@@ -189,19 +186,19 @@ class AnthropicMessages(Dialect):
         return DecodedRequest(turn, partial(AnthropicEncoder, read, self, ignored), ignored)
 
     def claims(self, request: Request) -> bool:
-        """Also claim unknown paths below /messages, and those that Anthropic's clients request."""
+        """Also claim unknown paths that contain /messages or that an Anthropic client requests."""
         unknown = "endpoint" not in request.scope
         of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
         return super().claims(request) or (unknown and of_anthropic)
 
     def error_body(self, error: TokentapeError) -> dict[str, Any]:
-        """Return an error body for Anthropic's clients. `details.error_code` is the gateway's error code."""
+        """Return an error body in Anthropic's format. `details.error_code` is the gateway's error code."""
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         details: dict[str, Any] = {"error_code": error.code}
         if isinstance(error, InvalidRequest):
             details["param"] = error.param
             if error.param == "thread":
-                # With this code the client's tool runner continues without a thread and sends the whole conversation.
+                # On this code, the tool runner of Anthropic's client goes on without a thread: it sends all messages.
                 details["error_code"] = "thread_unsupported_request"
         return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
 
@@ -253,7 +250,7 @@ class AnthropicMessages(Dialect):
 
 
 def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
-    """Return the endpoint that counts the tokens of a turn's context. Nothing is recorded."""
+    """Return the routes that count the tokens of a request's context. They record nothing."""
     turns = gateway.turns
 
     async def count(request: Request) -> Response:
@@ -270,7 +267,7 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
 
 
 def _read(body: Any) -> MessagesBody:
-    """Decode a body and check its tool choice. Fields with null count as missing."""
+    """Decode a body and check its tool choice. A field with the value null counts as missing."""
     empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
     read, _ = shared.read_fields(body, MessagesBody, IGNORED | empty, "messages")
     if read.tool_choice.type in ("any", "tool"):
@@ -290,8 +287,8 @@ def _rule(body: MessagesBody, context: RequestContext) -> CallRule | None:
 def _tool(index: int, tool: AnthropicTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise UnsupportedParameter(
-            f"tools[{index}] is of type {tool.type[:64]!r}, which is not supported here; give tools with a name and an "
-            "input_schema, which the client runs",
+            f"tools[{index}] has type {tool.type[:64]!r}, which this server can't run: send tools that the "
+            "client runs, with a name and an input_schema",
             "tools",
         )
     for name in ("input_schema", "name"):
@@ -330,11 +327,11 @@ class AnthropicEncoder:
         return {**self._head, "content": content, **self._stop(done), **self._end(done)}
 
     async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream: blocks while they grow, and the stop reason after the commit."""
+        """Yield the events of a stream: deltas of blocks, and after the commit, the stop reason."""
         blocks = _OpenBlock(self._signature)
         done: TurnDone | None = None
-        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        yield _event("message_start", message={**self._head, **begun})
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield _event("message_start", message={**self._head, **empty})
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TurnDone):
@@ -349,14 +346,14 @@ class AnthropicEncoder:
 
     def _stop(self, done: TurnDone) -> dict[str, Any]:
         turn, stop = done.turn, {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[done.finish]
-        # The context can be full before `max_tokens`.
+        # The context window can be full before `max_tokens` is reached.
         if done.finish == "length" and len(turn.completion_ids) < (self._body.max_tokens or 0):
             stop = "model_context_window_exceeded"
         string = turn.stop if done.finish == "stop" and isinstance(turn.stop, str) else None
         return {"stop_reason": stop if string is None else "stop_sequence", "stop_sequence": string}
 
     def _usage(self, done: TurnDone | None = None) -> dict[str, Any]:
-        # In this API `input_tokens` excludes cached tokens, which are only known at the end.
+        # In this API, `input_tokens` excludes cached tokens. Their number is only known at the end.
         cached = 0 if done is None else done.cached_tokens or 0
         usage: dict[str, Any] = {
             "input_tokens": len(self._prompt_ids) - cached,
@@ -379,7 +376,7 @@ class AnthropicEncoder:
 
 
 class _OpenBlock:
-    """The open block of a stream. It ends when a block of another kind begins."""
+    """The open content block of a stream. It is closed when a block of another kind begins."""
 
     def __init__(self, signature: str) -> None:
         self._signature = signature

@@ -173,7 +173,6 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strict(fields: dict[str, Any]) -> list[str]:
-    """Return the names of the strict tools."""
     return [tool["function"]["name"] for tool in fields.get("tools", ()) if tool["function"].get("strict")]
 
 

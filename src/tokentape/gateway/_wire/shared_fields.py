@@ -199,13 +199,13 @@ def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
     """
     for name, (is_served, what) in served.items():
         if not is_served:
-            raise UnsupportedParameter(f"{name} with this value is not supported; expected {what}", name)
+            raise UnsupportedParameter(f"this value of {name} is not supported; expected {what}", name)
 
 
 def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
     """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `names` has a name not in `tools`."""
     if not tools or any(name not in tools for name in names):
-        raise InvalidRequest("tool_choice requires a tool that is not in tools; choose one of tools", "tool_choice")
+        raise InvalidRequest("tool_choice names a tool that is not in tools; choose a tool from tools", "tool_choice")
 
 
 def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool = False) -> None:

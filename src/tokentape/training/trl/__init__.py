@@ -1,4 +1,4 @@
-"""Training with TRL on exact ids. See docs/how-to/train-with-trl.md; importing it loads neither TRL nor torch."""
+"""Train with TRL on exact ids; see docs/how-to/train-with-trl.md. Importing it loads neither TRL nor torch."""
 
 from tokentape.training.trl._agents import Agent, Row, carry_rows
 from tokentape.training.trl._asynchronous import GatewayTransfer, GatewayWorker, PolicyTransfer

@@ -1,4 +1,4 @@
-"""Run an agent through a gateway for a row of the dataset, and make samples of its session."""
+"""Run an agent through a gateway for a row of the dataset, and make samples from its session."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Row: TypeAlias = Mapping[str, Any]
-"""A row of the dataset, `prompt` and other columns."""
+"""A row of the dataset: `prompt` and other columns."""
 
 Agent: TypeAlias = Callable[[ClientSession, Row], float | Awaitable[float | None] | None]
-"""Does one task in one session: gives `session.base_url` and `session.api_key` to an OpenAI client, and returns the
-reward. It may return None, and call `session.reward` or leave rewards to the trainer. A coroutine function gets an
-event loop of its own, so it has to make its client itself."""
+"""A function `agent(session, row)` that does one task and returns the reward. It calls the model with an OpenAI client
+for `session.base_url` and `session.api_key`. It may also return None and call `session.reward`, or leave the reward to
+the trainer. A coroutine function runs in its own event loop, so it must create its async clients itself."""
 
 _ROW = "tokentape_row"
 
 
 def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Dataset:
-    """Return the dataset with each row written into its own prompt: TRL gives a rollout function prompts only.
+    """Write each row of the dataset into its own prompt, because TRL passes only prompts to a rollout function.
 
-    The row goes, as JSON, under a key of the prompt's first message that templates don't look at. `columns` are those
-    that are carried, all by default; a prompt that is a string becomes a user message, and a row without prompt gets an
-    empty one.
+    The row is stored as JSON in the prompt's first message, under a key that chat templates don't read. `columns` are
+    the columns to store, by default all. A prompt that is a string becomes a user message; a row without a prompt gets
+    an empty user message.
 
-    Raises `InvalidRequest` for a column that is no JSON.
+    Raises `InvalidRequest` if a value can't be written as JSON.
     """
     names = [name for name in dataset.column_names if name != "prompt"] if columns is None else list(columns)
 
@@ -45,14 +45,16 @@ def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Datase
         try:
             messages[0][_ROW] = json.dumps({name: row[name] for name in names})
         except TypeError as error:
-            raise InvalidRequest(f"a row can't be carried: {error}; name the columns that can", "columns") from None
+            raise InvalidRequest(
+                f"a row can't be written as JSON: {error}. Pass `columns` without that column", "columns"
+            ) from None
         return {"prompt": messages}
 
     return dataset.map(carried)
 
 
 def row_of(prompt: Any) -> dict[str, Any]:
-    """Return the row that a prompt of TRL's carries, at least `prompt`."""
+    """Return the row that `carry_rows` wrote into a prompt. It always has `prompt`."""
     if isinstance(prompt, str) or not prompt:
         return {"prompt": prompt}
     messages = [{key: value for key, value in message.items() if key != _ROW} for message in prompt]
@@ -70,7 +72,7 @@ def run_agent(
     group: str | None = None,
     pin: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Run an agent in a new session. What it raises is in the rollout; see `assemble` and `Client.session`."""
+    """Run an agent in a new session, and return its samples and the exception that it raised, if any."""
     session = client.session(metadata=metadata, pin=pin)
     error: Exception | None = None
     try:
@@ -93,10 +95,10 @@ def reply_of(answer: httpx2.Response) -> dict[str, Any]:
 
 
 async def awaited(value: Any) -> Any:
-    """Return what a function returned, or what its coroutine does."""
+    """Return `value`, or its result if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
-    """Return a prompt of a dataset as messages; one that is a string is the user's."""
+    """Return a prompt of a dataset as messages. A string becomes a user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]

@@ -1,9 +1,9 @@
-"""TRL's asynchronous GRPO: a worker that rolls out all the time, and weights that change under it.
+"""Run agents for TRL's asynchronous GRPO, while the trainer updates the weights.
 
-`AsyncGRPOTrainer` asks for two things. A rollout worker puts scored samples on a queue: here every branch of a session
-becomes one, with the recorded logprobs, which that trainer's loss takes as those of the old policy. A weight transfer
-brings the trainer's weights to where it is sampled: here the gateway holds new calls back meanwhile, calls under way go
-on, and the record says which tokens are of which version.
+`AsyncGRPOTrainer` needs a rollout worker, which puts scored samples on a queue, and a weight transfer, which copies the
+trainer's weights to the engine. `GatewayWorker` makes one sample per branch of a session; the loss uses the recorded
+logprobs as those of the old policy. `GatewayTransfer` makes new calls wait in the gateway during a transfer. The record
+states which weight version sampled each token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _GROUP = "group"
 _VERSION = "version"
-"""Keys of the sessions' metadata."""
+"""Keys in the metadata of sessions."""
 
 
 class GatewayWorker:
@@ -46,19 +46,20 @@ class GatewayWorker:
     ...     weight_transfer=PolicyTransfer(policy),
     ... )
 
-    Rewards are what agents return or give to their sessions; advantages are relative to the row's other sessions. The
-    trainer's own reward functions are not called. A sample's version is the oldest that sampled any token of it.
+    The reward of a session is what its agent returned or set with `session.reward`. Advantages are computed over the
+    sessions of a row. The trainer's reward functions are not called. The `model_version` of a sample is the oldest
+    weight version that sampled one of its tokens.
 
     Args:
-        client: of the gateway.
-        agent: run once for each of a row's generations.
-        dataset: rows, gone through again and again in their order.
-        num_generations: sessions per row that are compared with each other.
-        concurrency: agents that run at once. With more, samples are older when they are trained.
-        failures: `raise` ends the training when an agent raised; `skip` leaves its session out.
-        select: which trajectories stay; see `assemble`.
-        max_length: of a sample; see `assemble`.
-        stop_rule: ends the training, or warns, when what agents sampled passes its limits.
+        client: A client of the gateway.
+        agent: The agent; it runs `num_generations` times per row.
+        dataset: The rows. The worker repeats them in order until the training ends.
+        num_generations: Sessions per row, which form a group. At least 2.
+        concurrency: Number of agents that run at once. With a higher number, samples are older when they are trained.
+        failures: If an agent raises an exception, `raise` ends the training, and `skip` leaves out its session.
+        select: Which trajectories to keep; see `assemble`.
+        max_length: Maximum length of a sample; see `assemble`.
+        stop_rule: Ends the training or warns if the sampled tokens exceed the limits of the rule.
 
     """
 
@@ -77,8 +78,8 @@ class GatewayWorker:
     ) -> None:
         if num_generations < 2 or len(dataset) < 1:
             raise InvalidRequest(
-                f"{num_generations} generations of {len(dataset)} rows: expected 2 or more of 1 or more, since a "
-                "session is compared with others of its row"
+                f"num_generations is {num_generations} and the dataset has {len(dataset)} rows: expected at least 2 "
+                "generations, because the sessions of a row are compared with each other, and at least 1 row"
             )
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(256)
         """Scored samples. When it is full, agents wait."""
@@ -93,24 +94,24 @@ class GatewayWorker:
         self._thread = threading.Thread(target=self._run, name="tokentape-rollouts", daemon=True)
 
     def start(self) -> None:
-        """Begin. The trainer calls it once its first weights are in place."""
+        """Start running agents. The trainer calls this method after its first weight transfer."""
         self._heard = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin no more sessions, and wait for those under way."""
+        """Start no more sessions, and wait until the running agents have finished."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def update_model_version(self, model_version: int) -> None:
-        """The trainer's count of its weight transfers."""
+        """Set the version for new sessions: the number of weight transfers that the trainer has made."""
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise `TokentapeError` if rollouts have failed, or none has ended for so many seconds."""
+        """Raise `TokentapeError` if a rollout failed, or if no rollout has ended for `stale_after_s` seconds."""
         if self._failure is not None:
-            raise TokentapeError(f"rollouts ended: {self._failure}") from self._failure
+            raise TokentapeError(f"rollouts have stopped: {self._failure}") from self._failure
         silent = time.monotonic() - self._heard
         if silent > stale_after_s and not self._stopped.is_set():
             raise TokentapeError(
@@ -130,7 +131,7 @@ class GatewayWorker:
                     pool.submit(self._roll_out, group, row, rollouts, free)
 
     def _roll_out(self, group: int, row: Row, rollouts: list[Rollout], free: threading.Semaphore) -> None:
-        """Run an agent; the last one of its group puts the samples of all on the queue."""
+        """Run an agent. The last agent of a group to finish puts the samples of the whole group on the queue."""
         try:
             metadata = {_GROUP: str(group), _VERSION: self._version}
             rollout = run_agent(
@@ -158,13 +159,16 @@ class GatewayWorker:
                 self.rollout_buffer.put(sample, timeout=0.1)
                 return
             except queue.Full:
-                # The trainer is busy, not the agents silent.
+                # The queue is full because the trainer is busy, so this is no stale worker.
                 self._heard = time.monotonic()
 
     def _scored(self, group: int, row: Row, rollouts: Sequence[Rollout]) -> list[Any]:
         for rollout in rollouts:
             if rollout.error is not None and self._failures == "raise":
-                raise TokentapeError(f"the agent of session {rollout.session_id!r} raised") from rollout.error
+                raise TokentapeError(
+                    f"the agent of session {rollout.session_id!r} raised {rollout.error!r}: fix the agent, or "
+                    "leave out such sessions with failures='skip'"
+                ) from rollout.error
         succeeded = [rollout for rollout in rollouts if rollout.error is None]
         samples = [sample for rollout in succeeded for sample in rollout.samples if sample.reward is not None]
         self.metrics_queue.put(
@@ -181,13 +185,13 @@ class GatewayWorker:
 
 
 def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, float]) -> Any:
-    """TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
+    """Return TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     temperature([sample], "trl")
     versions = {version for _, _, version in sample.weight_spans}
-    # Some engines name their weights themselves; then what counts is what was there when the session began.
-    counted = map(int, versions) if all(map(str.isdecimal, versions)) else [sample.metadata[_VERSION]]
+    # If an engine names its weights with other texts than numbers, use the version at the start of the session.
+    numbers = map(int, versions) if all(map(str.isdecimal, versions)) else [sample.metadata[_VERSION]]
     return RolloutSample(
         prompt=row.get("prompt", []),
         completion=[],
@@ -195,17 +199,17 @@ def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, flo
         completion_mask=sample.loss_mask.astype(np.int64),
         old_log_probs=sample.logprobs,
         advantage=float(sample.columns["advantages"][sample.loss_mask][0]),
-        model_version=min(counted),
+        model_version=min(numbers),
         group_id=group,
         metrics=metrics,
     )
 
 
 class GatewayTransfer:
-    """Wrap a `weight_transfer`, TRL's own to a vLLM server for example, and tell the gateway before the server of it.
+    """Wrap a `weight_transfer`, for example TRL's transfer to vLLM, and pause the gateway during each transfer.
 
-    New calls wait in the gateway instead of failing, and turns are recorded under the version that the trainer counts.
-    The gateway's client needs an admin key if there are keys.
+    New calls wait in the gateway instead of failing. Turns are recorded with the number of the transfer as their weight
+    version. If the gateway requires keys, `client` needs an admin key.
     """
 
     def __init__(self, client: Client, transfer: Any) -> None:
@@ -217,31 +221,31 @@ class GatewayTransfer:
         self._transfer.init_weight_transfer()
 
     def pause(self) -> None:
-        """Hold new calls back, then pause the server. Calls under way are the server's to decide."""
+        """Make new calls wait in the gateway, then pause the server. The server decides about calls in flight."""
         self._client.pause(timeout=0.0)
-        with _opened_on_failure(self._client):
+        with _resumed_on_failure(self._client):
             self._transfer.pause()
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with _opened_on_failure(self._client):
+        with _resumed_on_failure(self._client):
             self._transfer.send_weights(iterator)
 
     def resume(self) -> None:
-        """Let the server go on, then the gateway, under the version that the trainer counts."""
-        with _opened_on_failure(self._client):
+        """Resume the server, then the gateway with the new weight version."""
+        with _resumed_on_failure(self._client):
             self._transfer.resume()
         self._version += 1
         self._client.resume(str(self._version))
 
     def destroy(self) -> None:
-        """Take down the wrapped transfer."""
+        """Destroy the wrapped transfer."""
         self._transfer.destroy()
 
 
 class PolicyTransfer(GatewayTransfer):
-    """A `weight_transfer` of TRL's `AsyncGRPOTrainer` into the embedded engine of `serving`.
+    """A `weight_transfer` for TRL's `AsyncGRPOTrainer` that loads the weights into the embedded engine of `serving`.
 
-    Calls under way go on; the new weights sample from the next token on. TRL sends only tensors that are trained.
+    Calls in flight continue, and the new weights sample their remaining tokens. TRL sends only the trained tensors.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -249,7 +253,7 @@ class PolicyTransfer(GatewayTransfer):
 
 
 class _EngineTransfer:
-    """The embedded engine's part: there is nothing to set up, pause or take down."""
+    """Loads weights into the embedded engine, which needs no setup, pause or teardown."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._version = policy, 0
@@ -261,8 +265,8 @@ class _EngineTransfer:
 
 
 @contextmanager
-def _opened_on_failure(client: Client) -> Iterator[None]:
-    """Agents that wait at the gateway would be waited for when the trainer ends."""
+def _resumed_on_failure(client: Client) -> Iterator[None]:
+    """Resume the gateway if the body raises. Otherwise, agents would wait in it forever, and `stop` for the agents."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
-"""TRL's environments, run as agents through a gateway.
+"""Run TRL environments as agents through a gateway.
 
-Given to TRL itself, an environment's tools are called from within the trainer, which renders, generates and parses by
-itself. As an agent, the same class has its conversation recorded by the gateway: exact ids, whichever engine samples.
+TRL's trainer renders, generates and parses an environment's turns by itself. If the same environment class runs as an
+agent, the gateway records the exact ids, with any engine.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentAgent:
-    """An agent made of what TRL takes as `environment_factory`, and plain functions as further tools.
+    """An agent that runs a TRL environment, optionally with functions as further tools.
 
-    An environment is a class with `reset(**row)`, which may return text for the end of the last message, with public
-    methods as tools, and if it knows the reward, with `get_reward()`. Methods and tools may be coroutine functions.
-    Their signatures and docstrings become schemas as in TRL, by `transformers.utils.get_json_schema`.
+    An environment has a method `reset(**row)`; the text that it returns, if any, is appended to the last message. An
+    optional `get_reward()` returns the reward. All other public methods are tools. Methods and tools can be coroutine
+    functions. As in TRL, `transformers.utils.get_json_schema` makes tool schemas from signatures and docstrings.
 
     >>> GatewayRollouts(policy.client, EnvironmentAgent(ShopEnvironment), sync=policy.sync)     # doctest: +SKIP
 
-    Raises `InvalidRequest` for an environment without `reset`, and for a row with an unknown `environment`.
+    A call raises `InvalidRequest` if the environment has no `reset`, or if the row names an unknown environment.
     """
 
     factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]
-    """Makes an environment, or by name: then the row's column `environment` chooses."""
+    """Makes an environment (TRL's `environment_factory`). In a mapping, the row's column `environment` is the key."""
     tools: Sequence[Callable[..., Any]] = ()
     max_calls: int = 16
-    """Calls of the model per session, at most."""
+    """Maximum number of model calls per session."""
     request: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
-    """Fields of each chat completion: `temperature`, `max_tokens`..."""
+    """Fields of each chat completions request, such as `temperature` and `max_tokens`."""
 
     async def __call__(self, session: ClientSession, row: Row) -> float | None:
-        """Talk until the model calls no tool; the reward, if the environment has one."""
+        """Run the model and its tool calls until a reply has none. Return the environment's reward, or None."""
         environment, row = self._environment(row)
         observation = await awaited(environment.reset(**row))
         messages = _with_observation(row.get("prompt", ""), observation)
@@ -76,12 +76,14 @@ class EnvironmentAgent:
             factory = factory[name]
         environment = factory()
         if not hasattr(environment, "reset"):
-            raise InvalidRequest(f"{type(environment).__name__} has no method reset; TRL's environments have one")
+            raise InvalidRequest(
+                f"{type(environment).__name__} has no method `reset`, which TRL environments must have"
+            )
         return environment, rest
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
-    # Of the class: looking at the instance would run its properties.
+    # Inspect the class, because inspecting the instance would run its properties.
     names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
     return [getattr(environment, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")]
 
@@ -106,7 +108,7 @@ def _with_observation(prompt: Any, observation: Any) -> list[dict[str, Any]]:
 
 
 async def _called(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with a tool's result, or with its exception as TRL words it."""
+    """Call a tool. Return a message with the result, or with the exception in TRL's format."""
     name = call["function"]["name"]
     try:
         if name not in tools:

@@ -1,8 +1,8 @@
-"""TRL's `rollout_func`: agents in place of `generate`, and the ids that were sampled in place of their text.
+"""Run agents as TRL's `rollout_func`, and return the sampled ids.
 
-The contract, as TRL 1.16 has it: the function gets the prompts of this process, each as often as completions of it are
-wanted, and the trainer. It returns lists as long as `prompts`: `prompt_ids`, `completion_ids`, `logprobs`, an
-`env_mask` that is 1 where the model sampled, and whatever else the reward functions are to see.
+TRL 1.16 calls a `rollout_func` with the trainer and the prompts of this process; each prompt is repeated once per
+generation. The function returns lists of the same length as `prompts`: `prompt_ids`, `completion_ids`, `logprobs`,
+`env_mask` (1 for sampled tokens, 0 for other tokens), and further fields for the reward functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,35 +36,37 @@ class GatewayRollouts:
     >>> rollouts = GatewayRollouts(policy.client, agent, sync=policy.sync)          # doctest: +SKIP
     >>> GRPOTrainer(model, recorded_reward, rollout_func=rollouts, ...)             # doctest: +SKIP
 
-    The reward functions get `reward` (a number or None), `session_id`, `leaf`, `verdict` and `branches` besides TRL's
-    own arguments. Calling it raises `InvalidRequest` for a temperature at which TRL's logprobs can't be the recorded
-    ones, and for several branches where they are refused; `TokentapeError` for an agent that failed.
+    In addition to TRL's arguments, reward functions get `reward` (a number or None), `session_id`, `leaf`, `verdict`
+    and `branches`, the number of samples of the session.
+
+    A call raises `InvalidRequest` if TRL can't compute the recorded logprobs at its temperature, and if a session has
+    several branches and `branches` is `refuse`. It raises `TokentapeError` if an agent fails and `failures` is `raise`.
     """
 
     client: Client
     agent: Agent
     sync: Callable[[Any], None] | None = None
-    """Called with the trainer before each batch: gives the engine the weights that it is to sample with."""
+    """Called with the trainer before each batch, to copy its weights to the engine; see `Policy.sync`."""
     concurrency: int = 32
-    """Agents that run at once."""
+    """Number of agents that run at once."""
     branches: Literal["refuse", "longest", "last"] = "refuse"
-    """How to treat a session with several samples: TRL takes one sequence per rollout, so all others would not be
-    trained. `longest`: the one with the most tokens that carry loss; `last`: the newest."""
+    """What to do with a session of several samples. TRL takes one sequence per rollout, so only one can be trained.
+    `refuse`: raise an error; `longest`: train the sample with the most tokens with loss; `last`: train the newest."""
     failures: Literal["raise", "mask"] = "raise"
-    """How to treat an agent that raised, and a session in which nothing was sampled. `mask`: no reward, no loss;
-    TRL leaves it out of its group's mean."""
+    """What to do if an agent raised an exception, or if a session has no sampled tokens. `raise`: raise an error;
+    `mask`: give the rollout no reward and no loss, so that TRL leaves it out of its group's mean."""
     select: Sequence[Select] = ()
-    """Which trajectories of a session stay, before `branches` is asked; see `tokentape.training._samples`."""
+    """Which trajectories of a session to keep, applied before `branches`; see `assemble`."""
     max_length: MaxLength | None = None
     fields: Callable[[Sequence[Sample]], dict[str, Any]] = trl_rollouts
-    """Makes TRL's fields of the samples, one per rollout. Another one is for experiments with other ids."""
+    """Makes TRL's fields from the samples, one per rollout. Replace it only for experiments with other ids."""
     stop_rule: StopRule | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of all sessions. Each also has its `step`, `mode` and `prompt`, and unless you set one its `group`: the sessions
-    of a step with the same prompt, in whichever process they ran."""
+    """Metadata for all sessions. `step`, `mode` (`train` or `eval`) and `prompt` (its index) are added to it. So is
+    `group`, unless you set it: sessions of the same step and prompt have the same group in all processes."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Run an agent per prompt and return TRL's fields."""
+        """Run an agent for each prompt, and return TRL's fields."""
         refuse_temperature(self.client, trainer.temperature)
         if self.sync is not None:
             self.sync(trainer)
@@ -85,8 +88,8 @@ class GatewayRollouts:
         sampled_at = temperature(samples, "trl")
         if sampled_at != trainer.temperature and any(sample.loss_mask.any() for sample in samples):
             raise InvalidRequest(
-                f"agents sampled at temperature {sampled_at:g}, TRL divides logits by {trainer.temperature:g}: "
-                "have both the same",
+                f"the agents sampled at temperature {sampled_at:g}, but TRL divides logits by {trainer.temperature:g}: "
+                "use the same temperature in the agents and in the trainer's config",
                 "temperature",
             )
         return {
@@ -99,20 +102,20 @@ class GatewayRollouts:
         }
 
     def _sample_per_rollout(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        whole = [self._sample_of(rollout) for rollout in rollouts]
+        chosen = [self._sample_of(rollout) for rollout in rollouts]
         stand_in = next((sample for rollout in rollouts for sample in rollout.samples), None)
         samples = []
-        for sample, rollout in zip(whole, rollouts, strict=True):
+        for sample, rollout in zip(chosen, rollouts, strict=True):
             if sample is not None and rollout.error is None:
                 samples.append(sample)
                 continue
             if self.failures == "raise" or stand_in is None:
-                what = "nothing was sampled" if rollout.error is None else f"its agent raised {rollout.error!r}"
+                problem = "nothing was sampled" if rollout.error is None else f"its agent raised {rollout.error!r}"
                 raise TokentapeError(
-                    f"session {rollout.session_id!r} can't be trained: {what}; failures='mask' goes on without such "
-                    "sessions, if others of the batch have something"
+                    f"session {rollout.session_id!r} can't be trained, because {problem}. With failures='mask', "
+                    "training goes on without such sessions, unless no session of the batch has a sample"
                 ) from rollout.error
-            # TRL wants a sequence. Where there is none, another one's stands in; no token of it carries loss.
+            # TRL needs a sequence for every rollout. If there is none, use another rollout's sequence without loss.
             source = sample or stand_in
             samples.append(replace(source, loss_mask=np.zeros_like(source.loss_mask), reward=None))
         return samples
@@ -123,9 +126,9 @@ class GatewayRollouts:
             return branches[0] if branches else None
         if self.branches == "refuse":
             raise InvalidRequest(
-                f"session {rollout.session_id!r} has {len(branches)} branches, and TRL takes one sequence per rollout: "
-                "train the longest or the last with branches='longest' or 'last', leave retries out with "
-                "select=[DropRetries()], or train all of them with TRL's asynchronous trainer",
+                f"session {rollout.session_id!r} has {len(branches)} branches, but TRL takes one sequence per rollout: "
+                "train only one with branches='longest' or branches='last', leave out retried calls with "
+                "select=[DropRetries()], or train all branches with TRL's asynchronous trainer",
                 "branches",
             )
         if self.branches == "last":
@@ -134,27 +137,28 @@ class GatewayRollouts:
 
 
 def _digest(prompt: Any) -> str:
-    """Return the digest of a prompt. It is the same in every process, also for what JSON can't hold, such as images."""
+    """Return the digest of a prompt, the same in every process. Values that JSON lacks (images) are pickled."""
     text = json.dumps(prompt, sort_keys=True, default=lambda value: digest_of(pickle.dumps(value)))
     return digest_of(text.encode())
 
 
 def refuse_temperature(client: Client, temperature: float) -> None:
-    """Raise `InvalidRequest` if TRL divides logits by a temperature that the recorded logprobs know nothing of."""
+    """Raise `InvalidRequest` if the trainer's temperature is not 1 and the recorded logprobs don't include it."""
     engine = str(client.engine().engine)
     check = served("trl", mode_of(engine), engine.split()[0])
     if temperature != 1.0 and check.status != "ok":
         raise InvalidRequest(
-            f"{check.found}, and the trainer's is {temperature:g}: set temperature=1.0 in its config and sample with "
-            f"it. {check.advice}",
+            f"{check.found}, but the trainer's temperature is {temperature:g}: set temperature=1.0 in the trainer's "
+            f"config, and sample at temperature 1. {check.advice}",
             "temperature",
         )
 
 
 def recorded_reward(reward: Sequence[float | None], branches: Sequence[int], **rest: Any) -> list[float | None]:
-    """Return what agents returned or gave to their sessions: a reward function for TRL.
+    """Return the rewards that agents returned or set with `session.reward`. Pass it to TRL as a reward function.
 
-    It also logs `rollouts/left_out`, branches per rollout that are not trained, and `rollouts/without_reward`.
+    It also logs `rollouts/left_out`, the mean number of branches per rollout that are not trained, and
+    `rollouts/without_reward`, the share of rollouts without a reward.
     """
     log = rest["log_metric"]
     log("rollouts/left_out", sum(max(0, number - 1) for number in branches) / len(branches))
@@ -163,26 +167,20 @@ def recorded_reward(reward: Sequence[float | None], branches: Sequence[int], **r
 
 
 def correct_by_recorded_logprobs(trainer: Any) -> None:
-    """Have TRL's `GRPOTrainer` weigh tokens by its own probability over the recorded one, as it does with vLLM's.
+    """Turn on the importance sampling correction of TRL's `GRPOTrainer` for the recorded logprobs.
 
-    TRL takes the logprobs of a `rollout_func`, but its loss looks at them only where vLLM samples: without this call a
-    policy that is not the one that sampled goes unnoticed. With it, `vllm_importance_sampling_mode` and its bounds in
-    the config apply, and `sampling/sampling_logp_difference/*` and `sampling/importance_sampling_ratio/*` are logged.
-    It costs a forward pass per batch. Call it before `train`. Where vLLM samples it changes nothing.
-
-    Raises `InvalidRequest` if the config turns the correction off.
+    TRL accepts logprobs from a `rollout_func`, but its loss uses them only if vLLM samples. Without this call, you do
+    not notice if the trainer's policy is not the policy that sampled. With it, the loss weights each token by the
+    trainer's probability over the recorded probability. The config's `vllm_importance_sampling_mode` and its bounds
+    apply, and TRL logs `sampling/sampling_logp_difference/*` and `sampling/importance_sampling_ratio/*`. The correction
+    costs one forward pass per batch. Call this function before `train`. It changes nothing if vLLM samples. Raises
+    `InvalidRequest` if the config turns the correction off.
     """
     if not trainer.vllm_importance_sampling_correction:
-        raise InvalidRequest("the trainer's config has vllm_importance_sampling_correction=False; leave that out")
+        raise InvalidRequest("the trainer's config has vllm_importance_sampling_correction=False: remove this setting")
     if trainer.use_vllm:
         return
     trainer.use_vllm = True
-    trainer.vllm_generation = _SyncedElsewhere()
+    # TRL calls this before a rollout, but `GatewayRollouts.sync` syncs the weights.
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer._last_loaded_step = -1
-
-
-class _SyncedElsewhere:
-    """What TRL calls before a rollout where vLLM samples; here `GatewayRollouts.sync` has the weights in place."""
-
-    def sync_weights(self) -> None:
-        pass

@@ -1,4 +1,4 @@
-"""A gateway in this process over the embedded engine, with the weights of the model that is trained."""
+"""Run a gateway in the trainer's process, with the embedded engine and the trainer's weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """A gateway with the embedded engine. Made by `serving`."""
+    """A gateway with the embedded engine, made by `serving`."""
 
     def __init__(self, client: Client, engine: TransformersEngine) -> None:
         self.client = client
@@ -28,16 +28,16 @@ class Policy:
         self._synced: tuple[ReferenceType[Any], int] | None = None
 
     def sync(self, trainer: Any) -> None:
-        """Sample with the weights that a trainer of `transformers` has now, under its global step as their version.
+        """Copy the current weights of a `transformers` trainer to the engine. The version is the trainer's global step.
 
-        Adapters of PEFT are merged for that, and unmerged afterwards. Does nothing if that trainer's weights
-        of that step are in place.
+        PEFT adapters are merged for the copy and unmerged afterwards. Does nothing if the engine already has this
+        trainer's weights of this step.
         """
-        now = (ref(trainer), trainer.state.global_step)
-        if self._synced != now:
-            with _whole(trainer.accelerator.unwrap_model(trainer.model)) as tensors:
-                self.push(tensors, str(now[1]))
-            self._synced = now
+        current = (ref(trainer), trainer.state.global_step)
+        if self._synced != current:
+            with _merged(trainer.accelerator.unwrap_model(trainer.model)) as tensors:
+                self.push(tensors, str(current[1]))
+            self._synced = current
 
     def push(
         self,
@@ -46,34 +46,37 @@ class Policy:
         *,
         wait: float | None = 60.0,
     ) -> None:
-        """Sample with copies of these tensors from now on: of a state dict, or pairs of its names and tensors.
+        """Copy the tensors of a state dict, or (name, tensor) pairs, to the engine as the weights named `version`.
 
-        New calls are held back meanwhile. Those under way are waited for, `wait` seconds at most; with None they go on,
-        and the record says which of their tokens are of which version.
+        New calls wait until the weights are loaded. Calls in flight get up to `wait` seconds to finish. With None, they
+        continue with the new weights, and the record states which version sampled each token.
 
-        Raises `EngineUnavailable` if calls are still under way then, and `EngineError` for tensors that don't fit; the
-        weights are the old ones then.
+        Raises `EngineUnavailable` if calls are still in flight after `wait` seconds, and `EngineError` if the tensors
+        don't fit the model. In both cases the engine keeps the old weights.
         """
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         idle = self.client.pause(timeout=wait or 0.0)
         new_version: str | None = None
         try:
             if wait is not None and not idle:
-                raise EngineUnavailable(f"calls are still under way after {wait:g} s; the weights were not changed")
+                raise EngineUnavailable(
+                    f"calls are still in flight after {wait:g} s, so the weights were not changed: pass a longer "
+                    "`wait`, or None to change the weights during the calls"
+                )
             self.load(pairs, version)
             new_version = version
         finally:
             self.client.resume(new_version)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False) -> None:
-        """Load the tensors as `push` does, without pausing the gateway or setting its version.
+        """Load tensors into the engine, as `push` does, but without pausing the gateway or setting its version.
 
-        With `partial` tensors may be missing; those stay.
+        With `partial`, weights whose tensors are missing stay as they are.
         """
         self._synced = None
-        # On a thread of its own: notebooks have an event loop in this one.
-        with ThreadPoolExecutor(1) as apart:
-            apart.submit(asyncio.run, self.engine.push_weights(tensors, version, partial=partial)).result()
+        # In a new thread, because in notebooks an event loop already runs in this thread.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, self.engine.push_weights(tensors, version, partial=partial)).result()
 
 
 @contextmanager
@@ -86,21 +89,21 @@ def serving(
     threads: int | None = None,
     max_batch: int = 32,
 ) -> Iterator[Policy]:
-    """Run a gateway on this machine's loopback for as long as the context lasts.
+    """Run a gateway with the embedded engine on 127.0.0.1 until the context ends.
 
-    The embedded engine has its own copy of the weights, first those of the folder, then what is pushed: so sampling and
-    training never wait for each other, and what is recorded as one version was sampled by that version.
+    The engine has its own copy of the weights: at first the weights in `model_dir`, later the weights that you push.
+    So sampling and training never wait for each other, and the recorded weight version is the one that sampled.
 
     Args:
-        model_dir: model, tokenizer and template, as `save_pretrained` writes them.
-        directory: where sessions are recorded; a temporary one, gone afterwards, if None.
-        dtype: of the engine's copy. With another one than the trainer's, logprobs differ by as much as it rounds.
-        device: a torch device.
-        threads: torch's CPU threads, of the whole process; torch's own choice if None.
-        max_batch: calls that are sampled together.
+        model_dir: Folder with model, tokenizer and chat template, as `save_pretrained` writes it.
+        directory: Where to record sessions. With None, a temporary directory that is deleted at the end.
+        dtype: Precision of the engine's weights. If the trainer uses another dtype, logprobs differ by rounding.
+        device: The torch device of the engine.
+        threads: Number of torch CPU threads for the whole process. With None, torch chooses.
+        max_batch: Maximum number of calls that are sampled together.
 
     Raises:
-        TokenizerUnusable, EngineError: the folder can't be served; see `TransformersEngine.open`.
+        TokenizerUnusable, EngineError: The folder can't be served; see `TransformersEngine.open`.
 
     """
     engine = TransformersEngine.open(model_dir, dtype=dtype, device=device, threads=threads, max_batch=max_batch)
@@ -109,12 +112,12 @@ def serving(
 
 
 @contextmanager
-def _whole(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
-    """A model's weights by the names that they have without adapters, adapters merged into them."""
+def _merged(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Merge adapters, and yield the weights under the names that they have in the base model."""
     if not hasattr(model, "merge_adapter"):
         yield model.state_dict()
         return
-    # Unmerging subtracts what merging added, which rounds; the weights are put back as they were.
+    # Unmerging subtracts the adapters again, which rounds. So restore the original weights afterwards.
     before = [(value, value.detach().clone()) for name, value in model.named_parameters() if ".base_layer." in name]
     model.merge_adapter()
     try:
