@@ -35,12 +35,12 @@ _EXTERNAL = """\
 `make test-external` compares this version with the test suites of other projects; `tests/external/README.md`
 says what they are and where to get them. *Render* compares a prompt's ids with transformers' rendering.
 *Bridge* compares context, completion and bridge with the ids of the longer conversation. *Parse* compares a
-message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns differently,
-and its rendering ends with the ids that Tokentape appends. *Forked*: the template renders earlier turns
-differently, and Tokentape starts a new branch. *Refused*: Tokentape or the template does not accept the conversation. *Not compared*: there is no
-reference, in most cases because the template does not render the turn, or because a model's template or a
-project's own objects are not available. Of BFCL and tau-bench, one conversation in 120 is replayed on every
-template.
+message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns
+differently, and its rendering ends with the ids that Tokentape appends. *Forked*: the template renders
+earlier turns differently, and Tokentape starts a new branch. *Refused*: Tokentape or the template does not
+accept the conversation. *Not compared*: there is no reference, in most cases because the template does not
+render the turn, or because a model's template or a project's own objects are not available. Of BFCL and
+tau-bench, one conversation in 120 is replayed on every template.
 """
 
 _STAND_IN = "qwen3"
