@@ -35,12 +35,12 @@ _EXTERNAL = """\
 `make test-external` compares this version with the test suites of other projects; `tests/external/README.md`
 says what they are and where to get them. *Render* compares a prompt's ids with transformers' rendering.
 *Bridge* compares context, completion and bridge with the ids of the longer conversation. *Parse* compares a
-message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns differently,
-and its rendering ends with the ids that Tokentape appends. *Forked*: the same, and Tokentape starts a new
-branch. *Refused*: Tokentape or the template does not accept the conversation. *Not compared*: there is no
-reference, in most cases because the template does not render the turn, or because a model's template or a
-project's own objects are not available. Of BFCL and tau-bench, one conversation in 120 is replayed on every
-template.
+message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns
+differently, and its rendering ends with the ids that Tokentape appends. *Forked*: the template renders
+earlier turns differently, and Tokentape starts a new branch. *Refused*: Tokentape or the template does not
+accept the conversation. *Not compared*: there is no reference, in most cases because the template does not
+render the turn, or because a model's template or a project's own objects are not available. Of BFCL and
+tau-bench, one conversation in 120 is replayed on every template.
 """
 
 _STAND_IN = "qwen3"
@@ -49,7 +49,7 @@ _APPENDS = {"yes": "+", "clean text": "~", "no": ""}
 
 _INTRODUCTION = """# Models
 
-This page lists every chat template that we tested Tokentape with, and the results of its certificate. Tokentape has no
+This page lists every chat template that Tokentape was tested with, and the results of its certificate. Tokentape has no
 code for any single model: `tokentape certify` finds these results by rendering test conversations with the template
 (see [architecture](architecture.md)). For any other model, run `tokentape certify PATH`.
 
@@ -68,10 +68,10 @@ _LEGEND = """Each cell says how Tokentape continues a sampled turn with new mess
 | ~ | as `+`, except after turns that are empty or have whitespace at their ends |
 
 Bridges are append-only everywhere. Without `+`, the template renders earlier turns differently once the conversation
-continues (most often it drops their reasoning); a context built from bridges keeps the sampled tokens.
+continues (most often it drops their reasoning). A context that is built from bridges keeps the sampled tokens.
 
 *Reasoning* is the opening delimiter of reasoning, with ▸ if the generation prompt contains it. *Parsed* counts
-the kinds of assistant turns that Tokentape parses back from the template's rendering, out of those that the
+the kinds of assistant turns that Tokentape parses back from the template's rendering, of those that the
 template renders in full. *Date*: the template prints the date. *Safe*: control tokens that callers spell stay
 text. \\* tested with the tokenizer of {stand_in}, because its own was not available.
 """
