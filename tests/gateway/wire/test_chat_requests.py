@@ -144,7 +144,7 @@ def test_error_text_quotes_no_caller_text() -> None:
 
 def test_images_are_refused_and_say_so() -> None:
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.2/x.png"}}
-    with pytest.raises(UnsupportedParameter, match=r"messages\[0\]\.content\[1\] is not a text part"):
+    with pytest.raises(UnsupportedParameter, match=r"^messages\[0\]\.content\[1\] has type 'image_url'; expected text"):
         read_message({"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]})
 
 
