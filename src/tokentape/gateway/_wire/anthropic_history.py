@@ -232,9 +232,13 @@ def _arguments(value: Any, where: str) -> dict[str, Any] | str:
 
 
 def _input(arguments: str) -> str:
-    """Return a call's `input` as JSON text. An object's text stays unchanged, since re-encoding could alter numbers."""
+    """Return a call's `input` as JSON text. An object's text stays unchanged, since re-encoding could alter numbers.
+
+    An object that `_arguments` would refuse is sent as text, so that the client can send it back.
+    """
     try:
         value = msgspec.json.decode(arguments)
+        check_depth(value if isinstance(value, dict) else {}, "input")
     except (ValueError, RecursionError):
         value = None
     return arguments if isinstance(value, dict) else encode_json({UNPARSED: arguments}).decode()

@@ -21,7 +21,7 @@ from tokentape.engines._checks import unsupported
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnStarted
-from tokentape.gateway._http import check_depth, encode_event, encode_json, param_of, read_as, too_deep
+from tokentape.gateway._http import check_depth, encode_event, encode_json, param_of, read_as
 from tokentape.gateway._pins import MinP, Penalty, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
 from tokentape.types import TokenIds, Turn
 
@@ -316,16 +316,17 @@ def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) ->
 def tool_arguments(arguments: str | dict[str, Any], where: str) -> str | dict[str, Any]:
     """Parse a tool call's arguments if they are a JSON object: templates print objects, and would quote a string.
 
-    Return other arguments unchanged. Raises `InvalidRequest` if they, at the path `where`, are nested too deeply.
+    Return other text unchanged, and text that is nested too deeply, which a model may sample and clients then send
+    back. Raises `InvalidRequest` if the arguments, at the path `where`, are an object that is nested too deeply.
     """
     try:
         value = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except RecursionError:
-        raise too_deep(where) from None
-    except ValueError:
-        return arguments
-    if isinstance(value, dict | list):
-        check_depth(value, where)
+        if isinstance(value, dict | list):
+            check_depth(value, where)
+    except (ValueError, RecursionError):
+        if isinstance(arguments, str):
+            return arguments
+        raise
     return value if isinstance(value, dict) else arguments
 
 
