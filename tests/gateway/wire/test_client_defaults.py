@@ -322,9 +322,9 @@ def test_unknown_fields_of_chat_parts_and_stream_options_are_reported(served: Se
 
 
 def test_unknown_fields_of_parts_within_outputs_results_and_prompts_are_reported(served: Served) -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1", "b": 1}]}
-    reply = served.openai().responses.with_raw_response.create(model="m", input=[call, output])  # type: ignore[list-item]
+    reply = served.openai().responses.with_raw_response.create(model="m", input=[call, output])
     assert reply.headers[IGNORED] == "input.output.b"
     part: Any = {"type": "text", "text": "1", "bold": True}
     result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}
