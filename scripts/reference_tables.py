@@ -35,7 +35,7 @@ ADVICE = {
     "Conflict": "Use a different session id, or leave it out.",
     "CommitRace": "Retry: the reply is recorded.",
     "TooLarge": "Send less, or raise `limits.body_bytes`.",
-    "WrongContentType": "Send `Content-Type: application/json`.",
+    "WrongContentType": "Send `Content-Type: application/json`, and the body uncompressed.",
     "HeadersTooLarge": "Send shorter headers.",
     "TemplateRefused": "`tokentape certify MODEL` shows what the template accepts.",
     "LimitReached": "Wait `retry_after` seconds, or raise the limit.",

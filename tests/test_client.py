@@ -94,6 +94,24 @@ def test_taking_up_a_session_is_no_failed_request(gateway_url: str) -> None:
     assert other.status_code == 409
 
 
+def test_an_existing_session_is_read_and_an_unknown_one_is_an_error_and_not_created(client: tokentape.Client) -> None:
+    talk(client.session("known").base_url)
+    assert len(client.existing_session("known").trajectories()) == 1
+    typo = client.existing_session("typo")
+    for read in (typo.trajectories, typo.info, lambda: typo.reward(1.0), typo.delete):
+        with pytest.raises(NotFound, match="'typo'"):
+            read()
+
+    async def read_later() -> None:
+        async with tokentape.AsyncClient(client.base_url) as other:
+            assert len(await other.existing_session("known").trajectories()) == 1
+            with pytest.raises(NotFound, match="'typo'"):
+                await other.existing_session("typo").trajectories()
+
+    asyncio.run(read_later())
+    assert [entry.session_id for entry in client.sessions()] == ["known"]
+
+
 def test_metadata_for_a_known_session_is_a_conflict(client: tokentape.Client) -> None:
     client.session("mine")
     with pytest.raises(Conflict, match="mine"):

@@ -103,7 +103,7 @@ class TooLarge(TokentapeError):
 
 
 class WrongContentType(TokentapeError):
-    """The body is JSON, but the Content-Type header names a different type."""
+    """The Content-Type header names a type other than JSON, or the Content-Encoding header a compression."""
 
     status = 415
     code = "wrong_content_type"

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from tests.processes import Command
 from tests.waiting import PATIENCE
 from tokentape._opening import open_configured, wait_for_engine
 from tokentape.chat._renderer import Renderer
+from tokentape.cli.serving import _removed_if_unused
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
 from tokentape.errors import EngineError
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
+from tokentape.types import SessionInfo
 
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
 
@@ -437,6 +439,31 @@ def test_a_server_of_another_model_with_the_same_vocabulary_is_refused(
     assert done.exit_code != 0
     assert "the server says that it serves m, tokentape/Tiny-4B; the folder is" in done.stderr
     assert "pass --unverified-model" in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(("before", "kept"), [(None, False), ("directory", True), ("record", True)])
+def test_a_failed_start_removes_only_an_empty_record_that_it_created(
+    tmp_path: Path, before: str | None, kept: bool
+) -> None:
+    config = ServeConfig(data=tmp_path / "data")
+    if before == "directory":
+        config.data.mkdir()
+    elif before == "record":
+        SqliteStore.open(config.data).close()
+    with suppress(EngineError), _removed_if_unused(config):
+        SqliteStore.open(config.data).close()
+        raise EngineError("another model")
+    assert config.data.exists() == kept
+
+
+def test_a_failed_gateway_keeps_the_record_that_it_created_if_it_has_a_session(tmp_path: Path) -> None:
+    config = ServeConfig(data=tmp_path / "data")
+    with suppress(EngineError), _removed_if_unused(config), SqliteStore.open(config.data) as store:
+        asyncio.run(store.write(SessionInfo("s", 0.0)))
+        raise EngineError("late")
+    with SqliteStore.open(config.data, read_only=True) as store:
+        assert [found.info.session_id for found in store.sessions(limit=9)] == ["s"]
 
 
 def test_a_server_with_other_ids_is_refused_without_a_way_around(

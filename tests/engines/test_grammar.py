@@ -241,7 +241,7 @@ def test_ids_that_truncation_kept_are_among_those_that_the_grammar_allows(render
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused(renderer: Renderer, schema: Any) -> None:
-    with pytest.raises(InvalidRequest, match="can't follow json_schema") as refused:
+    with pytest.raises(InvalidRequest, match="can't follow this JSON Schema") as refused:
         Case(renderer, json_schema=json.dumps(schema)).sampled(1)
     # llguidance's message goes on with the whole grammar.
     assert "x-guidance" not in str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import socket
 import time
@@ -190,6 +191,35 @@ def test_a_head_without_end_is_refused_and_not_kept(address: tuple[str, int], na
     if name != "trailers":
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert b'"code":"headers_too_large"' in answer
+
+
+@pytest.mark.parametrize(
+    ("begin", "status"),
+    [
+        (b"POST %s HTTP/1.1\r\nx-name: " + b"a" * 90_000, b"431"),
+        (b"POST %s HTTP/1.1\r\nno colon\r\n\r\n", b"400"),
+        (b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n", b"400"),
+    ],
+)
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/sessions/s/v1/messages?beta=true", b"/v1/chat/completions"])
+def test_what_the_server_itself_refuses_has_the_error_body_of_its_api(
+    patient: tuple[str, int], begin: bytes, status: bytes, path: bytes
+) -> None:
+    answer = b""
+    with socket.create_connection(patient, PATIENCE) as connection:
+        connection.sendall(begin % path)
+        while piece := connection.recv(1000):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert json.loads(body).get("type") == ("error" if b"messages" in path else None)
+    assert json.loads(body)["error"]["message"]
+
+
+def test_a_bad_request_does_not_answer_the_one_before_it(patient: tuple[str, int]) -> None:
+    with socket.create_connection(patient, PATIENCE) as connection:
+        connection.sendall(HEADERS + b"abc" + b"no request\r\n\r\n")
+        assert connection.recv(1000) == b""
 
 
 @pytest.mark.parametrize("pipelined", [1, 40])

@@ -29,6 +29,9 @@ FORGED = [
 def test_another_host_or_origin_is_refused(gateway_url: str, headers: dict[str, str]) -> None:
     answer = httpx2.post(f"{gateway_url}/sessions", json={}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    answer = httpx2.post(f"{gateway_url}/sessions/s/v1/messages", json={}, headers=headers)
+    assert (answer.status_code, answer.json()["type"]) == (403, "error")
+    assert answer.json()["error"]["type"] == "permission_error"
     assert httpx2.get(f"{gateway_url}/sessions").json()["data"] == []
 
 

@@ -64,8 +64,8 @@ OWN: dict[str, tuple[str, str, str]] = {
     ),
     "aborted turns are trained": (
         "_session/tree.py",
-        'kept = [turn.seq for turn in self.turns if turn.finish_reason != "abort" and turn.seq not in out]',
-        "kept = [turn.seq for turn in self.turns if turn.seq not in out]",
+        'seqs = [turn.seq for turn in self.turns if turn.finish_reason != "abort" and turn.seq not in excluded]',
+        "seqs = [turn.seq for turn in self.turns if turn.seq not in excluded]",
     ),
 }
 
@@ -77,8 +77,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "a drop looks only at turns for what came after the snapshot": (
         "store/_snapshots.py",
-        "if extent_of(row) != entry.extent:",
-        "if row.turns != entry.extent.turns:",
+        "if extent_of(row) != extent:",
+        "if row.turns != extent.turns:",
     ),
     "a drop takes what another snapshot holds": (
         "store/_snapshots.py",
@@ -88,7 +88,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
     "a session that was dropped can be created again": (
         "store/_writes.py",
         "                refuse_dropped(connection, record.session_id)\n",
-        "",
+        "                pass\n",
     ),
     "a new column of a turn deletes those of the other turns": (
         "store/_writes.py",
@@ -107,8 +107,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "aborted turns are continued": (
         "_session/tree.py",
-        '        if turn.finish_reason != "abort":\n            if key in',
-        "        if turn.completion_ids.size:\n            if key in",
+        'if turn.finish_reason != "abort":\n                if key in',
+        "if turn.completion_ids.size:\n                if key in",
     ),
     "tokens of two branches are trained twice": (
         "_session/flatten.py",
@@ -117,8 +117,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "the first mark of a turn counts, not the last": (
         "_session/tree.py",
-        "for one in events if one.kind == UNREAD",
-        "for one in reversed(list(events)) if one.kind == UNREAD",
+        "for event in events if event.kind == UNREAD",
+        "for event in reversed(list(events)) if event.kind == UNREAD",
     ),
     "a column of a path is not written to turns that later branches share": (
         "_session/flatten.py",
@@ -127,7 +127,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "of siblings with the same text the newest is continued": (
         "_session/tree.py",
-        "seq = max(same, key=lambda one: self._agreement(one, sent))",
+        "seq = max(same, key=lambda candidate: self._agreement(candidate, sent_reasoning))",
         "seq = newest",
     ),
     "finished choices of an aborted call are kept as turns": (
@@ -147,8 +147,8 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "a call keeps the weight version that it began with": (
         "gateway/_turns.py",
-        "weights_now=lambda: self.gate.weight_version,",
-        "weights_now=lambda now=self.gate.weight_version: now,",
+        "weights_now=lambda: self.gate.version_of(sampling.adapter),",
+        "weights_now=lambda now=self.gate.version_of(sampling.adapter): now,",
     ),
     "values of a path are written to turns from its first new one on": (
         "gateway/_sessions.py",
@@ -191,16 +191,20 @@ BLIND: dict[str, tuple[str, str, str]] = {
 MUTANTS = {**OWN, **BLIND}
 
 
+def mutated(name: str) -> str:
+    """Return the source file of a mutant with its change. Raises AssertionError unless it changes exactly one place."""
+    path, old, new = MUTANTS[name]
+    text = Path(ROOT, "src", "tokentape", path).read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise AssertionError(f"{path} no longer has once what {name!r} changes")
+    return text.replace(old, new)
+
+
 def found(name: str, calls: int = CALLS) -> tuple[bool, str]:
     """Return whether the simulator finds a mutant, and what it says."""
-    path, old, new = MUTANTS[name]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "src", Path(folder, "src"), ignore=shutil.ignore_patterns("__pycache__"))
-        file = Path(folder, "src", "tokentape", path)
-        text = file.read_text(encoding="utf-8")
-        if text.count(old) != 1:
-            raise AssertionError(f"{path} no longer has once what {name!r} changes")
-        file.write_text(text.replace(old, new), encoding="utf-8")
+        Path(folder, "src", "tokentape", MUTANTS[name][0]).write_text(mutated(name), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{ROOT}", "PYTHONHASHSEED": "0"}
         command = [sys.executable, "-m", "tests.simulator", "--calls", str(calls)]
         run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

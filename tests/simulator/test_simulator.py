@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulator.mutants import MUTANTS, found
+from tests.simulator.mutants import MUTANTS, found, mutated
 from tests.simulator.run import play, simulating
 from tokentape.chat._renderer import Renderer
 
@@ -40,6 +40,11 @@ def test_a_seed_plays_the_same_each_time(player: Renderer) -> None:
     first, again, other = (play(seed, player, Counter()) for seed in (3, 3, 4))
     assert first.trace == again.trace
     assert first.digest == again.digest != other.digest
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_error_changes_one_place_of_the_sources(name: str) -> None:
+    compile(mutated(name), name, "exec")
 
 
 @pytest.mark.slow

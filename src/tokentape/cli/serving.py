@@ -7,13 +7,14 @@ import errno
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -50,7 +51,11 @@ def serve_alone(config: ServeConfig) -> None:
     """Serve in this process until a signal arrives."""
     with logging_to(level=config.log.level, form=config.log.format):
         renderer = _renderer(config)
-        with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
+        with (
+            _removed_if_unused(config),
+            _port_taken(config),
+            open_record(config.location, synchronous=synchronous(config)) as store,
+        ):
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
             asyncio.run(wait_for_engine(config.engine))
             _serve(config, renderer, store, on_ready=lambda url: _announce(config, url))
@@ -72,6 +77,7 @@ def serve_with_workers(config: ServeConfig) -> None:
     with ExitStack() as stack:
         stack.enter_context(logging_to(level=config.log.level, form=config.log.format))
         renderer = _renderer(config)
+        stack.enter_context(_removed_if_unused(config))
         inherited = []
         if config.store is None:
             make_directory(config.data)
@@ -162,6 +168,22 @@ def _serve(
         gateway, host=config.host, port=config.port, has_keys=bool(keys), on_ready=ready, drain=drain, listener=listener
     )
     _log.info("stopped; every answered call is recorded in %s", shown(config.location))
+
+
+@contextmanager
+def _removed_if_unused(config: ServeConfig) -> Iterator[None]:
+    """Remove the data directory after an error if it was created in the `with` block and has no session."""
+    existed = config.store is not None or config.data.exists()
+    try:
+        yield
+    except BaseException:
+        unused = False
+        if not existed and config.data.exists():
+            with suppress(TokentapeError), open_record(config.data, read_only=True) as store:
+                unused = not store.sessions(limit=1)
+        if unused:
+            shutil.rmtree(config.data, ignore_errors=True)
+        raise
 
 
 def _announce(config: ServeConfig, base_url: str) -> None:

@@ -59,6 +59,10 @@ class AsyncClient:
             calls.check_made(await session.info(), metadata, pin, default)
         return session
 
+    def existing_session(self, session_id: str) -> AsyncClientSession:
+        """Return a session by its id, without a request. Its methods raise `NotFound` if there is no such session."""
+        return AsyncClientSession(self, session_id)
+
     async def sessions(self) -> AsyncIterator[SessionEntry]:
         """Yield every session in order of creation. Pages are fetched as needed."""
         after: int | None = 0
@@ -104,7 +108,7 @@ class AsyncClient:
 
 
 class AsyncClientSession:
-    """A session on a gateway, created by `AsyncClient.session`."""
+    """A session on a gateway, returned by `AsyncClient.session` or `AsyncClient.existing_session`."""
 
     def __init__(self, client: AsyncClient, session_id: str) -> None:
         self._client = client

@@ -72,13 +72,18 @@ class Client:
 
         `pin` are sampling parameters that no call in the session can change, for example {"temperature": 1.0};
         `default` are parameters for calls that don't set them. To continue a session, pass only its id: with further
-        arguments, an existing session raises `Conflict`. A mistyped id creates a new, empty session.
+        arguments, an existing session raises `Conflict`. A mistyped id creates a new, empty session;
+        `existing_session` creates none.
         """
         created_id = self._send(calls.create_session(session_id, metadata, pin, default))
         session = ClientSession(self, created_id or str(session_id))
         if created_id is None:
             calls.check_made(session.info(), metadata, pin, default)
         return session
+
+    def existing_session(self, session_id: str) -> ClientSession:
+        """Return a session by its id, without a request. Its methods raise `NotFound` if there is no such session."""
+        return ClientSession(self, session_id)
 
     def sessions(self) -> Iterator[SessionEntry]:
         """Yield every session in order of creation. Pages are fetched as needed."""
@@ -229,7 +234,7 @@ class Client:
 
 
 class ClientSession:
-    """A session on a gateway, created by `Client.session`."""
+    """A session on a gateway, returned by `Client.session` or `Client.existing_session`."""
 
     def __init__(self, client: Client, session_id: str) -> None:
         self._client = client

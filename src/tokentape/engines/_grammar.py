@@ -7,6 +7,7 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -84,9 +85,10 @@ class Grammars:
                 self._prepared = _prepare(self._tokenizer)
         matcher = LLMatcher(self._prepared, LLMatcher.grammar_from_lark(lark(form)), log_level=0)
         if matcher.is_error():
-            # The rest of the message quotes the grammar.
-            reason = matcher.get_error().partition("\n   2 |")[0][:500]
-            raise InvalidRequest(f"the engine can't follow {name}: {reason}", name)
+            # The message begins with a position in the grammar, and ends with the grammar.
+            reason = re.sub(r"^at \d+\(\d+\): |\n +1 \| (?s:.*)", "", matcher.get_error())[:500]
+            what = "this JSON Schema" if name == "json_schema" else "the tools' JSON Schemas"
+            raise InvalidRequest(f"the engine can't follow {what}; change it: {reason}", name)
         return Constraint(matcher, params.stop_token_ids, self._prepared.eos_token)
 
 

@@ -11,16 +11,17 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,6 +44,9 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 ANY = "*"
 """Wildcard that allows every host name."""
+
+ErrorResponse: TypeAlias = Callable[[Request, TokentapeError], Response]
+"""Returns the response for an error, in the format of the request's API."""
 
 _KEY = "tokentape.request_log"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -99,8 +103,11 @@ class AccessMiddleware:
     response returns it in the same header.
     """
 
-    def __init__(self, app: ASGIApp, routes: Sequence[Route], telemetry: Telemetry, drain: Drain) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Sequence[Route], telemetry: Telemetry, drain: Drain, response: ErrorResponse
+    ) -> None:
         self._app = app
+        self._response = response
         self._routes = routes
         uses = Counter(route.endpoint for route in routes)
         self._paths: dict[Any, str] = {route.endpoint: route.path for route in routes if uses[route.endpoint] == 1}
@@ -146,7 +153,7 @@ class AccessMiddleware:
             except Exception as error:
                 failure = unexpected(error)
                 if not line.status:
-                    await error_response(failure)(scope, counting_receive, counting_send)
+                    await self._response(Request(scope), failure)(scope, counting_receive, counting_send)
             finally:
                 seconds = time.perf_counter() - began
                 route = self._template(scope)
@@ -182,25 +189,30 @@ class AccessMiddleware:
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _UNMATCHED)
 
 
+def openai_error(request: Request, error: TokentapeError) -> Response:
+    return error_response(error)
+
+
 class AllowedHosts:
     """Answers 403 to requests with a `Host` that is not allowed, and to browser requests from a page on such a host.
 
     An attacker's page can reach 127.0.0.1 through its own host name (DNS rebinding), which shows in `Host`, or by a
-    cross-site request, which shows in `Origin`. Ports are ignored.
+    cross-site request, which shows in `Origin`. Ports are ignored. `ANY` in `hosts` allows every host.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str], response: ErrorResponse = openai_error) -> None:
         self._app = app
+        self._response = response
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._allowed(Headers(scope=scope)):
+        if scope["type"] != "http" or ANY in self._hosts or self._allowed(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         refusal = Forbidden(
             "this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts"
         )
-        await error_response(refusal)(scope, receive, send)
+        await self._response(Request(scope), refusal)(scope, receive, send)
 
     def _allowed(self, headers: Headers) -> bool:
         host, origin = headers.get("host"), headers.get("origin")

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from tokentape._version import __version__
 from tokentape.engines._base import UNVERIFIED
@@ -86,8 +86,8 @@ def create_app(
             ClientDisconnect: _client_left,
         },
         middleware=[
-            Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain),
-            *([] if ANY in allowed_hosts else [Middleware(AllowedHosts, hosts=allowed_hosts)]),
+            Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain, response=_error_response),
+            Middleware(AllowedHosts, hosts=allowed_hosts, response=_error_response),
         ],
         lifespan=lifespan,
     )
@@ -179,10 +179,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _error_response(request, NotFound(f"the gateway has no such path{_nearest(request)}"))
-    refused = TokentapeError(f"{error.detail}: {request.method} is not allowed on this path")
+    matching = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    allowed = ", ".join(sorted({method for route in matching for method in route.methods} - {"HEAD"}))
+    refused = TokentapeError(f"{request.method} is not allowed on this path; expected {allowed}")
     refused.status, refused.code = error.status_code, "method_not_allowed"
     answer = _error_response(request, refused)
-    answer.headers.update(error.headers or {})
+    answer.headers["allow"] = allowed
     return answer
 
 

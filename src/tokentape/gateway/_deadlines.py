@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tokentape.errors import HeadersTooLarge
+from tokentape.errors import HeadersTooLarge, InvalidRequest, TokentapeError
 from tokentape.gateway._http import encode_json, error_body
+from tokentape.gateway._wire.anthropic_messages import AnthropicMessages
 
 HEADER_SECONDS = 10.0
 """Time limit for the headers, from the start of the connection or from the first byte of a later request."""
@@ -61,7 +63,7 @@ class _DeadlineProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             if self._kept > MAX_HEAD_BYTES:
-                self._refuse_head()
+                self._refuse(HeadersTooLarge())
                 return
         if self._seconds is None and (self.cycle is None or self.cycle.response_complete):
             # Empty lines don't begin a request, but they have cancelled uvicorn's keep-alive timeout.
@@ -85,16 +87,19 @@ class _DeadlineProtocol(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self._parse(b"".join([*head, b"\r\n", data[stopped.args[0] :]]))
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            self._refuse(InvalidRequest("this is not a valid HTTP/1.1 request; check the client and its proxy"))
 
     def _offers_upgrade(self) -> bool:
         """Return whether the request offers a protocol upgrade. CONNECT requests a tunnel instead."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
-    def _refuse_head(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            body = encode_json(error_body(HeadersTooLarge()))
-            head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: {len(body)}\r\n"
+    def _refuse(self, error: TokentapeError) -> None:
+        """Answer with an error, unless an earlier request or a part of this one is already answered, and close."""
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if self._earlier_answered() and not begun:
+            anthropic = AnthropicMessages.path.encode() in getattr(self, "url", b"")
+            body = encode_json((AnthropicMessages.error_body if anthropic else error_body)(error))
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-length: {len(body)}\r\n"
             rest = "content-type: application/json\r\nx-should-retry: false\r\nconnection: close\r\n\r\n"
             self.transport.write(f"{head}{rest}".encode() + body)
         self.transport.close()
@@ -138,6 +143,8 @@ class _DeadlineProtocol(HttpToolsProtocol):
         self._start_deadline()
 
     def _start_deadline(self) -> None:
-        answered = self._earlier is None or self._earlier.response_complete
-        if answered and self._deadline is None and self._seconds is not None:
+        if self._earlier_answered() and self._deadline is None and self._seconds is not None:
             self._deadline = self.loop.call_later(self._seconds, self.transport.close)
+
+    def _earlier_answered(self) -> bool:
+        return self._earlier is None or self._earlier.response_complete

@@ -7,11 +7,11 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -149,6 +149,12 @@ class Dialect:
     """Fields with lists, in which the gateway limits the number of entries."""
     parts: tuple[str, ...] = ("content",)
     """Keys in entries and parts under which further lists of parts are found. The limit includes these."""
+    names: ClassVar[Mapping[str, str]] = {
+        "json_schema": "response_format",
+        "stop_strings": "stop",
+        "structural_tag": "tools",
+    }
+    """Maps parameters that errors name, such as fields of `SamplingParams`, to the API's parameters if they differ."""
     read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
     """Reads the messages of an accepted body.
 
@@ -175,7 +181,8 @@ class Dialect:
         """Return whether errors for this request, which may have an unknown path, use the API's `error_body`."""
         return self.path in request.url.path
 
-    def error_body(self, error: TokentapeError) -> Any:
+    @staticmethod
+    def error_body(error: TokentapeError) -> Any:
         """Return the JSON value of an error response."""
         return error_body(error)
 
@@ -271,6 +278,9 @@ class Endpoint:
                     response.held = stack.pop_all()
             await response(scope, receive, send)
             complete = not isinstance(response, EventStream) or response.complete
+        except InvalidRequest as error:
+            error.param = self.dialect.names.get(error.param or "", error.param)
+            raise
         finally:
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)

@@ -44,7 +44,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return _decoder.decode(body)
     except RecursionError:
-        raise InvalidRequest("the body's JSON is nested too deeply") from None
+        raise InvalidRequest("the body's JSON is nested too deeply; flatten it") from None
     except ValueError as error:
         # The text of a UnicodeDecodeError quotes the body.
         reason = str(error) if isinstance(error, msgspec.MsgspecError) else "it is not UTF-8"
@@ -52,7 +52,16 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request body. Raises `TooLarge` once more than `max_bytes` are announced or received."""
+    """Return the request body.
+
+    Raises `TooLarge` once more than `max_bytes` are announced or received, and `WrongContentType` if it is compressed.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise WrongContentType(
+            f"the body has Content-Encoding: {encoding[:64]}; the gateway takes uncompressed bodies only, so send it "
+            "without this header, and turn compression of requests off in any proxy"
+        )
     too_large = TooLarge(f"the body is too large; this gateway accepts at most {max_bytes} bytes")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -80,16 +89,37 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     return body
 
 
-def read_as(value: Any, kind: type[_T]) -> _T:
-    """Convert parsed JSON to the msgspec Struct `kind`. Raises `InvalidRequest` with the name of the wrong field."""
+def read_as(value: Any, kind: type[_T], where: str = "") -> _T:
+    """Convert parsed JSON, which is at the path `where` of the body, to the msgspec Struct `kind`.
+
+    Raises `InvalidRequest` with the path of the wrong field.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        reason, where = explain(error)
+        reason, field = explain(error)
         if reason.startswith("invalid enum value"):
             # msgspec quotes the value, which is the caller's text.
-            reason = f"this value is not allowed{_allowed(kind, where)}"
-        raise InvalidRequest(f"{where or 'the body'}: {reason}", re.split(r"[.\[]", where)[0] or None) from None
+            reason = f"this value is not allowed{_allowed(kind, field)}"
+        elif "` of length " in reason or re.search("[<>]=? [-0-9.e+]+$", reason):
+            reason += _found(value, field)
+        path = f"{where}.{field}".strip(".")
+        raise InvalidRequest(f"{path or 'the body'}: {reason}", param_of(path) or None) from None
+
+
+def param_of(path: str) -> str:
+    """Return the parameter that contains the field at a path, such as `messages` for `messages[2].content`."""
+    return re.split(r"[.\[]", path)[0]
+
+
+def _found(value: Any, where: str) -> str:
+    """Return the end of an error about a number or a length that is out of range."""
+    if "..." in where:
+        # The path does not have the keys of dicts.
+        return ""
+    for name in re.findall(r"[^.\[\]]+", where):
+        value = value[int(name) if isinstance(value, list) else name]
+    return f", got {str(value)[:32]}" if isinstance(value, int | float) else f", got {len(value)}"
 
 
 def _allowed(kind: type, where: str) -> str:
@@ -104,7 +134,8 @@ def _allowed(kind: type, where: str) -> str:
             members = [member for member in info.types if not isinstance(member, msgspec.inspect.NoneType)]
             info = members[0] if len(members) == 1 else None
     is_literal = isinstance(info, msgspec.inspect.LiteralType)
-    return f"; expected one of {', '.join(map(str, info.values))}" if is_literal else ""
+    values = list(map(str, info.values)) if is_literal else []
+    return f"; expected {'one of ' * (len(values) > 1)}{', '.join(values)}" if values else ""
 
 
 def explain(error: msgspec.ValidationError) -> tuple[str, str]:
@@ -113,8 +144,8 @@ def explain(error: msgspec.ValidationError) -> tuple[str, str]:
     return reason[:1].lower() + reason[1:], path.rstrip("`").removeprefix(".")
 
 
-def check_depth(value: Any, param: str) -> None:
-    """Raise `InvalidRequest` for `param` if `value` is nested deeper than `MAX_DEPTH`."""
+def check_depth(value: Any, where: str) -> None:
+    """Raise `InvalidRequest` if `value`, which is at the path `where`, is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -125,7 +156,13 @@ def check_depth(value: Any, param: str) -> None:
         ]
         if not level:
             return
-    raise InvalidRequest(f"{param} is nested too deeply; expected at most {MAX_DEPTH} levels", param)
+    raise too_deep(where)
+
+
+def too_deep(where: str) -> InvalidRequest:
+    """Return the error for the value at the path `where` if it is nested deeper than `MAX_DEPTH`."""
+    reason = f"{where} is nested too deeply; expected at most {MAX_DEPTH} levels, so flatten it"
+    return InvalidRequest(reason, param_of(where))
 
 
 def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before: int = 0) -> int:

@@ -98,7 +98,9 @@ def read_data_url(url: str) -> Media:
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest("an image's data URL has invalid base64", "messages") from None
+        raise InvalidRequest(
+            "an image's data URL has invalid base64; send the image's bytes in base64", "messages"
+        ) from None
     webp = "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
     mime = next((kind for start, kind in _KINDS.items() if data.startswith(start)), webp)
     if mime is None:

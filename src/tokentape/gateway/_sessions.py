@@ -69,10 +69,11 @@ def routes(gateway: Gateway) -> list[Route]:
         body = await gateway.read(request, NewSession, NewSession())
         session_id = address(request, caller, body.session_id) or new_session_id()
         check_session_id(session_id)
+        for name in ("metadata", "pin", "default"):
+            check_depth(getattr(body, name) or {}, name)
         metadata = body.metadata or {}
         if body.pin or body.default:
             metadata = {**metadata, METADATA: {"pin": body.pin or {}, "default": body.default or {}}}
-        check_depth(metadata, "metadata")
         if caller.session_id is not None:
             raise Forbidden("a session key can't create sessions; use an API key")
         info = None
@@ -104,7 +105,7 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response({**tree, "api_key": gateway.keys.session_key(owner, session_id)})
 
     async def show_trajectories(request: Request) -> Response:
-        leaf = query_number(request, "leaf", range(2**63))
+        leaf, parquet = query_number(request, "leaf", range(2**63)), wants_parquet(request, "json")
         listed = request.query_params.get("verdict")
         verdicts = None if listed is None else [verdict.strip() for verdict in listed.split(",")]
         check_verdicts(verdicts or ())
@@ -113,7 +114,7 @@ def routes(gateway: Gateway) -> list[Route]:
         await turns.unread.recorded(session_id)
         unread = query_flag(request, "unread")
         trajectories = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, verdicts, unread=unread)
-        return await asyncio.to_thread(_written, trajectories, PARQUET in request.headers.get("accept", ""))
+        return await asyncio.to_thread(_written, trajectories, parquet)
 
     async def show_media(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
@@ -132,7 +133,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     page = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "after": WHOLE_NUMBER}
     text, flag = {"type": "string"}, {"type": "boolean"}
-    wanted_rows = {"leaf": WHOLE_NUMBER, "verdict": text, "wait_checks": WHOLE_NUMBER, "unread": flag}
+    wanted_rows = {"leaf": WHOLE_NUMBER, "verdict": text, "wait_checks": WHOLE_NUMBER, "unread": flag, "format": text}
     new: dict[str, Any] = {"body": NewSession, "body_required": False, "status": 201}
     rows: dict[str, Any] = {"media": (JSON, PARQUET), "query": wanted_rows}
     media = "An image in a session as received, or the settings with which it was processed"
@@ -164,6 +165,17 @@ def query_flag(request: Request, name: str) -> bool:
     if text not in ("true", "false"):
         raise InvalidRequest(f"{name} must be true or false", name)
     return text == "true"
+
+
+def wants_parquet(request: Request, other: str) -> bool:
+    """Return whether the parameter `format` is `parquet` or, if it is missing, whether the `Accept` header has Parquet.
+
+    Raises `InvalidRequest` if `format` is neither `parquet` nor `other`.
+    """
+    text = request.query_params.get("format")
+    if text not in (None, "parquet", other):
+        raise InvalidRequest(f"format is {text[:64]!r}; expected {other} or parquet", "format")
+    return text == "parquet" or (text is None and PARQUET in request.headers.get("accept", ""))
 
 
 def query_number(request: Request, name: str, allowed: range) -> int | None:

@@ -21,7 +21,7 @@ from tokentape.gateway._endpoint import Gateway
 from tokentape.gateway._http import check_depth, json_response
 from tokentape.gateway._keys import Caller
 from tokentape.gateway._openapi import ApiRoute
-from tokentape.gateway._sessions import PARQUET, query_flag
+from tokentape.gateway._sessions import PARQUET, query_flag, wants_parquet
 from tokentape.store._snapshots import Selection, Snapshot, Snapshots
 
 JSON_LINES = "application/jsonl"
@@ -83,7 +83,7 @@ def routes(gateway: Gateway) -> list[Route]:
         if snapshot.state == "released" or snapshot.contents is None:
             raise Conflict(f"snapshot {snapshot.snapshot_id} was released, so its contents are gone; take a new one")
         headers = {"X-Tokentape-Digest": str(snapshot.digest)}
-        if PARQUET not in request.headers.get("accept", ""):
+        if not wants_parquet(request, "jsonl"):
             lines = map(json_line, snapshots.trajectories(snapshot.snapshot_id))
             return StreamingResponse(lines, headers=headers, media_type=JSON_LINES)
         extra = ExtraNames(tuple(snapshot.contents["columns"]), tuple(snapshot.contents["payloads"]))
@@ -116,13 +116,14 @@ def routes(gateway: Gateway) -> list[Route]:
 
     path = "/snapshots/{snapshot_id}"
     new: dict[str, Any] = {"body": NewSnapshot, "body_required": False, "status": 201}
-    rows, drops = (JSON_LINES, PARQUET), {"drop_sessions": {"type": "boolean"}}
+    rows: dict[str, Any] = {"media": (JSON_LINES, PARQUET), "query": {"format": {"type": "string"}}}
+    drops = {"drop_sessions": {"type": "boolean"}}
     return [
         ApiRoute("POST", "/snapshots", create, "Take a snapshot of sessions", **new),
         ApiRoute("GET", "/snapshots", show_all, "List snapshots"),
         ApiRoute("GET", path, show, "A snapshot"),
         ApiRoute("DELETE", path, delete, "Release a snapshot", query=drops),
-        ApiRoute("GET", path + "/trajectories", show_trajectories, "A snapshot's trajectories", media=rows),
+        ApiRoute("GET", path + "/trajectories", show_trajectories, "A snapshot's trajectories", **rows),
         ApiRoute("POST", path + "/confirm", confirm, "Confirm that a snapshot is stored elsewhere", body=Confirmation),
     ]
 

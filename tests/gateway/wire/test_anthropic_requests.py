@@ -208,7 +208,7 @@ def test_a_mistyped_parameter_comes_with_the_one_that_was_meant() -> None:
 
 
 def test_refusal_names_the_place_and_the_type() -> None:
-    with pytest.raises(UnsupportedParameter, match=re.escape("messages[1].content[0].content[0] is a block of type")):
+    with pytest.raises(UnsupportedParameter, match=re.escape("messages[1].content[0].content[0] has type 'image'")):
         decode(messages=[USER, result([IMAGE])])
     with pytest.raises(UnsupportedParameter, match="web_search_20250305"):
         decode(tools=[{"type": "web_search_20250305", "name": "web_search"}])

@@ -144,7 +144,7 @@ def test_error_text_quotes_no_caller_text() -> None:
 
 def test_images_are_refused_and_say_so() -> None:
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.2/x.png"}}
-    with pytest.raises(UnsupportedParameter, match=r"messages\[0\]\.content\[1\] is not a text part"):
+    with pytest.raises(UnsupportedParameter, match=r"^messages\[0\]\.content\[1\] has type 'image_url'; expected text"):
         read_message({"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]})
 
 
@@ -217,10 +217,30 @@ def test_deep_nesting_is_refused_by_name(name: str) -> None:
     assert caught.value.param == name
 
 
+def with_arguments(arguments: Any) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 def test_deep_tool_arguments_are_refused() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}
-    with pytest.raises(InvalidRequest, match="nest"):
-        read_message({"role": "assistant", "tool_calls": [call]})
+    deep: Any = 1
+    for _ in range(65):
+        deep = {"x": deep}
+    with pytest.raises(
+        InvalidRequest, match=r"^messages\[0\]\.tool_calls\[0\]\.function\.arguments is nested too deeply"
+    ):
+        read_message(with_arguments(deep))
+    assert read_message(with_arguments(deep["x"])) == with_arguments(deep["x"])
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 900 + "]" * 900, "[" * 9000, '{"x":' * 65 + "1" + "}" * 65, '{"x":' * 9000 + "1" + "}" * 9000]
+)
+def test_deep_text_as_tool_arguments_is_kept_as_text(text: str) -> None:
+    """A model may sample it, and clients send replies back."""
+    assert read_message(with_arguments(text)) == with_arguments(text)
+    shallow = read_message(with_arguments('{"x":' * 64 + "1" + "}" * 64))
+    assert isinstance(shallow["tool_calls"][0]["function"]["arguments"], dict)
 
 
 @pytest.mark.parametrize(

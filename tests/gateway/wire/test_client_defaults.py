@@ -312,6 +312,28 @@ def test_unknown_fields_of_items_and_blocks_are_reported(served: Served) -> None
     assert told.headers[IGNORED] == "messages.mood, messages.content.bold"
 
 
+def test_unknown_fields_of_chat_parts_and_stream_options_are_reported(served: Served) -> None:
+    kept = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"type": "ephemeral"}}
+    assert IGNORED not in served.chat({"role": "user", "content": [{"type": "text", "text": "hi", **kept}]}).headers
+    reply = served.chat({"role": "user", "content": [{"type": "text", "text": "hi", "bold": True, "none": None}]})
+    assert reply.headers[IGNORED] == "messages.content.bold"
+    reply = served.chat(stream=True, stream_options={"include_obfuscation": False, "include_use": True})
+    assert reply.headers[IGNORED] == "stream_options.include_use"
+
+
+def test_unknown_fields_of_parts_within_outputs_results_and_prompts_are_reported(served: Served) -> None:
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1", "b": 1}]}
+    reply = served.openai().responses.with_raw_response.create(model="m", input=[call, output])
+    assert reply.headers[IGNORED] == "input.output.b"
+    part: Any = {"type": "text", "text": "1", "bold": True}
+    result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}
+    told = served.anthropic().messages.with_raw_response.create(
+        model="m", max_tokens=8, messages=[result], system=[{**part, "mood": "calm"}]
+    )
+    assert told.headers[IGNORED] == "messages.content.content.bold, system.bold, system.mood"
+
+
 def test_a_key_does_not_revive_the_session_that_was_deleted(served: Served) -> None:
     client = served.openai("/v1", served.session_key("k"))
     client.chat.completions.create(model="m", messages=[USER])

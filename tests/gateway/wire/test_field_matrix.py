@@ -19,6 +19,7 @@ import httpx2
 import pytest
 from anthropic.types import beta, message_create_params
 from openai.types import chat, completion_create_params, responses
+from openai.types.chat.chat_completion_content_part_image_param import ImageURL
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
@@ -38,9 +39,10 @@ from tokentape.gateway._endpoint import DecodedRequest
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages
-from tokentape.gateway._wire.chat_completions import ChatCompletions
+from tokentape.gateway._wire.chat_completions import _IMAGE_FIELDS, _PART_FIELDS, _STREAM_FIELDS, ChatCompletions
 from tokentape.gateway._wire.completions import Completions
 from tokentape.gateway._wire.responses import Responses
+from tokentape.gateway._wire.responses_items import PART_FIELDS
 from tokentape.store import SqliteStore
 
 PAGE = Path(__file__).parents[3] / "docs/reference/fields.md"
@@ -229,6 +231,15 @@ def test_a_model_name_is_reported_only_where_it_could_mean_an_adapter(api: str) 
 def test_the_matrix_has_every_field_of_the_official_types(api: str) -> None:
     known = {name for one in TYPES[api] for name in one.__annotations__}
     assert known - MATRIX[api].keys() == set()
+
+
+def test_every_field_of_the_official_types_of_parts_is_known() -> None:
+    texts = (chat.ChatCompletionContentPartTextParam, chat.ChatCompletionContentPartImageParam)
+    assert {name for one in texts for name in one.__annotations__} <= _PART_FIELDS
+    assert ImageURL.__annotations__.keys() <= _IMAGE_FIELDS
+    assert chat.ChatCompletionStreamOptionsParam.__annotations__.keys() <= _STREAM_FIELDS
+    items = (responses.ResponseInputTextParam, responses.ResponseOutputTextParam)
+    assert {name for one in items for name in one.__annotations__} <= PART_FIELDS
 
 
 @pytest.mark.parametrize(("api", "name", "row"), ROWS)

@@ -568,7 +568,7 @@ def test_unsupported_parameter_is_refused_by_name(name: str, value: Any) -> None
         ("input", [{"role": "user"}]),
         ("input", [{"role": "user", "content": None}]),
         ("input", [{"type": "function_call", "call_id": "1", "name": "f"}]),
-        ("input", [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[" * 900 + "]" * 900}]),
+        ("input", [{"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}]),
         ("input", [{"type": "reasoning", "summary": "x"}]),
         ("max_output_tokens", 0),
         ("top_logprobs", 21),

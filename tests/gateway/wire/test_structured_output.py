@@ -137,9 +137,9 @@ def test_a_schema_that_is_none_is_refused(served: Served, form: Any) -> None:
 def test_a_format_without_a_type_is_refused(served: Served, form: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="response_format has no type; expected text"):
         served.chat(response_format=form)
-    with pytest.raises(openai.BadRequestError, match="text has no type"):
+    with pytest.raises(openai.BadRequestError, match=r"text\.format has no type"):
         served.openai().responses.create(model="m", input="hi", text={"format": form})
-    with pytest.raises(anthropic.BadRequestError, match="output_config has no type"):
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format has no type"):
         served.anthropic().messages.create(model="m", max_tokens=8, messages=[USER], output_config={"format": form})
     assert served.engine.asked == []
 

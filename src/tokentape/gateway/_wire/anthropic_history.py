@@ -18,6 +18,7 @@ from tokentape.chat._template import ChatTemplate
 from tokentape.errors import InvalidRequest, TemplateRefused, UnsupportedParameter
 from tokentape.gateway._http import check_depth, encode_json
 from tokentape.gateway._images import append_content, image_part
+from tokentape.gateway._wire.shared_fields import refuse_part
 from tokentape.types import Message
 
 UNPARSED = "unparsed_arguments"
@@ -63,6 +64,8 @@ class Block(Struct):
 BLOCK_FIELDS = frozenset(Block.__struct_fields__) | {"cache_control", "citations", "data", "signature"}
 """Known fields of blocks: those in `Block`, and others that clients send back and that have no effect."""
 
+SOURCE_FIELDS = frozenset(ImageSource.__struct_fields__)
+
 
 class AnthropicMessage(Struct):
     """A message of a request."""
@@ -106,7 +109,7 @@ def read_messages(
             else:
                 read.append(reply)
         elif not blocks:
-            raise InvalidRequest(f"{where} is empty", "messages")
+            raise InvalidRequest(f"{where} is empty; send text, or at least one block", "messages")
         elif message.role == "system":
             _add_system(read, _text(blocks, where), later_system)
         else:
@@ -148,7 +151,8 @@ def _user(blocks: Sequence[Block], where: str, takes_images: bool) -> list[dict[
                 content = append_content("Error: ", content)
             read.append({"role": "tool", "tool_call_id": call_id, "content": content})
             continue
-        content = [_image(block, here)] if takes_images and block.type == "image" else _text([block], where, index)
+        is_image = takes_images and block.type == "image"
+        content = [_image(block, here)] if is_image else _text([block], where, index, takes_images)
         if read and read[-1]["role"] == "user":
             read[-1]["content"] = append_content(read[-1]["content"], content)
         else:
@@ -164,7 +168,7 @@ def _result(parts: Sequence[Part], where: str, takes_images: bool) -> Any:
             content = append_content(content, [_image(part, f"{where}[{index}]")])
         else:
             after_text = index > 0 and parts[index - 1].type == "text"
-            content = append_content(content, ("\n" if after_text else "") + _text([part], where, index))
+            content = append_content(content, ("\n" if after_text else "") + _text([part], where, index, takes_images))
     return content
 
 
@@ -202,39 +206,39 @@ def _join(message: dict[str, Any], other: dict[str, Any]) -> None:
             message[name] = message[name] + value if name in message else value
 
 
-def _text(blocks: Iterable[Part | Block], where: str, start: int = 0) -> str:
+def _text(blocks: Iterable[Part | Block], where: str, start: int = 0, takes_images: bool = False) -> str:
     texts = []
     for index, block in enumerate(blocks, start):
-        if block.type != "text":
-            raise UnsupportedParameter(
-                f"{where}[{index}] is a block of type {block.type[:64]!r}, which is not supported here; "
-                "this model takes text only",
-                where.partition("[")[0],
-            )
-        texts.append(_needed(block.text, f"{where}[{index}]", "text"))
+        if block.type != "text" or block.text is None:
+            refuse_part(block, f"{where}[{index}]", takes_images)
+        texts.append(block.text)
     return "".join(texts)
 
 
 def _needed(value: str | None, where: str, name: str) -> str:
     if value is None:
-        raise InvalidRequest(f"{where}.{name} is missing", where.partition("[")[0])
+        raise InvalidRequest(f"{where}.{name} is missing; send a string", "messages")
     return value
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any] | str:
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where}.input must be an object", "messages")
+        raise InvalidRequest(f"{where}.input is not an object; send the call's arguments as an object", "messages")
     if value.keys() == {UNPARSED} and isinstance(value[UNPARSED], str):
         text: str = value[UNPARSED]
         return text
-    check_depth(value, "messages")
+    check_depth(value, f"{where}.input")
     return value
 
 
 def _input(arguments: str) -> str:
-    """Return a call's `input` as JSON text. An object's text stays unchanged, since re-encoding could alter numbers."""
+    """Return a call's `input` as JSON text. An object's text stays unchanged, since re-encoding could alter numbers.
+
+    An object that `_arguments` would refuse is sent as text, so that the client can send it back.
+    """
     try:
         value = msgspec.json.decode(arguments)
+        check_depth(value if isinstance(value, dict) else {}, "input")
     except (ValueError, RecursionError):
         value = None
     return arguments if isinstance(value, dict) else encode_json({UNPARSED: arguments}).decode()

@@ -7,11 +7,11 @@ names them. Fields in `IGNORED` have no effect. docs/how-to/connect-an-agent.md 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -34,6 +34,7 @@ from tokentape.gateway._pins import Count, Seed, StopString, Temperature, TopP
 from tokentape.gateway._wire import shared_fields as shared
 from tokentape.gateway._wire.anthropic_history import (
     BLOCK_FIELDS,
+    SOURCE_FIELDS,
     AnthropicMessage,
     Part,
     read_messages,
@@ -132,10 +133,6 @@ class MessagesBody(Struct, kw_only=True):
     logprobs: bool = False
 
 
-_API_NAMES = {"stop_strings": "stop_sequences"}
-"""Fields of `SamplingParams` that have another name in this API."""
-
-
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -155,6 +152,11 @@ class AnthropicMessages(Dialect):
     summary = "Anthropic's Messages"
     body, ignored = MessagesBody, IGNORED
     lists = ("messages", "system", "tools")
+    names: ClassVar[Mapping[str, str]] = {
+        **Dialect.names,
+        "json_schema": "output_config",
+        "stop_strings": "stop_sequences",
+    }
 
     def __init__(self, model_id: str, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         super().__init__(model_id, tokenizer)
@@ -168,12 +170,13 @@ class AnthropicMessages(Dialect):
         if read.messages[-1].role == "assistant":
             shared.refuse_prefill("messages")
         turn = self.turn(read, context.session_id, takes_images=context.takes_images)
-        schema = shared.json_schema(read.output_config.format, "output_config", context, turn.tools)
+        schema = shared.json_schema(read.output_config.format, "output_config.format", context, turn.tools)
         rule = _rule(read, context)
         turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
-        shared.refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
-        contents = [content for message in body["messages"] if isinstance(content := message["content"], list)]
-        blocks = [block for content in contents for block in content]
+        shared.refuse_unsupported(turn.sampling, context.engine, self.names)
+        blocks = shared.entries("content", body["messages"])
+        results = shared.entries("content", blocks)
+        sources = [block.get("source") for block in (*blocks, *results)]
         ignored = (
             *self._ignored_params(read, rule),
             *shared.ignored_model(read.model, context.engine, self.model_id),
@@ -181,8 +184,10 @@ class AnthropicMessages(Dialect):
             *shared.unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
             *shared.unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
             *shared.unknown_fields("messages.content", blocks, BLOCK_FIELDS),
+            *shared.unknown_fields("messages.content.content", results, BLOCK_FIELDS),
+            *shared.unknown_fields("messages.content.source", sources, SOURCE_FIELDS),
+            *shared.unknown_fields("system", shared.entries("system", [body]), BLOCK_FIELDS),
         )
-
         return DecodedRequest(turn, partial(AnthropicEncoder, read, self, ignored), ignored)
 
     def claims(self, request: Request) -> bool:
@@ -191,7 +196,8 @@ class AnthropicMessages(Dialect):
         of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
         return super().claims(request) or (unknown and of_anthropic)
 
-    def error_body(self, error: TokentapeError) -> dict[str, Any]:
+    @staticmethod
+    def error_body(error: TokentapeError) -> dict[str, Any]:
         """Return an error body in Anthropic's format. `details.error_code` is the gateway's error code."""
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         details: dict[str, Any] = {"error_code": error.code}

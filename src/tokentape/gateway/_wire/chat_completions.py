@@ -71,6 +71,15 @@ class ChatMessage(Struct, omit_defaults=True):
 _MESSAGE_FIELDS = frozenset(ChatMessage.__struct_fields__) | {"annotations", "cache_control"}
 """Known fields of messages: those in `ChatMessage`, and others that have no effect."""
 
+_PART_FIELDS = frozenset(ChatPart.__struct_fields__) | {"cache_control", "prompt_cache_breakpoint"}
+"""Known fields of parts: those in `ChatPart`, and others that have no effect."""
+
+_IMAGE_FIELDS = frozenset(ChatImageUrl.__struct_fields__)
+_STREAM_FIELDS = frozenset({"include_obfuscation", "include_usage"})
+
+_UNSERVED = {"function_call": "tool_calls", "audio": "its transcript as content", "refusal": "it as content"}
+"""Fields of messages that are refused, and what to send instead."""
+
 
 class ChatToolFunction(Struct):
     name: Annotated[str, Meta(min_length=1)]
@@ -130,6 +139,7 @@ class ChatCompletions(Dialect):
             context,
             max_tokens=max_tokens,
             top_logprobs=read.top_logprobs,
+            names=self.names,
             min_tokens=read.min_tokens,
             schema=schema,
         )
@@ -186,7 +196,15 @@ def _ignored_params(body: ChatCompletionsBody, fields: dict[str, Any], rule: Cal
     names += [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
     if rule is None and _strict(fields):
         names.append("tools.strict")
-    return (*names, *shared.unknown_fields("messages", fields["messages"], _MESSAGE_FIELDS))
+    parts = shared.entries("content", fields["messages"])
+    images = [part.get("image_url") for part in parts]
+    return (
+        *names,
+        *shared.unknown_fields("stream_options", [fields.get("stream_options")], _STREAM_FIELDS),
+        *shared.unknown_fields("messages", fields["messages"], _MESSAGE_FIELDS),
+        *shared.unknown_fields("messages.content", parts, _PART_FIELDS),
+        *shared.unknown_fields("messages.content.image_url", images, _IMAGE_FIELDS),
+    )
 
 
 def _refuse_unserved(body: ChatCompletionsBody) -> None:
@@ -208,20 +226,21 @@ def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Messa
 
 def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, Any]:
     """Convert a message of a request to a chat message: without empty fields, with tool arguments as objects."""
-    for unserved in ("function_call", "audio", "refusal"):
-        if getattr(message, unserved) is not None:
-            raise UnsupportedParameter(f"messages[{index}].{unserved} is not supported", "messages")
+    for name, instead in _UNSERVED.items():
+        if getattr(message, name) is not None:
+            raise UnsupportedParameter(f"messages[{index}].{name} is not supported; send {instead} instead", "messages")
     images = {}
     if isinstance(message.content, list):
         for part_index, part in enumerate(message.content):
             where = f"messages[{index}].content[{part_index}]"
-            if takes_images and part.type == "image_url" and part.image_url is not None:
-                images[part_index] = image_part(part.image_url.url, where, detail=part.image_url.detail)
+            if takes_images and part.type == "image_url":
+                image_url = part.image_url or ChatImageUrl("")
+                images[part_index] = image_part(image_url.url, where, detail=image_url.detail)
             elif part.type != "text" or part.text is None:
-                supported = "text and images" if takes_images else "text only"
-                raise UnsupportedParameter(f"{where} is not a text part; this model takes {supported}", "messages")
-    for call in message.tool_calls or ():
-        call.function.arguments = shared.tool_arguments(call.function.arguments, "messages")
+                shared.refuse_part(part, where, takes_images)
+    for call_index, call in enumerate(message.tool_calls or ()):
+        where = f"messages[{index}].tool_calls[{call_index}].function.arguments"
+        call.function.arguments = shared.tool_arguments(call.function.arguments, where)
     if message.reasoning == message.reasoning_content:
         # Replies have both `reasoning` and `reasoning_content`.
         message.reasoning = None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -64,6 +64,7 @@ class Completions(Dialect):
     path = "/v1/completions"
     summary = "OpenAI's completions"
     body, ignored, lists = CompletionsBody, IGNORED, ()
+    names: ClassVar[Mapping[str, str]] = {**Dialect.names, "top_logprobs": "logprobs"}
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         read, _ = shared.read_fields(body, CompletionsBody, IGNORED, "prompt")
@@ -75,7 +76,7 @@ class Completions(Dialect):
             top_logprobs=read.logprobs or 0,
             min_tokens=read.min_tokens,
             schema=shared.json_schema(read.response_format, "response_format", context),
-            names={"top_logprobs": "logprobs"},
+            names=self.names,
         )
         turn = TurnRequest(
             session_id=context.session_id,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -98,6 +99,7 @@ class Responses(Dialect):
     summary = "OpenAI's Responses"
     body, ignored = ResponsesBody, IGNORED
     lists, parts = ("input", "tools"), ("content", "output", "summary")
+    names: ClassVar[Mapping[str, str]] = {**Dialect.names, "json_schema": "text", "messages": "input"}
 
     def session_of(self, body: Any) -> str | None:
         previous = body.get("previous_response_id") if isinstance(body, dict) else None
@@ -127,7 +129,8 @@ class Responses(Dialect):
             context,
             max_tokens=read.max_output_tokens or 0,
             top_logprobs=read.top_logprobs,
-            schema=shared.json_schema((read.text or {}).get("format"), "text", context, shown),
+            names=self.names,
+            schema=shared.json_schema((read.text or {}).get("format"), "text.format", context, shown),
         )
         turn = TurnRequest(
             session_id=context.session_id,
@@ -237,7 +240,7 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     shared.refuse_unserved(
         {
             "include": (supported and "message.input_image.image_url" not in body.include, " and ".join(served)),
-            "truncation": (body.truncation in ("auto", "disabled"), '"auto" and "disabled"'),
+            "truncation": (body.truncation in ("auto", "disabled"), '"auto" or "disabled"'),
             "background": (not body.background, "false"),
             "conversation": (body.conversation is None, "null; continue with previous_response_id"),
             "context_management": (body.context_management in (None, []), "an empty list"),
@@ -255,14 +258,13 @@ def _ignored_params(body: ResponsesBody, tools: Tools, rule: CallRule | None) ->
         "text": (body.text or {}).get("verbosity") is not None,
         "truncation": body.truncation == "auto",
     }
-    items = [item for item in body.input if isinstance(item, dict)] if isinstance(body.input, list) else []
-    contents = [content for item in items if isinstance(content := item.get("content"), list)]
-    parts = [part for content in contents for part in content]
+    items = body.input if isinstance(body.input, list) else []
     return (
         *(name for name, is_set in flags.items() if is_set),
         *shared.unknown_fields("text", [body.text], _TEXT_FIELDS),
         *shared.unknown_fields("input", items, ITEM_FIELDS),
-        *shared.unknown_fields("input.content", parts, PART_FIELDS),
+        *shared.unknown_fields("input.content", shared.entries("content", items), PART_FIELDS),
+        *shared.unknown_fields("input.output", shared.entries("output", items), PART_FIELDS),
     )
 
 

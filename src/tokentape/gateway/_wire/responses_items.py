@@ -18,11 +18,10 @@ from tokentape.gateway._endpoint import RequestContext
 from tokentape.gateway._http import check_depth, read_as
 from tokentape.gateway._images import append_content, image_part
 from tokentape.gateway._recording import function_call
-from tokentape.gateway._wire.shared_fields import tool_arguments
+from tokentape.gateway._wire.shared_fields import TEXT_PARTS, refuse_part, shown_type, tool_arguments
 from tokentape.types import Message, Tool
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 _Item = TypeVar("_Item", bound=Struct)
 
@@ -77,8 +76,8 @@ ITEM_FIELDS = frozenset(
 )
 """Known fields of items: those that are read, and others that clients send back and that have no effect."""
 
-PART_FIELDS = frozenset(_Part.__struct_fields__) | {"annotations", "logprobs"}
-"""Known fields of the parts of messages."""
+PART_FIELDS = frozenset(_Part.__struct_fields__) | {"annotations", "logprobs", "prompt_cache_breakpoint"}
+"""Known fields of the parts of messages and outputs."""
 
 
 async def read_input(items: str | Sequence[Any], context: RequestContext) -> list[dict[str, Any]]:
@@ -115,7 +114,8 @@ async def read_input(items: str | Sequence[Any], context: RequestContext) -> lis
                 opened["reasoning_content"] = opened.get("reasoning_content", "") + text
         elif kind == "function_call":
             call = _read_item(item, _Call, index)
-            name, arguments = flat_name(call.name, call.namespace), tool_arguments(call.arguments, "input")
+            name = flat_name(call.name, call.namespace)
+            arguments = tool_arguments(call.arguments, f"input[{index}].arguments")
             calls = _open(messages, fresh=()).setdefault("tool_calls", [])
             calls.append(function_call(call.call_id, name, arguments))
         else:
@@ -222,14 +222,14 @@ def input_items(messages: Sequence[Message], reply_id: str) -> list[dict[str, An
 
 def _kind(item: Any, index: int) -> str:
     if not isinstance(item, dict):
-        raise InvalidRequest(f"input[{index}] must be an object", "input")
+        raise InvalidRequest(f"input[{index}] is not an object; send an item, such as a message", "input")
     kind = item.get("type")
     if kind is None:
-        kind = "message" if "role" in item else "item_reference"
+        kind = "message" if "role" in item else "item_reference" if "id" in item else None
     if kind not in ("message", "reasoning", "function_call", "function_call_output", "item_reference"):
         raise UnsupportedParameter(
-            f"input[{index}] is of a type that is not supported; served are message, reasoning, function_call, "
-            "function_call_output and item_reference",
+            f"input[{index}] has {shown_type(kind)}; expected message, reasoning, function_call, function_call_output "
+            "or item_reference",
             "input",
         )
     return str(kind)
@@ -250,11 +250,10 @@ def _content(content: str | list[_Part], item_index: int, name: str, takes_image
         where = f"input[{item_index}].{name}[{index}]"
         if part.type == "input_image" and takes_images:
             read = append_content(read, [image_part(part.image_url, where, detail=part.detail)])
-        elif part.type in _TEXT_PARTS and part.text is not None:
+        elif part.type in TEXT_PARTS and part.text is not None:
             read = append_content(read, part.text)
         else:
-            what = "neither a text nor an image part" if takes_images else "not a text part; this model takes text only"
-            raise UnsupportedParameter(f"{where} is {what}", "input")
+            refuse_part(part, where, takes_images)
     return read
 
 
@@ -276,16 +275,8 @@ def _reply_of(item_id: str | None) -> str | None:
     return None if match is None else match[1]
 
 
-def _read(value: Any, kind: type[_Item], param: str, index: int) -> _Item:
-    """Decode item `index` of the list `param`. Raises `InvalidRequest` with the name and index."""
-    try:
-        return read_as(value, kind)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{param}[{index}]: {error}", param) from None
-
-
 def _read_item(item: Mapping[str, Any], kind: type[_Item], index: int) -> _Item:
-    return _read({name: value for name, value in item.items() if value is not None}, kind, "input", index)
+    return read_as({name: value for name, value in item.items() if value is not None}, kind, f"input[{index}]")
 
 
 class _Function(Struct):
@@ -327,17 +318,17 @@ def read_tools(declared: Sequence[Any]) -> Tools:
         if kind == "function":
             functions = [("", tool)]
         elif kind == "namespace":
-            group = _read(tool, _NamespaceTool, "tools", index)
+            group = read_as(tool, _NamespaceTool, f"tools[{index}]")
             functions = [(group.name, function) for function in group.tools]
         elif isinstance(kind, str) and kind.startswith(_HOSTED):
             left_out = True
             continue
         else:
             raise UnsupportedParameter(
-                f"tools[{index}] is no function; expected tools of type function, or namespaces of them", "tools"
+                f"tools[{index}] has {shown_type(kind)}; expected function, or a namespace of functions", "tools"
             )
         for namespace, value in functions:
-            function = _read(value, _Function, "tools", index)
+            function = read_as(value, _Function, f"tools[{index}]")
             name = flat_name(function.name, namespace)
             if namespace:
                 namespaces[name] = namespace, function.name

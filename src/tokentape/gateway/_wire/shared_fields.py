@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -21,7 +21,7 @@ from tokentape.engines._checks import unsupported
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import Dialect, DoneChoice, RequestContext
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnStarted
-from tokentape.gateway._http import check_depth, encode_event, encode_json, read_as
+from tokentape.gateway._http import check_depth, encode_event, encode_json, param_of, read_as
 from tokentape.gateway._pins import MinP, Penalty, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
 from tokentape.types import TokenIds, Turn
 
@@ -29,8 +29,12 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TYPE_NAME = re.compile("[a-z0-9_]{1,64}")
 _MOST_NAMED = 16
 _SCHEDULING = ("priority", "cache_salt")
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""The types of parts with text in all APIs."""
 
 HINTS = frozenset(
     {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
@@ -133,9 +137,9 @@ def sampling_params(
     *,
     max_tokens: int,
     top_logprobs: int,
+    names: Mapping[str, str],
     min_tokens: int = 0,
     schema: str | None = None,
-    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a body.
 
@@ -157,7 +161,7 @@ def sampling_params(
         **{name: getattr(body, name) for name in same},
         **passed_on,
     )
-    refuse_unsupported(sampling, context.engine, {"stop_strings": "stop", **(names or {})})
+    refuse_unsupported(sampling, context.engine, names)
     return sampling
 
 
@@ -202,10 +206,32 @@ def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
             raise UnsupportedParameter(f"this value of {name} is not supported; expected {what}", name)
 
 
+def shown_type(kind: Any) -> str:
+    """Describe the type of a part, item or tool for an error. Text that is not a type's name is not quoted."""
+    if isinstance(kind, str) and _TYPE_NAME.fullmatch(kind):
+        return f"type {kind!r}"
+    return "no type" if kind is None else "an unknown type"
+
+
+def refuse_part(part: Any, where: str, takes_images: bool = False) -> NoReturn:
+    """Raise `InvalidRequest` for a text part without text, and `UnsupportedParameter` for a part of another type.
+
+    `part` has the fields `type` and `text`. `where` is its path in the body.
+    """
+    if part.type in TEXT_PARTS and part.text is None:
+        raise InvalidRequest(f"{where}.text is missing; send a string", param_of(where))
+    expected = "text or an image" if takes_images else "text only"
+    raise UnsupportedParameter(
+        f"{where} has {shown_type(part.type)}; expected {expected}: remove this part, or send text instead",
+        param_of(where),
+    )
+
+
 def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
     """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `names` has a name not in `tools`."""
     if not tools or any(name not in tools for name in names):
-        raise InvalidRequest("tool_choice names a tool that is not in tools; choose a tool from tools", "tool_choice")
+        found = "names no tool, or one that is not in tools" if tools else "requires a tool, but tools is empty"
+        raise InvalidRequest(f"tool_choice {found}; send the tool in tools, or choose one of tools", "tool_choice")
 
 
 def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool = False) -> None:
@@ -214,7 +240,7 @@ def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool =
     `tools` are the names of the functions. With `named_only`, only a choice that names a function needs one.
     """
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    served = '"auto", "none", "required", {"type": "function", ...} and {"type": "allowed_tools", ...}'
+    served = '"auto", "none", "required", {"type": "function", ...} or {"type": "allowed_tools", ...}'
     refuse_unserved({"tool_choice": (kind in ("auto", "none", "required", "function", "allowed_tools"), served)})
     if kind in ("auto", "none"):
         return
@@ -232,34 +258,35 @@ def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool =
         refuse_unknown_tools(names, tools)
 
 
-def json_schema(form: Any, param: str, context: RequestContext, tools: Collection[Any] = ()) -> str | None:
-    """Return the JSON Schema that the reply must follow, as JSON text; None for plain text.
+def json_schema(form: Any, where: str, context: RequestContext, tools: Collection[Any] = ()) -> str | None:
+    """Return the JSON Schema that the reply must follow, as JSON text; None for plain text. `where` is the form's path.
 
     Raises `InvalidRequest`, and `UnsupportedParameter` if the engine can't enforce it or the request has tools.
     """
     kind = form.get("type") if isinstance(form, dict) else form
-    if kind is None and form:
-        raise InvalidRequest(f"{param} has no type; expected text, json_object or json_schema", param)
-    if kind in (None, "text"):
+    param = param_of(where)
+    if form in (None, {}) or kind == "text":
         return None
-    refuse_unserved({param: (kind in ("json_object", "json_schema"), "text, json_object and json_schema")})
+    if kind not in ("json_object", "json_schema"):
+        found = shown_type(kind if isinstance(form, dict) else None)
+        raise UnsupportedParameter(f"{where} has {found}; expected text, json_object or json_schema", param)
     schema: Any = {"type": "object"}
     if kind == "json_schema":
         # In chat the fields are one level deeper.
         inner = form.get("json_schema", form) if isinstance(form, dict) else None
         schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param} has no schema; expected a JSON Schema, an object", param)
-    check_depth(schema, param)
+        raise InvalidRequest(f"{where} has no schema; expected a JSON Schema, an object", param)
+    check_depth(schema, where)
     instead = "ask for a function call with the schema as its parameters"
     if "json_schema" not in context.engine.sampling:
         raise UnsupportedParameter(
-            f"{param}: the engine {context.engine.name!r} can't follow a schema; {instead}, or use vLLM, SGLang, "
+            f"{where}: the engine {context.engine.name!r} can't follow a schema; {instead}, or use vLLM, SGLang, "
             "llama.cpp, or the embedded engine with tokentape[grammar]",
             param,
         )
     if tools:
-        raise UnsupportedParameter(f"{param} can't be combined with tools; send one or the other", param)
+        raise UnsupportedParameter(f"{where} can't be combined with tools; send one or the other", param)
     return encode_json(schema).decode()
 
 
@@ -272,6 +299,12 @@ def refuse_prefill(param: str) -> None:
     )
 
 
+def entries(name: str, objects: Iterable[Any]) -> list[Any]:
+    """Return the entries, which are objects, of the lists in the field `name` of the objects."""
+    lists = [entry.get(name) for entry in objects if isinstance(entry, dict)]
+    return [entry for found in lists if isinstance(found, list) for entry in found if isinstance(entry, dict)]
+
+
 def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
     """Return `where.name` for each field of the objects that has a value and isn't `known`, sorted."""
     names = {name for entry in objects if isinstance(entry, dict) for name, value in entry.items() if value}
@@ -280,19 +313,20 @@ def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) ->
     return tuple(f"{where}.{name}" for name in unknown[:_MOST_NAMED])
 
 
-def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[str, Any]:
+def tool_arguments(arguments: str | dict[str, Any], where: str) -> str | dict[str, Any]:
     """Parse a tool call's arguments if they are a JSON object: templates print objects, and would quote a string.
 
-    Return other arguments unchanged. Raises `InvalidRequest` for `param` if they nest too deeply.
+    Return other text unchanged, and text that is nested too deeply, which a model may sample and clients then send
+    back. Raises `InvalidRequest` if the arguments, at the path `where`, are an object that is nested too deeply.
     """
     try:
         value = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except RecursionError:
-        raise InvalidRequest("the arguments of a tool call nest too deeply", param) from None
-    except ValueError:
-        return arguments
-    if isinstance(value, dict | list):
-        check_depth(value, param)
+        if isinstance(value, dict | list):
+            check_depth(value, where)
+    except (ValueError, RecursionError):
+        if isinstance(arguments, str):
+            return arguments
+        raise
     return value if isinstance(value, dict) else arguments
 
 
