@@ -55,6 +55,51 @@ def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
             assert warm.provenance.tolist() == cold.provenance.tolist()
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
+@settings(max_examples=6)
+@given(first=st.lists(TEXTS, min_size=5, max_size=5), second=st.lists(TEXTS, min_size=5, max_size=5))
+def test_a_prompt_says_the_same_whether_or_not_there_were_others_before(
+    template: str, first: list[str], second: list[str]
+) -> None:
+    renderer = load_renderer(template)
+    setup = setup_for(renderer)
+
+    def prompt(contents: list[str]) -> tuple[list[int], list[int]] | None:
+        roles = ("system", "user", "assistant", "user", "assistant", "user")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, ["Be kind.", *contents], strict=True)]
+        try:
+            made = renderer.render(messages, setup)
+        except TemplateRefused:
+            return None
+        return made.ids.tolist(), made.provenance.tolist()
+
+    renderer._literals.clear()
+    prompt(first)
+    prompt(["one", "two", "three", "four", "five"])
+    warm = prompt(second)
+    renderer._literals.clear()
+    assert prompt(second) == warm
+
+
+def test_a_prompt_that_differs_in_texts_only_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = load_renderer("qwen3/templates/Qwen3.jinja")
+    renderer._literals.clear()
+    rendered: list[int] = []
+    render = Renderer._render
+
+    def counting(self: Renderer, messages: Any, setup: Any, *, generate: bool) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, setup, generate=generate)
+
+    renderer.render([{"role": "user", "content": "warm"}], setup_for(renderer))
+    monkeypatch.setattr(Renderer, "_render", counting)
+    made = renderer.render([{"role": "user", "content": "other"}], setup_for(renderer))
+    assert rendered == [1]
+    text = renderer.tokenizer.decode(made.ids[made.provenance == Provenance.USER].tolist())
+    assert text == "other"
+
+
 def test_a_second_tool_result_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     renderer._literals.clear()

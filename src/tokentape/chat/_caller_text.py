@@ -150,11 +150,21 @@ class Escaper:
         """Return `text` with every placeholder replaced by its character."""
         if "\\udb" in text:
             text = _WRITTEN_PLACEHOLDER.sub(lambda match: chr(int(f"db{match[1]}", 16)), text)
-        return _PLACEHOLDER.sub(lambda match: self._character_of.get(match[0], ""), text)
+        return text if text.isascii() else _PLACEHOLDER.sub(lambda match: self._character_of.get(match[0], ""), text)
 
     def marked(self, rendered: str) -> str:
         """Return the marked text of a rendering of escaped strings."""
-        return self.unescape(self._tokenizer.mark_controls(rendered))
+        marked = self._tokenizer.mark_controls(rendered)
+        return self.unescape(marked) if "\\udb" in rendered or _has_surrogates(rendered) else marked
+
+
+def _has_surrogates(text: str) -> bool:
+    """Return whether the text contains a surrogate. A regular expression takes four times as long for long texts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _without_brackets(token: str) -> Iterator[str]:

@@ -71,13 +71,16 @@ def template_literals(rendering: str, codes: Codes, texts: Sequence[Text]) -> Te
     return None
 
 
+_FIELDS = frozenset(("role", "content", "tool_call_id", "name"))
+
+
 def texts_of(messages: Sequence[Message], unescape: Callable[[str], str]) -> list[Text] | None:
-    """Return the contents of escaped messages; None if one is from the assistant, empty or not a string."""
+    """Return the contents of escaped messages; None if one is empty or not a string, or if there are other texts."""
     texts = []
     for message in messages:
         content = message.get("content")
         whole = unescape(content) if isinstance(content, str) else ""
-        if not whole.strip() or message["role"] == "assistant":
+        if not whole.strip() or not _FIELDS.issuperset(message):
             return None
         texts.append(Text(whole, whole.strip(), provenance_of_role(message["role"])))
     return texts

@@ -14,7 +14,7 @@ from tokentape.chat._bridge import trim_to_turn_end
 from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape
 from tokentape.chat._caller_text import Escaper, edges_found, provenance_of_characters, with_edges
 from tokentape.chat._template import REASONING_FIELDS, ChatTemplate, plain_message
-from tokentape.chat._template_literals import TemplateLiterals, template_literals, texts_of
+from tokentape.chat._template_literals import TemplateLiterals, Text, template_literals, texts_of
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Codes, Message, Setup
@@ -115,9 +115,29 @@ class TemplateText:
         `generate` adds the generation prompt. Raises `TemplateRefused` as `render` does.
         """
         plain, text = self._accepted(messages, setup, generate=generate)
+        texts = texts_of(plain, self._escaper.unescape)
+        kind = "", setup.key, str(generate), *(str(message.get("role")) for message in plain)
+        characters = MARK.sub("\0", text)
+        codes = self._known_codes(kind, characters, texts)
+        if codes is not None:
+            return text, codes
         edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
         self._refuse_unknown_roles(plain, edged, setup)
-        return text, provenance_of_characters(edged, len(MARK.sub(" ", text)))
+        codes = provenance_of_characters(edged, len(characters))
+        self._keep_literals(kind, characters, codes, texts)
+        return text, codes
+
+    def _known_codes(self, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes | None:
+        """Return the provenance of each character if the template wrote the same literals around earlier texts."""
+        literals = None if texts is None else self._literals.get(kind)
+        return None if literals is None or texts is None else literals.codes(characters, texts)
+
+    def _keep_literals(
+        self, kind: tuple[str, ...], characters: str, codes: Codes, texts: Sequence[Text] | None
+    ) -> None:
+        literals = None if texts is None else template_literals(characters, codes, texts)
+        if literals is not None:
+            keep(self._literals, kind, literals)
 
     def suffix(
         self, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message] | None = None
@@ -182,8 +202,7 @@ class TemplateText:
                     continue
                 characters = MARK.sub("\0", suffix)
                 close = self._close(probe, sentinel, close, setup, form)
-                literals = None if texts is None else self._literals.get(kind)
-                codes = None if literals is None or texts is None else literals.codes(characters, texts)
+                codes = self._known_codes(kind, characters, texts)
                 if codes is not None:
                     return suffix, codes, close
                 edged = self._render([*before, probe, *map(with_edges, plain)], setup, generate=True)
@@ -193,9 +212,7 @@ class TemplateText:
             edges = after(edged)
             self._refuse_dropped(plain, [*before, probe], suffix, edges, after, setup)
             codes = provenance_of_characters(edges, len(characters))
-            literals = None if texts is None else template_literals(characters, codes, texts)
-            if literals is not None:
-                keep(self._literals, kind, literals)
+            self._keep_literals(kind, characters, codes, texts)
             return suffix, codes, close
         raise refused
 
