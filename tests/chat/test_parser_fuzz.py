@@ -37,6 +37,13 @@ def test_nothing_is_lost_of_a_composed_call_syntax(name: str) -> None:
     assert {pair.name: run(pair, 0, 24, "1") for pair in syntaxes(name)}.popitem()[1] == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "number"), [("calls=name_newline_json call_label=id", 947), ("calls=semicolons call_label=running", 971)]
+)
+def test_completions_that_lost_something_do_no_longer(name: str, number: int) -> None:
+    assert {pair.name: run(pair, number, 1, "2") for pair in syntaxes(name)}.popitem()[1] == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", list(pairs()), ids=lambda p: p.name)
 def test_nothing_is_lost_of_1000_completions(pair: Pair) -> None:

@@ -162,7 +162,9 @@ class _NamedBody:
             head, after_head = _named(self._syntax)
             limit = self._start + _LONGEST_HEAD
             match = after_head.search(text, self._start, limit)
-            if match is None and not over:
+            # A word at the end of the text may become a longer one, as `[[call` may become `[[called`.
+            may_grow = match is not None and match.end() == len(text) and match[0][-1].isalnum()
+            if (match is None or may_grow) and not over:
                 return None if len(text) < limit else Broken(self._start)
             position = match.start() if match else len(text)
             name = head.fullmatch(text, self._start, min(position, limit))
@@ -196,6 +198,7 @@ class _LiteralBody:
         self._tools = tools
         self._start = start
         self._name = ""
+        self._id: str | None = None
         self._brackets: LiteralEnd | None = None
 
     def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
@@ -204,6 +207,10 @@ class _LiteralBody:
             if head is None:
                 return None if not over and may_be_head(text, self._start) else Broken(self._start)
             self._name, bracket = head
+            if ANY in self._syntax.name_close:
+                # A word in place of the call's number may be its id.
+                label = re.search(r"\w*[^\W\d]\w*", text[self._start + len(self._name) : bracket])
+                self._id = label[0] if label else None
             if needs_known_tool(self._syntax) and self._name not in self._tools:
                 return Broken(bracket)
             self._brackets = LiteralEnd(bracket, self._syntax)
@@ -215,8 +222,8 @@ class _LiteralBody:
         try:
             arguments = arguments_json(self._syntax, self._tools.get(self._name), raw)
         except LiteralError:
-            return CallBody(brackets.end, self._name, raw, valid=False)
-        return CallBody(brackets.end, self._name, arguments, valid=True)
+            return CallBody(brackets.end, self._name, raw, valid=False, id=self._id)
+        return CallBody(brackets.end, self._name, arguments, valid=True, id=self._id)
 
 
 class _TaggedBody:
