@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from tokentape.chat._caller_text import provenance_of_role
 from tokentape.types import Codes, Message, Provenance
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     """A caller's text."""
 
     whole: str

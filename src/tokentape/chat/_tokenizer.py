@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from msgspec import Struct
 
 from tokentape.chat._added_tokens import AddedToken, any_of, config_values, is_control, read_added_tokens
 from tokentape.chat._byte_level import byte_piece, bytes_of_piece
@@ -50,8 +51,7 @@ class Control:
     mark: str
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Struct, frozen=True):
     """The ids of a marked text, and the character span of each id."""
 
     array: TokenIds

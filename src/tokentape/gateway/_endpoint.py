@@ -9,11 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -83,8 +84,7 @@ _CLIENT_HEADERS = {
 _Body = TypeVar("_Body", bound=Struct)
 
 
-@dataclass(frozen=True, slots=True)
-class DoneChoice:
+class DoneChoice(Struct, frozen=True):
     """One finished choice: its sampled deltas and its recorded turn."""
 
     done: TurnDone
@@ -106,8 +106,7 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedRequest:
+class DecodedRequest(Struct, frozen=True):
     """A request as a wire API decoded it."""
 
     turn: TurnRequest
@@ -116,8 +115,7 @@ class DecodedRequest:
     """Accepted parameters that have no effect, as listed in the header `X-Tokentape-Ignored-Params`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(Struct, frozen=True):
     """Data that a wire API may need to decode a body."""
 
     session_id: str

@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 _WHITE = b" \t\r\n"
 """JSON's whitespace."""
@@ -22,8 +22,7 @@ _WHITE = b" \t\r\n"
 _COMMA = re.compile(rb"[ \t\r\n]*,")
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesSpan:
+class MessagesSpan(Struct, frozen=True):
     head: int
     """Number of bytes before the first message, including the opening bracket."""
     end: int
@@ -34,8 +33,7 @@ class MessagesSpan:
     """Number of messages and their parts; see `check_count`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPrefix:
+class ParsedPrefix(Struct, frozen=True):
     """The prefix of an earlier request body in the session, up to the end of its last message."""
 
     span: MessagesSpan
@@ -91,7 +89,7 @@ class RequestBody:
         return self._hash.copy().digest()
 
 
-class _Messages(msgspec.Struct):
+class _Messages(Struct):
     messages: msgspec.Raw
 
 

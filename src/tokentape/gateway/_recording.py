@@ -14,6 +14,7 @@ from sys import intern
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from tokentape._session.chain import seal
 from tokentape._session.invariants import check_completion, check_turn
@@ -268,7 +269,7 @@ def replayed(
     turns = [session.turns[seq] for seq in answer.turns]
     context = session.context_before(turns[0].seq)
     started = TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)
-    events: list[TurnEvent] = [replace(started, sampling=request.sampling, overridden=request.overridden)]
+    events: list[TurnEvent] = [structs.replace(started, sampling=request.sampling, overridden=request.overridden)]
     done: list[TurnEvent] = []
     for index, turn in enumerate(turns):
         reply = _read_again(turn, reader_of(turn))

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from msgspec import structs
+
 from tokentape._session.tree import ContinuationPoint, Session
 from tokentape.chat._parse import PlainReader, ReplyParser
 from tokentape.chat._renderer import Renderer
@@ -243,7 +245,7 @@ class Turns:
         pins = self.pins.with_session(session.info.metadata)
         if pins.pinned or pins.defaults:
             sampling, overridden = pins.applied(request.sampling, request.given)
-            request = replace(request, sampling=sampling, overridden=overridden)
+            request = structs.replace(request, sampling=sampling, overridden=overridden)
         attempt = request.attempt
         call = None if attempt is None else opened.call_in_flight(attempt)
         if call is None:
@@ -319,7 +321,7 @@ class Turns:
         renamed = session.continuation(messages, setup.digest)
         deeper = len(renamed.new_messages) < len(point.new_messages)
         if deeper and await asyncio.to_thread(self._prompts.render_alike, request.messages, messages, setup):
-            return replace(request, messages=messages), setup, renamed
+            return structs.replace(request, messages=messages), setup, renamed
         return request, setup, point
 
     async def _sample(

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -173,7 +173,7 @@ class AnthropicMessages(Dialect):
         turn = self.turn(read, context.session_id, takes_images=context.takes_images)
         schema = shared.json_schema(read.output_config.format, "output_config", context, turn.tools)
         rule = _rule(read, context)
-        turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
+        turn = structs.replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
         shared.refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
         contents = [content for message in body["messages"] if isinstance(content := message["content"], list)]
         blocks = [block for content in contents for block in content]
