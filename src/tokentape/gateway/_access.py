@@ -10,8 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,6 +31,7 @@ from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import Telemetry
 
 REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = REQUEST_ID.lower().encode()
 
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Paths of probes, which are logged at level DEBUG and not waited for at shutdown."""
@@ -93,17 +94,26 @@ def request_log(request: Request) -> RequestLog:
 
 
 class AccessMiddleware:
-    """Assigns an id to each request, counts and logs it, and answers unexpected exceptions with 500 and no details.
+    """Assigns an id to each request, counts and logs it, and answers exceptions with the response from `answer`.
 
     The id is the request's `X-Request-Id` if it consists of letters, digits and `.-_`, otherwise a random id. The
     response returns it in the same header.
     """
 
-    def __init__(self, app: ASGIApp, routes: Sequence[Route], telemetry: Telemetry, drain: Drain) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[Route],
+        telemetry: Telemetry,
+        drain: Drain,
+        answer: Callable[[Request, Exception], Response],
+    ) -> None:
         self._app = app
         self._routes = routes
-        uses = Counter(route.endpoint for route in routes)
-        self._paths: dict[Any, str] = {route.endpoint: route.path for route in routes if uses[route.endpoint] == 1}
+        self._paths: dict[Any, str] = {
+            (route.endpoint, *sorted(route.param_convertors)): route.path for route in routes
+        }
+        self._answer = answer
         self._telemetry = telemetry
         self._drain = drain
 
@@ -112,8 +122,7 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        headers = Headers(scope=scope)
-        requested = headers.get(REQUEST_ID, "")
+        requested = first_values(scope).get(_REQUEST_ID, b"").decode("latin-1")
         name = requested if _ID.fullmatch(requested) else secrets.token_hex(16)
         request_id.set(name)
         line = scope[_KEY] = RequestLog()
@@ -133,20 +142,22 @@ class AccessMiddleware:
                 complete = not message.get("more_body", False)
             elif message["type"] == "http.response.start":
                 line.status = message["status"]
-                message["headers"] = [*message["headers"], (REQUEST_ID.lower().encode(), name.encode())]
+                message["headers"] = [*message["headers"], (_REQUEST_ID, name.encode())]
             await send(message)
 
         spans = self._telemetry.spans
         with ExitStack() as open_span:
             if scope["path"] not in PROBES:
-                open_span.enter_context(self._drain.requests.track())
-            attributes = {} if spans is None else open_span.enter_context(spans.request(headers))
+                open_span.enter_context(self._drain.requests)
+            attributes = {} if spans is None else open_span.enter_context(spans.request(Headers(scope=scope)))
             try:
                 await self._app(scope, counting_receive, counting_send)
             except Exception as error:
-                failure = unexpected(error)
-                if not line.status:
-                    await error_response(failure)(scope, counting_receive, counting_send)
+                if line.status:
+                    unexpected(error)
+                else:
+                    answer = self._answer(Request(scope, receive), error)
+                    await answer(scope, counting_receive, counting_send)
             finally:
                 seconds = time.perf_counter() - began
                 route = self._template(scope)
@@ -176,9 +187,8 @@ class AccessMiddleware:
     def _template(self, scope: Scope) -> str:
         """Return the path template of the request's route, never the raw path, which is text from the caller."""
         # The router sets `endpoint` only when it calls an endpoint, for example not for a wrong method.
-        path = self._paths.get(scope["endpoint"]) if "endpoint" in scope else None
-        if path is not None:
-            return path
+        if "endpoint" in scope:
+            return self._paths[scope["endpoint"], *sorted(scope["path_params"])]
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _UNMATCHED)
 
 
@@ -194,7 +204,7 @@ class AllowedHosts:
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._allowed(Headers(scope=scope)):
+        if scope["type"] != "http" or self._allows(first_values(scope)):
             await self._app(scope, receive, send)
             return
         refusal = Forbidden(
@@ -202,14 +212,19 @@ class AllowedHosts:
         )
         await error_response(refusal)(scope, receive, send)
 
-    def _allowed(self, headers: Headers) -> bool:
-        host, origin = headers.get("host"), headers.get("origin")
-        return (host is None or _host(f"//{host}") in self._hosts) and (origin is None or _host(origin) in self._hosts)
+    def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
+        host, origin = headers.get(b"host"), headers.get(b"origin")
+        return (host is None or _host(b"//" + host) in self._hosts) and (origin is None or _host(origin) in self._hosts)
 
 
 @lru_cache(maxsize=256)
-def _host(url: str) -> str | None:
+def _host(url: bytes) -> str | None:
     try:
-        return urlsplit(url).hostname
+        return urlsplit(url.decode("latin-1")).hostname
     except ValueError:
         return None
+
+
+def first_values(scope: Scope) -> dict[bytes, bytes]:
+    """Return a request's headers by lower-case name, each with its first value."""
+    return dict(reversed(scope["headers"]))

@@ -16,6 +16,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tokentape._version import __version__
 from tokentape.engines._base import UNVERIFIED
@@ -26,7 +27,7 @@ from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
-from tokentape.gateway._http import ClientLeft, error_response, json_response
+from tokentape.gateway._http import ClientLeft, error_response, json_response, unexpected
 from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
@@ -77,20 +78,24 @@ def create_app(
             await asyncio.to_thread(telemetry.close)
 
     routes = _routes(gateway)
-    return Starlette(
+    return _App(
         routes=routes,
-        exception_handlers={
-            TokentapeError: _tokentape_error,
-            HTTPException: _http_error,
-            ClientLeft: _client_left,
-            ClientDisconnect: _client_left,
-        },
         middleware=[
-            Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain),
+            Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain, answer=_answer_error),
             *([] if ANY in allowed_hosts else [Middleware(AllowedHosts, hosts=allowed_hosts)]),
         ],
         lifespan=lifespan,
     )
+
+
+class _App(Starlette):
+    """Starlette without its own error middleware, because `AccessMiddleware` answers all errors."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = self.router
+        for kind, args, options in reversed(self.user_middleware):
+            app = kind(app, *args, **options)
+        return app
 
 
 def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
@@ -99,7 +104,7 @@ def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
     metrics.follow(metrics.store_healthy, lambda: turns.store.healthy)
     metrics.follow(metrics.model_verified, lambda: UNVERIFIED not in turns.engine.info.capabilities)
     metrics.follow(metrics.requests_in_flight, lambda: drain.requests.count)
-    metrics.follow(metrics.calls_in_flight, lambda: turns.telemetry.calls.count)
+    metrics.follow(metrics.calls_in_flight, lambda: turns.calls_in_flight)
     metrics.build.labels(__version__, engine.name, engine.version, model_id).set(1)
 
 
@@ -168,15 +173,22 @@ def _routes(gateway: Gateway) -> list[Route]:
     return [*routes, document_route(routes)]
 
 
-async def _tokentape_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TokentapeError)
-    request_log(request).error = error.code
-    return _error_response(request, error)
+def _answer_error(request: Request, error: Exception) -> Response:
+    """Return the response to an exception: 500 without details if it is unexpected."""
+    match error:
+        case TokentapeError():
+            request_log(request).error = error.code
+            return _error_response(request, error)
+        case HTTPException():
+            return _http_error(request, error)
+        case ClientLeft() | ClientDisconnect():
+            # The customary status in access logs if the client has closed the connection.
+            return Response(status_code=499)
+    return error_response(unexpected(error))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+def _http_error(request: Request, error: HTTPException) -> Response:
     """Answer requests that starlette rejects: unknown paths (404) and wrong methods (405)."""
-    assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _error_response(request, NotFound(f"the gateway has no such path{_nearest(request)}"))
     refused = TokentapeError(f"{error.detail}: {request.method} is not allowed on this path")
@@ -201,8 +213,3 @@ def _nearest(request: Request) -> str:
     candidates = [candidate.removeprefix(prefix) for candidate in paths if candidate.startswith(prefix)]
     nearest = difflib.get_close_matches(path, candidates, n=1)
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    """Answer with 499, the customary status in access logs if the client has closed the connection."""
-    return Response(status_code=499)

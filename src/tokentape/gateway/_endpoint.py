@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway import _pins as pins
-from tokentape.gateway._access import request_log
+from tokentape.gateway._access import first_values, request_log
 from tokentape.gateway._events import Attempt, SampleEvent, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._http import (
     EventStream,
@@ -260,10 +260,12 @@ class Endpoint:
         line, complete = request_log(request), False
         try:
             gateway.drain.refuse()
-            caller = gateway.caller(request)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in first_values(scope).items()}
+            caller = gateway.keys.caller(headers)
+            line.key = caller.owner
             with ExitStack() as stack:
                 stack.enter_context(gateway.turns.calls.track(caller.owner))
-                response = await self._answer(caller, request)
+                response = await self._answer(caller, request, headers)
                 if isinstance(response, EventStream):
                     # The call counts as in flight until its last event is sent.
                     response.held = stack.pop_all()
@@ -273,7 +275,7 @@ class Endpoint:
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
 
-    async def _answer(self, caller: Caller, request: Request) -> Response:
+    async def _answer(self, caller: Caller, request: Request, sent: Mapping[str, str]) -> Response:
         turns, line = self.gateway.turns, request_log(request)
         data = await read_json_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
@@ -284,8 +286,9 @@ class Endpoint:
         count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.
         span = body.span(count) if lazy else None
-        session_id = address(request, caller, self.dialect.session_of(parsed))
-        attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
+        if (id_in_body := self.dialect.session_of(parsed)) is not None:
+            session_id = address(request, caller, id_in_body)
+        attempt = _attempt(sent, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
         context = RequestContext(
             line.session_id,
@@ -298,7 +301,7 @@ class Endpoint:
         decoded, fields = await self._decode(body, parsed, span, context)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
-        hint = request.headers.get(SESSION_HEADER)
+        hint = sent.get(SESSION_HEADER.lower())
         turn = replace(
             decoded.turn,
             **fields,
@@ -378,11 +381,11 @@ def address(request: Request, caller: Caller, id_in_body: str | None = None) -> 
     return hint if may_be_session_id(hint) else None
 
 
-def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
-    key = request.headers.get(IDEMPOTENCY_HEADER)
+def _attempt(headers: Mapping[str, str], path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
+    key = headers.get(IDEMPOTENCY_HEADER.lower())
     if key is not None and not 0 < len(key) <= 256:
         raise InvalidRequest(f"{IDEMPOTENCY_HEADER} must have 1 to 256 characters", IDEMPOTENCY_HEADER)
-    count = request.headers.get("x-stainless-retry-count", "0")
+    count = headers.get("x-stainless-retry-count", "0")
     # The `?` keeps a call without a session id from matching a call with one.
     digest = body.digest(f"{path}?" if anonymous else path)
     return Attempt(digest, key, retried=count.isdecimal() and int(count[:9]) > 0)

@@ -95,6 +95,8 @@ class Turns:
         self.store = store
         self.limits = limits or Limits()
         self.calls = CallsPerKey(self.limits)
+        self.calls_in_flight = 0
+        """Number of running calls. A retry joins its call."""
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
         self.pins = pins or Pins()
@@ -259,47 +261,49 @@ class Turns:
             call = InFlightCall(attempt, request.n, stream=request.stream, grace=self.limits.retry_grace)
             opened.calls.append(call)
             call.start(self._run_call(call, opened, request), partial(self._ended, opened, call))
+            self.calls_in_flight += 1
         return call.follow()
 
-    def _ended(self, opened: OpenSession, call: InFlightCall) -> None:
+    def _ended(self, opened: OpenSession, call: InFlightCall, failure: BaseException | None) -> None:
+        self.calls_in_flight -= 1
+        if isinstance(failure, Exception):
+            self.telemetry.failed(failure)
         self.unread.mark(opened, call.left_reply)
         opened.calls.remove(call)
         self.sessions.drop_unused(opened)
 
     async def _run_call(self, call: InFlightCall, opened: OpenSession, request: TurnRequest) -> None:
         """Build a call's prompt, sample its choices, record them, and publish the events."""
-        with self.telemetry.call():
-            session = opened.session
-            request, setup, point = await self._locate(request, session)
-            if request.span is not None:
-                opened.prefixes.append(ParsedPrefix(request.span, setup.digest, point.key))
-            async with AsyncExitStack() as stack:
-                sample: Sample = self.engine.sample
-                captured = None
-                if self._capture is not None and request.prompt_ids is None:
-                    # Pass the gate first: the server reports its prompt only when it begins to sample.
-                    await stack.enter_async_context(self.gate.passing())
-                    captured = ServerRenderedCall(self._capture, request)
-                    prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
-                    prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
-                    sample = captured.sample
-                else:
-                    with self.telemetry.stage("prepare"):
-                        # A quick build costs less than starting and awaiting a thread.
-                        quick = self._prompts.is_quick(request, setup, point)
-                        build = partial(self._prompts.build, request, session, setup, point)
-                        prompt = build() if quick else await asyncio.to_thread(build)
-                    if prompt.media:
-                        sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
-                prompt = noting_request(prompt, request)
-                choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
-                if captured is not None:
-                    choices[0].request_id = captured.request_id
-                # Count the tokens even if all clients have disconnected.
-                stack.callback(
-                    lambda: self.calls.spend(request.owner, [prompt.ids, *(choice.ids for choice in choices)])
-                )
-                await self._sample(call, opened, request, prompt, choices, stack)
+        session = opened.session
+        request, setup, point = await self._locate(request, session)
+        if request.span is not None:
+            opened.prefixes.append(ParsedPrefix(request.span, setup.digest, point.key))
+        async with AsyncExitStack() as stack:
+            sample: Sample = self.engine.sample
+            captured = None
+            if self._capture is not None and request.prompt_ids is None:
+                # Pass the gate first: the server reports its prompt only when it begins to sample.
+                await self.gate.opened()
+                stack.enter_context(self.gate.passed())
+                captured = ServerRenderedCall(self._capture, request)
+                prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
+                prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
+                sample = captured.sample
+            else:
+                with self.telemetry.stage("prepare"):
+                    # A quick build costs less than starting and awaiting a thread.
+                    quick = self._prompts.is_quick(request, setup, point)
+                    build = partial(self._prompts.build, request, session, setup, point)
+                    prompt = build() if quick else await asyncio.to_thread(build)
+                if prompt.media:
+                    sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
+            prompt = noting_request(prompt, request)
+            choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
+            if captured is not None:
+                choices[0].request_id = captured.request_id
+            # Count the tokens even if all clients have disconnected.
+            stack.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(choice.ids for choice in choices)]))
+            await self._sample(call, opened, request, prompt, choices, stack)
 
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
         """Return the request with its images received, its setup, and the point in the session that it continues.
