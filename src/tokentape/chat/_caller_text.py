@@ -124,7 +124,7 @@ class Escaper:
         """
         if isinstance(value, str):
             return self.escape(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict | Mapping):
             escaped = {}
             for key, item in value.items():
                 made_up = keys == "any" or (keys == "schema" and key not in _SCHEMA_WORDS)
@@ -134,7 +134,7 @@ class Escaper:
                 else:
                     escaped[name] = self.escape_all(item, keys=_keys_below(key, keys))
             return escaped
-        if isinstance(value, Sequence) and not isinstance(value, bytes):
+        if isinstance(value, list | tuple | Sequence) and not isinstance(value, bytes):
             return [self.escape_all(item, keys=keys) for item in value]
         return value
 
@@ -217,14 +217,14 @@ def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
 
     A token that covers both a caller's and the template's characters gets the caller's provenance.
     """
-    out = np.full(len(spans), _TEMPLATE, dtype=np.uint8)
+    out = np.full(len(spans), TEMPLATE, dtype=np.uint8)
     starts = spans[:, 0]
     # Callers' codes differ from TEMPLATE; a token that mixes both starts or ends in the caller's text.
     ends = np.maximum(spans[:, 1] - 1, starts)
     inside = starts < len(codes)
     first = codes[starts[inside]]
     last = codes[np.minimum(ends[inside], len(codes) - 1)]
-    out[inside] = np.where(first != _TEMPLATE, first, last)
+    out[inside] = np.where(first != TEMPLATE, first, last)
     return out
 
 
@@ -233,7 +233,7 @@ def _edge_characters(code: Provenance) -> tuple[str, str, str]:
     return chr(start), chr(start + 1), chr(start + 2)
 
 
-_TEMPLATE = int(Provenance.TEMPLATE)
+TEMPLATE = int(Provenance.TEMPLATE)
 """An int because comparing with an enum member in NumPy, or looking one up in Python 3.11, is many times slower."""
 
 _CODES = sorted(set(_PROVENANCE_OF_ROLE.values()))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from tokentape.chat._caller_text import provenance_of_role
+from tokentape.chat._caller_text import TEMPLATE, provenance_of_role
 from tokentape.types import Codes, Message, Provenance
 
 
@@ -38,7 +38,7 @@ class TemplateLiterals:
         """Return the provenance of each character; None if `rendering` does not consist of the pieces and `texts`."""
         if len(texts) + 1 != len(self.pieces):
             return None
-        codes = np.full(len(rendering), Provenance.TEMPLATE, dtype=np.uint8)
+        codes = np.full(len(rendering), TEMPLATE, dtype=np.uint8)
         position = 0
         for piece, caller_text in zip(self.pieces, texts, strict=False):
             text = caller_text.core if self.trims else caller_text.whole
@@ -60,7 +60,7 @@ def template_literals(rendering: str, codes: Codes, texts: Sequence[Text]) -> Te
         pieces, position = [], 0
         for caller_text in texts:
             text = caller_text.core if trims else caller_text.whole
-            begun = np.flatnonzero(codes[position:] != Provenance.TEMPLATE)[:1].tolist()
+            begun = np.flatnonzero(codes[position:] != TEMPLATE)[:1].tolist()
             start = position + max(begun[0] - text.index(caller_text.core), 0) if begun else position
             pieces.append(rendering[position:start])
             position = start + len(text)
