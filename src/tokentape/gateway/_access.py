@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,7 +28,7 @@ from tokentape.errors import Forbidden, TokentapeError
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway._http import error_response, unexpected
 from tokentape.gateway._limits import Drain
-from tokentape.gateway._telemetry import Telemetry
+from tokentape.gateway._telemetry import Attribute, Telemetry
 
 REQUEST_ID = "X-Request-Id"
 _REQUEST_ID = REQUEST_ID.lower().encode()
@@ -146,10 +146,9 @@ class AccessMiddleware:
             await send(message)
 
         spans = self._telemetry.spans
-        with ExitStack() as open_span:
-            if scope["path"] not in PROBES:
-                open_span.enter_context(self._drain.requests)
-            attributes = {} if spans is None else open_span.enter_context(spans.request(Headers(scope=scope)))
+        counted = nullcontext() if scope["path"] in PROBES else self._drain.requests
+        attributes = dict[str, Attribute]()
+        with counted, nullcontext() if spans is None else spans.request(Headers(scope=scope), attributes):
             try:
                 await self._app(scope, counting_receive, counting_send)
             except Exception as error:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -27,8 +26,8 @@ from tokentape.gateway import _pins as pins
 from tokentape.gateway._access import first_values, request_log
 from tokentape.gateway._events import Attempt, SampleEvent, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._http import (
+    CancelledIfClientLeaves,
     EventStream,
-    cancelled_if_client_leaves,
     check_count,
     encode_event,
     encode_json,
@@ -263,14 +262,15 @@ class Endpoint:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in first_values(scope).items()}
             caller = gateway.keys.caller(headers)
             line.key = caller.owner
-            with ExitStack() as stack:
-                stack.enter_context(gateway.turns.calls.track(caller.owner))
+            with gateway.turns.calls.track(caller.owner):
                 response = await self._answer(caller, request, headers)
                 if isinstance(response, EventStream):
                     # The call counts as in flight until its last event is sent.
-                    response.held = stack.pop_all()
+                    await response(scope, receive, send)
+                    complete = response.complete
+                    return
             await response(scope, receive, send)
-            complete = not isinstance(response, EventStream) or response.complete
+            complete = True
         finally:
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
@@ -315,29 +315,31 @@ class Endpoint:
         headers = {SESSION_HEADER: line.session_id}
         if decoded.ignored:
             headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
-        async with cancelled_if_client_leaves(request.receive), AsyncExitStack() as unread:
+        with CancelledIfClientLeaves(request.receive):
             events = await turns.begin(turn)
-            unread.push_async_callback(events.aclose)
-            started = await anext(events)
-            assert isinstance(started, TurnStarted)
-            if started.replayed:
-                # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed here.
-                await asyncio.sleep(0)
-            line.engine_requests = started.engine_requests
-            line.reply_id, line.replayed = started.reply_id, started.replayed
-            encoder = decoded.encoder(started)
-            if started.overridden:
-                headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
-            if started.replayed:
-                headers["X-Tokentape-Replayed"] = "true"
-            if not turn.stream:
-                choices = await _collect(events)
-                line.turns += [choice.done.turn.seq for choice in choices]
-                headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
-                return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
-            # Send the status with the first tokens, so that earlier failures get their own status.
-            first = await anext(events)
-            unread.pop_all()
+            try:
+                started = await anext(events)
+                assert isinstance(started, TurnStarted)
+                if started.replayed:
+                    # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed.
+                    await asyncio.sleep(0)
+                line.engine_requests = started.engine_requests
+                line.reply_id, line.replayed = started.reply_id, started.replayed
+                encoder = decoded.encoder(started)
+                if started.overridden:
+                    headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
+                if started.replayed:
+                    headers["X-Tokentape-Replayed"] = "true"
+                if not turn.stream:
+                    choices = await _collect(events)
+                    line.turns += [choice.done.turn.seq for choice in choices]
+                    headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
+                    return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
+                # Send the status with the first tokens, so that earlier failures get their own status.
+                first = await anext(events)
+            except BaseException:
+                await events.aclose()
+                raise
         return EventStream(encoder.stream(line.follow(first, events)), headers, self.dialect.error_event)
 
     async def _decode(

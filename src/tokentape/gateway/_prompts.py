@@ -411,6 +411,8 @@ def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
 
 def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
     """Add notes to the prompt: the caller's values that pins have overridden, and the client headers."""
+    if not (request.overridden or request.client_session or request.client):
+        return prompt
     overridden = {name: value for name, (value, _) in request.overridden.items()}
     notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
     return structs.replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

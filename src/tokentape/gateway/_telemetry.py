@@ -266,20 +266,19 @@ class OpenTelemetrySpans:
         self._tracer = trace.get_tracer("tokentape", version("tokentape"), provider)
 
     @contextmanager
-    def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
+    def request(self, headers: Mapping[str, str], attributes: Mapping[str, Attribute]) -> Iterator[None]:
         """Open a server span as a child of the span in the headers (`traceparent`).
 
-        Values put into the yielded dict become span attributes; `http.route` also becomes part of the span's name.
+        `attributes`, which may be filled until the end, become span attributes. The span is named after `http.route`.
         """
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
 
-        attributes: dict[str, Attribute] = {}
         with self._tracer.start_as_current_span(
             "request", extract(headers), SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:
             try:
-                yield attributes
+                yield
             finally:
                 span.update_name(f"{attributes.get('http.request.method', '')} {attributes.get('http.route', '')}")
                 span.set_attributes(attributes)

@@ -301,9 +301,11 @@ class Turns:
             choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
             if captured is not None:
                 choices[0].request_id = captured.request_id
-            # Count the tokens even if all clients have disconnected.
-            stack.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(choice.ids for choice in choices)]))
-            await self._sample(call, opened, request, prompt, choices, stack)
+            try:
+                await self._sample(call, opened, request, prompt, choices, stack)
+            finally:
+                # Count the tokens even if all clients have disconnected.
+                self.calls.spend(request.owner, [prompt.ids, *[choice.ids for choice in choices]])
 
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
         """Return the request with its images received, its setup, and the point in the session that it continues.
@@ -341,7 +343,7 @@ class Turns:
             secrets.token_hex(12),
             time.time(),
             prompt.ids,
-            engine_requests=tuple(choice.request_id for choice in choices),
+            engine_requests=tuple([choice.request_id for choice in choices]),
             sampling=request.sampling,
             overridden=request.overridden,
         )
