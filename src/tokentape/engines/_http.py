@@ -271,15 +271,19 @@ class _HttpReply:
 
     async def read(self, limit: _Limit) -> bytes:
         """Wait for the next bytes of the body and return them. Return no bytes at the end."""
-        # `timeout_at` only interrupts waits, and nothing waits while an engine sends without pause.
-        if asyncio.get_running_loop().time() >= limit.deadline:
+        # The timeout only interrupts waits, and nothing waits while an engine sends without pause.
+        loop = asyncio.get_running_loop()
+        if loop.time() >= limit.deadline:
             raise limit.error(self._path)
         content = self._response.content
         try:
             chunk = content.read_nowait()
             if not chunk and not content.at_eof():
-                async with asyncio.timeout_at(limit.deadline):
+                expiry = loop.call_at(limit.deadline, content.set_exception, TimeoutError())
+                try:
                     chunk = await content.readany()
+                finally:
+                    expiry.cancel()
             if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
                 raise aiohttp.ClientPayloadError
         except TimeoutError:

@@ -402,7 +402,7 @@ class Turns:
             prompt.ids,
             stream=request.stream,
             captured=self._capture is not None and request.prompt_ids is None,
-            weights_now=lambda: self.gate.version_of(sampling.adapter),
+            weights_now=partial(self.gate.version_of, sampling.adapter),
             call_prefix=self._prompts.call_prefix,
         )
 
