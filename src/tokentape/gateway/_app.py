@@ -12,11 +12,9 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from tokentape._version import __version__
 from tokentape.engines._base import UNVERIFIED
@@ -78,24 +76,11 @@ def create_app(
             await asyncio.to_thread(telemetry.close)
 
     routes = _routes(gateway)
-    return _App(
-        routes=routes,
-        middleware=[
-            Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain, answer=_answer_error),
-            *([] if ANY in allowed_hosts else [Middleware(AllowedHosts, hosts=allowed_hosts)]),
-        ],
-        lifespan=lifespan,
-    )
-
-
-class _App(Starlette):
-    """Starlette without its own error middleware, because `AccessMiddleware` answers all errors."""
-
-    def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = self.router
-        for kind, args, options in reversed(self.user_middleware):
-            app = kind(app, *args, **options)
-        return app
+    app = Starlette(routes=routes, lifespan=lifespan)
+    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts)
+    # Without starlette's own error middleware: `AccessMiddleware` answers all errors.
+    app.middleware_stack = AccessMiddleware(served, routes, telemetry, drain, _answer_error)
+    return app
 
 
 def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
