@@ -327,8 +327,11 @@ class Tokenizer:
 
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
         """Return the `token_bytes` of each id."""
-        cache = self._bytes
-        return [cache[token_id] if token_id in cache else self.token_bytes(token_id) for token_id in ids]
+        ids = list(ids)
+        try:
+            return list(map(self._bytes.__getitem__, ids))
+        except KeyError:
+            return list(map(self.token_bytes, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""

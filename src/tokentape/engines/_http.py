@@ -278,14 +278,9 @@ class _HttpReply:
         if loop.time() >= limit.deadline:
             raise limit.error(self._path)
         content = self._response.content
+        expiry = loop.call_at(limit.deadline, content.set_exception, TimeoutError())
         try:
-            chunk = content.read_nowait()
-            if not chunk and not content.at_eof():
-                expiry = loop.call_at(limit.deadline, content.set_exception, TimeoutError())
-                try:
-                    chunk = await content.readany()
-                finally:
-                    expiry.cancel()
+            chunk = await content.readany()
             if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
                 raise aiohttp.ClientPayloadError
         except TimeoutError:
@@ -295,6 +290,8 @@ class _HttpReply:
                 f"the connection broke during the engine's reply at {self._path} ({type(error).__name__}); nothing "
                 "was recorded, send the request again"
             ) from None
+        finally:
+            expiry.cancel()
         return chunk
 
     async def read_all(self, limit: _Limit, max_bytes: int) -> bytes | None:
@@ -356,7 +353,7 @@ class SseReader:
         if not chunk:
             return []
         usual = chunk.startswith(b"data: {") and chunk.endswith(b"}\n\n") and b"\r" not in chunk
-        if usual and chunk.find(b"\n") == len(chunk) - 2 and len(chunk) <= self._max and not self.pending:
+        if usual and chunk.find(b"\n") == len(chunk) - 2 and len(chunk) <= self._max and not (self._line or self._data):
             # The chunk is one event of one line. If it is not UTF-8, decoding its JSON fails later.
             self._after_cr = False
             return [chunk[6:-2]]

@@ -176,11 +176,11 @@ class AccessMiddleware:
                 }
                 attributes |= {"http.request.method": scope["method"], "http.route": route}
                 attributes["http.response.status_code"] = line.status
-                _log.log(
-                    logging.DEBUG if route in PROBES else logging.INFO,
-                    "request",
-                    extra={"fields": {key: value for key, value in fields.items() if value not in ("", [], (), False)}},
-                )
+                if _log.isEnabledFor(level := logging.DEBUG if route in PROBES else logging.INFO):
+                    given = {key: value for key, value in fields.items() if value not in ("", [], (), False)}
+                    extra = {"fields": given}
+                    # `log` would search the stack for the line of this call, which no format shows.
+                    _log.handle(_log.makeRecord(_log.name, level, __file__, 0, "request", (), None, extra=extra))
                 self._telemetry.metrics.answered(scope["method"], route, line.status, seconds)
 
     def _template(self, scope: Scope) -> str:
