@@ -382,7 +382,7 @@ class PromptBuilder:
         return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        """Return the request's sampling parameters, with `max_tokens` limited to the context and all stop ids added.
+        """Return the request's sampling parameters, with limited `max_tokens`, all stop ids, and the session's id.
 
         Raises `ContextTooLong`, an `InvalidRequest`, if no token fits after the prompt.
         """
@@ -401,6 +401,7 @@ class PromptBuilder:
             sampling,
             max_tokens=min(sampling.max_tokens or room, room),
             stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_ids})),
+            session_id=request.session_id if "session_id" in self._engine.info.sampling else None,
         )
 
 

@@ -385,8 +385,6 @@ class Turns:
         sampling, changes = prompt.sampling, dict[str, Any]()
         if sampling.seed is not None:
             changes["seed"] = sampling.seed + index
-        if "session_id" in self.engine.info.sampling:
-            changes["session_id"] = request.session_id
         if self._payloads:
             # The parent's last id has not been an input before, so this call returns its row.
             changes["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
