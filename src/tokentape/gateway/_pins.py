@@ -57,6 +57,7 @@ _KINDS: dict[str, Any] = {
 }
 NAMES = tuple(_KINDS)
 """Parameters that can be pinned: `adapter`, and others with the names used in OpenAI and vLLM requests."""
+_ALL = frozenset(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ class Pins:
 
 def given_in(body: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters in `NAMES` that a request body sets, under the name in any wire API."""
-    names = (_IN_BODIES.get(name, name) for name, value in body.items() if value is not None)
-    return frozenset(name for name in names if name in NAMES)
+    names = [_IN_BODIES.get(name, name) for name, value in body.items() if value is not None]
+    return _ALL.intersection(names)
 
 
 def header(overridden: Overridden) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -54,7 +55,7 @@ class RequestBody:
         """The longest prefix that the body begins with and extends by more messages."""
         self.unread = data
         """The body without the messages in `prefix`."""
-        for prefix in sorted(prefixes, key=lambda prefix: prefix.span.end):
+        for prefix in sorted(prefixes, key=attrgetter("span.end")):
             end = prefix.span.end
             comma = _COMMA.match(data, end)
             if comma is not None and self._digest(end) == prefix.span.digest:

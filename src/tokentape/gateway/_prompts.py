@@ -80,7 +80,7 @@ class Prompt(Struct, frozen=True):
 
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
     """Return the setup digest and the roles of the new messages, which mostly determine a bridge's strategy."""
-    return (setup.digest, *(message["role"] for message in messages))
+    return (setup.digest, *[message["role"] for message in messages])
 
 
 def _least(*strategies: Strategy) -> Strategy:

@@ -65,12 +65,12 @@ class Recorder:
                     check_turn(turn, prompt.context_ids, prompt.ids)
                 answer = None
                 if request.attempt is not None:
-                    tops = tuple(tuple(choice.top_logprobs) for choice in choices)
+                    tops = tuple([tuple(choice.top_logprobs) for choice in choices])
                     # Retries are answered from this.
                     answer = RecordedReply(
                         session_id=opened.session_id,
                         reply_id=started.reply_id,
-                        turns=tuple(turn.seq for turn in turns),
+                        turns=tuple([turn.seq for turn in turns]),
                         key=request.attempt.key,
                         body_digest=request.attempt.body_digest,
                         created_at=started.created_at,
@@ -80,7 +80,7 @@ class Recorder:
                 writing = self._write(opened, prompt, turns, answer, _payloads(prompt, turns, choices))
                 if await asyncio.shield(writing):
                     break
-        self.telemetry.metrics.cached_tokens.inc(sum(choice.cached_tokens or 0 for choice in choices))
+        self.telemetry.metrics.cached_tokens.inc(sum([choice.cached_tokens or 0 for choice in choices]))
         return [
             TurnDone(choice.index, turn, choice.reply, choice.rest, finish_of(turn, choice.reply), choice.cached_tokens)
             for choice, turn in zip(choices, turns, strict=True)
@@ -117,7 +117,7 @@ class Recorder:
             assert choice.finish_reason is not None
             assert choice.reply is not None
             # Intern the strings, because many turns in memory share them.
-            engine, *later = (intern(name or str(self.engine.info)) for name in choice.engines)
+            engine, *later = [intern(name or str(self.engine.info)) for name in choice.engines]
             has_supports = {bool(support) for support in choice.supports} or {False}
             pairs = itertools.product((engine, *later), has_supports)
             meanings = {logprobs_of(name, choice.sampling, supports=reported) for name, reported in pairs}
