@@ -249,11 +249,10 @@ class ReceivedTokens:
             )
 
     def _usable(self, logprobs: Sequence[float | None]) -> tuple[float, ...]:
-        known = None not in logprobs
-        values = cast("tuple[float, ...]", tuple(logprobs) if known else ())
+        values = cast("tuple[float, ...]", tuple(logprobs) if None not in logprobs else ())
         # The sum is finite only if every value is.
         finite = math.isfinite(sum(values)) or all(map(math.isfinite, values))
-        if not known or not finite or min(values, default=0.0) <= self._lowest:
+        if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self._lowest:
             raise EngineContractError(
                 "the engine reported no usable log-probability for a token that it sampled; expected a finite number"
             )

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from contextvars import ContextVar
@@ -110,8 +111,10 @@ class AccessMiddleware:
     ) -> None:
         self._app = app
         self._routes = routes
+        keys = [(route.endpoint, *sorted(route.param_convertors)) for route in routes]
+        uses = Counter(keys)
         self._paths: dict[Any, str] = {
-            (route.endpoint, *sorted(route.param_convertors)): route.path for route in routes
+            key: route.path for key, route in zip(keys, routes, strict=True) if uses[key] == 1
         }
         self._answer = answer
         self._telemetry = telemetry
@@ -177,8 +180,7 @@ class AccessMiddleware:
                 attributes |= {"http.request.method": scope["method"], "http.route": route}
                 attributes["http.response.status_code"] = line.status
                 if _log.isEnabledFor(level := logging.DEBUG if route in PROBES else logging.INFO):
-                    given = {key: value for key, value in fields.items() if value not in ("", [], (), False)}
-                    extra = {"fields": given}
+                    extra = {"fields": {key: item for key, item in fields.items() if item not in ("", [], (), False)}}
                     # `log` would search the stack for the line of this call, which no format shows.
                     _log.handle(_log.makeRecord(_log.name, level, __file__, 0, "request", (), None, extra=extra))
                 self._telemetry.metrics.answered(scope["method"], route, line.status, seconds)
@@ -186,8 +188,9 @@ class AccessMiddleware:
     def _template(self, scope: Scope) -> str:
         """Return the path template of the request's route, never the raw path, which is text from the caller."""
         # The router sets `endpoint` only when it calls an endpoint, for example not for a wrong method.
-        if "endpoint" in scope:
-            return self._paths[scope["endpoint"], *sorted(scope["path_params"])]
+        path = self._paths.get((scope["endpoint"], *sorted(scope["path_params"]))) if "endpoint" in scope else None
+        if path is not None:
+            return path
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _UNMATCHED)
 
 

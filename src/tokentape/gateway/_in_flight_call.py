@@ -42,10 +42,7 @@ class InFlightCall:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[BaseException | None], None]) -> None:
-        """Start `work`, which calls `publish`. It is cancelled once no client waits for it.
-
-        `on_end` gets the exception that ended the work; None if it succeeded or was cancelled.
-        """
+        """Start `work`, which calls `publish`. It is cancelled once no client waits for it. `on_end` gets its error."""
         self._task = asyncio.create_task(work)
         self._task.add_done_callback(partial(self._ended, on_end))
 

@@ -57,7 +57,6 @@ _KINDS: dict[str, Any] = {
 }
 NAMES = tuple(_KINDS)
 """Parameters that can be pinned: `adapter`, and others with the names used in OpenAI and vLLM requests."""
-_ALL = frozenset(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class Pins:
 def given_in(body: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters in `NAMES` that a request body sets, under the name in any wire API."""
     names = [_IN_BODIES.get(name, name) for name, value in body.items() if value is not None]
-    return _ALL.intersection(names)
+    return frozenset(NAMES).intersection(names)
 
 
 def header(overridden: Overridden) -> str:

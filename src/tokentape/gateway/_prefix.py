@@ -15,7 +15,6 @@ from operator import attrgetter
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 _WHITE = b" \t\r\n"
 """JSON's whitespace."""
@@ -23,7 +22,7 @@ _WHITE = b" \t\r\n"
 _COMMA = re.compile(rb"[ \t\r\n]*,")
 
 
-class MessagesSpan(Struct, frozen=True):
+class MessagesSpan(msgspec.Struct, frozen=True):
     head: int
     """Number of bytes before the first message, including the opening bracket."""
     end: int
@@ -34,7 +33,7 @@ class MessagesSpan(Struct, frozen=True):
     """Number of messages and their parts; see `check_count`."""
 
 
-class ParsedPrefix(Struct, frozen=True):
+class ParsedPrefix(msgspec.Struct, frozen=True):
     """The prefix of an earlier request body in the session, up to the end of its last message."""
 
     span: MessagesSpan
@@ -90,7 +89,7 @@ class RequestBody:
         return self._hash.copy().digest()
 
 
-class _Messages(Struct):
+class _Messages(msgspec.Struct):
     messages: msgspec.Raw
 
 

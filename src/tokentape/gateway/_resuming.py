@@ -170,7 +170,7 @@ class CompletionSampler:
             except asyncio.CancelledError:
                 if not cancelled or task.uncancel():
                     raise
-                choice.finish_reason, choice.lost, cancelled = "abort", not choice.stream, False
+                choice.finish_reason, choice.lost = "abort", not choice.stream
             except EngineUnavailable:
                 # A paused server may refuse calls until it is resumed.
                 if not aborts or len(choice.ids) > choice.part or now() > until:
@@ -181,7 +181,7 @@ class CompletionSampler:
                 raise EngineUnavailable("the engine stopped answering before it was finished; send it again")
             if choice.finish_reason != "abort":
                 break
-            aborts, until = aborts + 1, now() + self.limits.pause_patience
+            aborts, cancelled, until = aborts + 1, False, now() + self.limits.pause_patience
             if not self._resumes(choice, aborts):
                 break
         choice.end()
