@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, call, load_renderer, result, setup_for, slow_unless
+from tokentape.chat._caller_text import TemplateLiterals, Text, template_literals
 from tokentape.chat._renderer import PromptTokens, Renderer
-from tokentape.chat._template_literals import TemplateLiterals, Text, template_literals
 from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 

@@ -17,8 +17,7 @@ from tests.waiting import PATIENCE
 
 from tokentape.engines import _http as http
 from tokentape.engines._base import Timeouts
-from tokentape.engines._event_stream import SseReader
-from tokentape.engines._http import HttpClient
+from tokentape.engines._http import HttpClient, SseReader
 from tokentape.errors import (
     EngineContractError,
     EngineError,

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tokentape.engines._prompt_json import prompt_json
+from tokentape.engines._vllm import prompt_json
 
 
 @pytest.mark.parametrize("compact", [True, False])

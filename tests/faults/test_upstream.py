@@ -17,7 +17,7 @@ from tests.faults.upstream import Plan, Upstream
 from tests.searching import examples
 from tests.waiting import PATIENCE
 from tokentape.engines._base import Timeouts
-from tokentape.engines._event_stream import MAX_EVENT_BYTES
+from tokentape.engines._http import MAX_EVENT_BYTES
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
 

@@ -128,6 +128,21 @@ def test_probes_are_logged_at_debug_only(
     assert [line.__dict__["fields"]["route"] for line in lines] == ["/v1/models"]
 
 
+def test_the_paths_of_one_endpoint_are_logged_as_different_routes(
+    renderer: Renderer, store: SqliteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.DEBUG, logger="tokentape.access"),
+        running(create_app(Turns(ScriptedEngine(renderer, []), renderer, store), model_id="m")) as url,
+    ):
+        for path in ("/readyz", "/health", "/v1/models", "/sessions/s/v1/models", "/v1/models/m"):
+            httpx2.get(url + path)
+    lines = [record.__dict__["fields"] for record in caplog.records if record.name == "tokentape.access"]
+    below = "/sessions/{session_id}"
+    expected = ["/readyz", "/health", "/v1/models", f"{below}/v1/models", "/v1/models/{model_id:path}"]
+    assert [line["route"] for line in lines] == expected
+
+
 def bodies() -> Iterator[tuple[str, Any]]:
     """Requests with the marker in every field, those that work and those that don't."""
     tool = {"type": "function", "function": {"name": MARK, "description": MARK, "parameters": {MARK: MARK}}}

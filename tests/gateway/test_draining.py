@@ -30,7 +30,7 @@ def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
         ended = asyncio.Event()
 
         async def work() -> None:
-            with drain.requests.track():
+            with drain.requests:
                 await ended.wait()
 
         working = asyncio.create_task(work())
@@ -57,7 +57,7 @@ def test_what_is_still_under_way_is_aborted(seconds: float, force: bool, caplog:
             aborted.set()
 
         async def work() -> None:
-            with drain.requests.track():
+            with drain.requests:
                 await aborted.wait()
 
         drain.abort = abort

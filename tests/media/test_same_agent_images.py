@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from anthropic import Anthropic
+from msgspec import structs
 from openai import OpenAI
 
 pytest.importorskip("PIL", reason="needs Pillow (the extra `images`)")
@@ -124,7 +125,7 @@ def parts_turned(request: TurnRequest) -> TurnRequest:
         {**one, "content": one["content"][::-1]} if isinstance(one["content"], list) else one
         for one in request.messages
     ]
-    return replace(request, messages=tuple(turned))
+    return structs.replace(request, messages=tuple(turned))
 
 
 def test_an_image_in_another_place_is_noticed(vision_renderer: Renderer, store: SqliteStore) -> None:

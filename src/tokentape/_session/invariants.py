@@ -9,6 +9,8 @@ import numpy as np
 from tokentape.errors import EngineContractError, InvariantViolation
 from tokentape.types import Logprobs, Provenance, TokenIds, Turn
 
+_SAMPLED = int(Provenance.SAMPLED)
+
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raise `EngineContractError` if an engine returned an id that is not in the model's vocabulary."""
@@ -34,11 +36,11 @@ def check_turn(turn: Turn, parent_context: TokenIds, prompt: TokenIds) -> None:
     where = f"session {turn.session_id} turn {turn.seq}"
     if len(prompt) != expected:
         raise InvariantViolation(f"{where}: {len(prompt)} ids were sent, but context and bridge have {expected}")
-    if differ := np.flatnonzero(prompt[:before] != parent_context).tolist():
-        raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {differ[0]}")
+    if (differs := prompt[:before] != parent_context).any():
+        raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {differs.argmax()}")
     if (prompt[before:] != turn.added_ids).any():
         raise InvariantViolation(f"{where}: the prompt does not end with the recorded bridge")
     if len(turn.added_provenance) != len(turn.added_ids):
         raise InvariantViolation(f"{where}: {len(turn.added_provenance)} codes for {len(turn.added_ids)} added ids")
-    if (turn.added_provenance == Provenance.SAMPLED).any():
+    if _SAMPLED in turn.added_provenance.tobytes():
         raise InvariantViolation(f"{where}: a token that was not sampled here is recorded as sampled")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
+from msgspec import Struct
 
 from tokentape._session.matching import call_ids, chained, history_keys, message_key, reasoning_of, renamed_calls
 from tokentape.types import Event, Message, SessionInfo, TokenIds, Turn
@@ -18,8 +18,7 @@ NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 """The context of a turn without a parent."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuationPoint:
+class ContinuationPoint(Struct, frozen=True):
     """The turn that a request continues, and the request's new messages."""
 
     parent: Turn | None

@@ -8,15 +8,15 @@ stopped by itself has already sampled that part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose
 from tokentape.chat._call_syntax import OTHER_VALUE, QUESTION, common_prefix, common_suffix
 from tokentape.chat._tokenizer import MARK, Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TurnSuffix:
+class TurnSuffix(Struct, frozen=True):
     """A suffix, split where the turn ends."""
 
     text: str

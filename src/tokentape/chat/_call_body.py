@@ -79,9 +79,10 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
     return _NamedBody(syntax, tools, start) if syntax.style == "named" else _TaggedBody(syntax, tools, start)
 
 
-def breaks(syntax: CallSyntax) -> str:
-    """Return a regular expression for what ends JSON outside strings: a control token or the call's close."""
-    closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set(JSON_PUNCTUATION)]
+@lru_cache(maxsize=64)
+def breaks(close: str) -> str:
+    """Return a regular expression for what ends JSON outside strings: a control token or the call's `close`."""
+    closing = [piece for piece in pieces(close) if not set(piece) <= set(JSON_PUNCTUATION)]
     return f"{MARK.pattern}|{any_of(closing)}"
 
 
@@ -108,7 +109,7 @@ class _JsonBody:
 
     def __init__(self, syntax: CallSyntax, start: int) -> None:
         self._syntax = syntax
-        self._object = ObjectEnd(start, breaks(syntax))
+        self._object = ObjectEnd(start, breaks(syntax.close))
 
     def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
         start = self._object.start
@@ -174,7 +175,7 @@ class _NamedBody:
                 body = self._body(position, name, "")
                 return body if body.name in self._tools else Broken(position)
             self._head = name
-            self._object = ObjectEnd(position, breaks(self._syntax))
+            self._object = ObjectEnd(position, breaks(self._syntax.close))
         end = self._object.find(text)
         if end is None:
             return None if self._object.broken_at is None else Broken(self._object.broken_at)

@@ -5,19 +5,22 @@ character of every control token that a caller's string spells is replaced by a 
 that becomes a control token in brackets (`'<' ~ key ~ '>'`) also gets a placeholder. Every control token spelled in
 the rendering was therefore written by the template. The placeholders are then turned back into their characters. A
 second rendering has edge markers, different surrogates, in place of the first and last character of each string. It
-shows who wrote each character; ids never depend on it.
+shows who wrote each character; ids never depend on it. If a suffix equals an earlier one, character for character, with
+only callers' texts replaced, its provenance follows from the cached literals, without a second rendering.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tokentape.chat._limits import Escapes
 from tokentape.chat._tokenizer import MARK, Tokenizer
@@ -124,7 +127,7 @@ class Escaper:
         """
         if isinstance(value, str):
             return self.escape(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict | Mapping):
             escaped = {}
             for key, item in value.items():
                 made_up = keys == "any" or (keys == "schema" and key not in _SCHEMA_WORDS)
@@ -134,7 +137,7 @@ class Escaper:
                 else:
                     escaped[name] = self.escape_all(item, keys=_keys_below(key, keys))
             return escaped
-        if isinstance(value, Sequence) and not isinstance(value, bytes):
+        if isinstance(value, list | tuple | Sequence) and not isinstance(value, bytes):
             return [self.escape_all(item, keys=keys) for item in value]
         return value
 
@@ -301,3 +304,72 @@ def _edged_call(call: Any, code: Provenance) -> Any:
     function = dict(call["function"])
     function["arguments"] = _edged_values(function.get("arguments"), code)
     return {**call, "function": function}
+
+
+class Text(Struct, frozen=True):
+    """A caller's text."""
+
+    whole: str
+    core: str
+    """The text without the surrounding white space, which gets the provenance TEMPLATE."""
+    code: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLiterals:
+    """The literals that a template writes before, between and after texts. A mark counts as one character."""
+
+    pieces: tuple[str, ...]
+    trims: bool
+    """Whether the template strips the white space around texts."""
+
+    def codes(self, rendering: str, texts: Sequence[Text]) -> Codes | None:
+        """Return the provenance of each character; None if `rendering` does not consist of the pieces and `texts`."""
+        if len(texts) + 1 != len(self.pieces):
+            return None
+        codes = np.full(len(rendering), _TEMPLATE, dtype=np.uint8)
+        position = 0
+        for piece, caller_text in zip(self.pieces, texts, strict=False):
+            text = caller_text.core if self.trims else caller_text.whole
+            start = position + len(piece)
+            if not (rendering.startswith(piece, position) and rendering.startswith(text, start)):
+                return None
+            position = start + len(text)
+            start += text.index(caller_text.core)
+            codes[start : start + len(caller_text.core)] = caller_text.code
+        return codes if rendering[position:] == self.pieces[-1] else None
+
+
+def template_literals(rendering: str, codes: Codes, texts: Sequence[Text]) -> TemplateLiterals | None:
+    """Return the literals around the texts in `rendering`, given its characters' provenance.
+
+    Return None if `rendering` does not consist of literals and these texts, in this order.
+    """
+    for trims in (False, True):
+        pieces, position = [], 0
+        for caller_text in texts:
+            text = caller_text.core if trims else caller_text.whole
+            begun = np.flatnonzero(codes[position:] != _TEMPLATE)[:1].tolist()
+            start = position + max(begun[0] - text.index(caller_text.core), 0) if begun else position
+            pieces.append(rendering[position:start])
+            position = start + len(text)
+        literals = TemplateLiterals((*pieces, rendering[position:]), trims)
+        same = literals.codes(rendering, texts)
+        if same is not None and np.array_equal(same, codes):
+            return literals
+    return None
+
+
+_PLAIN_FIELDS = frozenset(("role", "content", "tool_call_id", "name"))
+
+
+def texts_of(messages: Sequence[Message], unescape: Callable[[str], str]) -> list[Text] | None:
+    """Return the contents of escaped messages; None if one is empty or not a string, or if there are other texts."""
+    texts = []
+    for message in messages:
+        content = message.get("content")
+        whole = unescape(content) if isinstance(content, str) else ""
+        if not whole.strip() or not _PLAIN_FIELDS.issuperset(message):
+            return None
+        texts.append(Text(whole, whole.strip(), provenance_of_role(message["role"])))
+    return texts

@@ -53,9 +53,11 @@ def may_grow(text: str, position: int, delimiters: Iterable[str]) -> bool:
 
     White space before the delimiter counts as its beginning.
     """
-    return any(
-        _is_beginning(text, position, parts[n:]) for parts in map(pieces, delimiters) for n in range(max(len(parts), 1))
-    )
+    for parts in map(pieces, delimiters):
+        for n in range(max(len(parts), 1)):
+            if _is_beginning(text, position, parts[n:]):
+                return True
+    return False
 
 
 def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:

@@ -22,7 +22,7 @@ _LENIENT = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_
 """Accepts line breaks within strings, which models write, and returns numbers of any size as text."""
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _CONTROL = re.compile("[\x00-\x1f]")
-_SPACE = re.compile(r"\s*")
+_SPACE, _OPEN, _COLON, _COMMA = map(re.compile, (r"\s*", r"\s*{\s*", r"\s*:\s*", r"\s*,?\s*"))
 _PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _NULLS = ("null", "None")
 _LONGEST_LITERAL = 100_000
@@ -76,25 +76,23 @@ class ObjectEnd:
 def decode(text: str) -> Any:
     """Return the value of a JSON text, with numbers as text. Raises `ValueError` if it is invalid or too deep."""
     try:
-        value, end = _LENIENT.raw_decode(text, _skip_space(text, 0))
+        value, end = _LENIENT.raw_decode(text, _past(_SPACE, text, 0))
     except RecursionError as error:
         raise ValueError("the JSON is nested too deep") from error
-    if _skip_space(text, end) != len(text):
+    if _past(_SPACE, text, end) != len(text):
         raise ValueError("more text follows the JSON value")
     return value
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:
     """Yield (name, raw value) for each member of a JSON object that `decode` accepts."""
-    position = _skip_space(text, _skip_space(text, 0) + 1)
+    position = _past(_OPEN, text, 0)
     while text[position] != "}":
         name, position = _LENIENT.raw_decode(text, position)
-        start = _skip_space(text, _skip_space(text, position) + 1)
+        start = _past(_COLON, text, position)
         _, end = _LENIENT.raw_decode(text, start)
         yield name, text[start:end]
-        position = _skip_space(text, end)
-        if text[position] == ",":
-            position = _skip_space(text, position + 1)
+        position = _past(_COMMA, text, end)
 
 
 def standard(raw: str) -> str:
@@ -102,9 +100,10 @@ def standard(raw: str) -> str:
     return _STRING.sub(lambda match: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", match[0]), raw)
 
 
-def _skip_space(text: str, position: int) -> int:
-    space = _SPACE.match(text, position)
-    return space.end() if space else position
+def _past(expected: re.Pattern[str], text: str, position: int) -> int:
+    """Return the position after `expected` at `position`; `position` if it is not there."""
+    match = expected.match(text, position)
+    return match.end() if match else position
 
 
 def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:

@@ -211,16 +211,19 @@ class Usage:
 
     def made(self, value: Any) -> Any:
         """Count a new value and return it, or refuse it if it is too large."""
-        self.tick()
+        # Here and below, compare before calling: templates make many small values.
+        if time.monotonic() > self._next_reading:
+            self.tick()
         if isinstance(value, str):
-            self.room(len(value))
+            if len(value) > self._longest:
+                self.room(len(value))
             self._hold(value, len(value))
         elif isinstance(value, list | tuple | dict):
             self.items(len(value))
             if isinstance(value, dict) and sum(not isinstance(key, str) for key in value) > MOST_OTHER_KEYS:
                 raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} non-string keys")
             self.room(self._weigh(value))
-        elif isinstance(value, int):
+        elif isinstance(value, int) and value.bit_length() > MOST_BITS:
             self.bits(value.bit_length())
         return value
 

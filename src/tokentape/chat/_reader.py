@@ -6,7 +6,7 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from tokentape.chat._delimiters import first_of, held_back
 from tokentape.chat._tokenizer import Tokenizer
@@ -61,9 +61,9 @@ class Reader:
         whole = b"".join(pieces)
         if whole.isascii() and not (self.stopped or self.stop_strings or self._within_character):
             # This is the usual case: each byte is a complete character.
-            for length in map(len, pieces):
-                self._written += length
-                self._ends.append(self._written)
+            ends = list(accumulate(map(len, pieces), initial=self._written))
+            self._ends += ends[1:]
+            self._written = ends[-1]
             return whole.decode("ascii")
         text = "".join([self._arrived(self._decoder.decode(piece)) for piece in pieces])
         self._within_character = bool(self._decoder.getstate()[0])

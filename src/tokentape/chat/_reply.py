@@ -38,7 +38,7 @@ class Reply:
     @property
     def calls_for_client(self) -> tuple[ToolCall, ...]:
         """The calls that clients get. Unclosed calls are left out because their text is content."""
-        return tuple(call for call in self.tool_calls if call.status != "unclosed")
+        return tuple([call for call in self.tool_calls if call.status != "unclosed"])
 
 
 @dataclass(frozen=True, slots=True)

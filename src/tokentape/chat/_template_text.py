@@ -12,9 +12,17 @@ from tokentape._canonical import digest_of, json_in_order
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat._bridge import trim_to_turn_end
 from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape
-from tokentape.chat._caller_text import Escaper, edges_found, provenance_of_characters, with_edges
+from tokentape.chat._caller_text import (
+    Escaper,
+    TemplateLiterals,
+    Text,
+    edges_found,
+    provenance_of_characters,
+    template_literals,
+    texts_of,
+    with_edges,
+)
 from tokentape.chat._template import REASONING_FIELDS, ChatTemplate, plain_message
-from tokentape.chat._template_literals import TemplateLiterals, Text, template_literals, texts_of
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Codes, Message, Setup

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from msgspec import Struct
 
 from tokentape.chat._added_tokens import AddedToken, any_of, config_values, is_control, read_added_tokens
 from tokentape.chat._byte_level import byte_piece, bytes_of_piece
@@ -50,8 +51,7 @@ class Control:
     mark: str
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Struct, frozen=True):
     """The ids of a marked text, and the character span of each id."""
 
     array: TokenIds
@@ -327,8 +327,11 @@ class Tokenizer:
 
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
         """Return the `token_bytes` of each id."""
-        cache = self._bytes
-        return [cache[token_id] if token_id in cache else self.token_bytes(token_id) for token_id in ids]
+        ids = list(ids)
+        try:
+            return list(map(self._bytes.__getitem__, ids))
+        except KeyError:
+            return list(map(self.token_bytes, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""

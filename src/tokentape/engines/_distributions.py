@@ -30,10 +30,11 @@ def sampled_from(params: SamplingParams) -> TokenDistribution:
     >>> sampled_from(SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=0.6, truncation=False, grammar=False)
     """
+    greedy = is_greedy(params)
     return TokenDistribution(
         penalties=penalises(params) or params.min_tokens > 0,
-        temperature=0.0 if is_greedy(params) else params.temperature,
-        truncation=truncates(params),
+        temperature=0.0 if greedy else params.temperature,
+        truncation=not greedy and truncates(params),
         grammar=params.json_schema is not None or params.structural_tag is not None,
     )
 

@@ -9,6 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
+from msgspec import Struct, structs
+
 from tokentape.engines._base import (
     CAPTURED,
     UNKNOWN_MODE,
@@ -48,8 +50,7 @@ class ModelCheck:
     """Whether the model is refused because its tokenizer returns different ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(Struct, frozen=True):
     """The state of the server at its last check."""
 
     generation: int
@@ -169,7 +170,7 @@ class GuardedEngine:
         version = last.weight_spans[-1].version if last.weight_spans else last.weight_version
         # The first reported version belongs to the weights that the first check saw.
         now = _Seen(self.http.generation, version or self._seen.version, self._weights_now())
-        before = self._seen if self._seen.version is not None else replace(self._seen, version=now.version)
+        before = self._seen if self._seen.version is not None else structs.replace(self._seen, version=now.version)
         if now != before or await self._serves_others(NAMES_SECONDS):
             await self._look_again(now)
         else:
@@ -229,7 +230,7 @@ class GuardedEngine:
                 check = await self._look(self.http, self._engine.info)
                 if self._opened:
                     mode = await self._engine.find_logprobs_mode()
-            self._seen = replace(now, generation=self.http.generation)
+            self._seen = structs.replace(now, generation=self.http.generation)
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
             check = ModelCheck("unverified", f"the request to the server failed ({type(error).__name__})")

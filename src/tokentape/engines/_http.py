@@ -1,4 +1,4 @@
-"""The HTTP client of remote engines: connections, timeouts and errors.
+"""The HTTP client of remote engines: connections, timeouts, errors and server-sent events.
 
 Every failure becomes an error from `tokentape.errors`. Its text names the path, the status or the exceeded limit, but
 never quotes a body, a header or the engine's URL.
@@ -20,12 +20,14 @@ import aiohttp
 from aiohttp.connector import Connection
 
 from tokentape.engines._base import Timeouts
-from tokentape.engines._event_stream import SseReader
 from tokentape.engines._status_errors import retry_after, safe_name, status_error
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 
 MAX_BODY_BYTES = 256 << 20
 """Size limit of a reply that is not streamed."""
+
+MAX_EVENT_BYTES = 16 << 20
+"""Size limit of an event. An event may contain all prompt ids: two million of them at 7 bytes each."""
 
 _MAX_ERROR_BYTES = 64 << 10
 
@@ -271,15 +273,14 @@ class _HttpReply:
 
     async def read(self, limit: _Limit) -> bytes:
         """Wait for the next bytes of the body and return them. Return no bytes at the end."""
-        # `timeout_at` only interrupts waits, and nothing waits while an engine sends without pause.
-        if asyncio.get_running_loop().time() >= limit.deadline:
+        # The timeout only interrupts waits, and nothing waits while an engine sends without pause.
+        loop = asyncio.get_running_loop()
+        if loop.time() >= limit.deadline:
             raise limit.error(self._path)
         content = self._response.content
+        expiry = loop.call_at(limit.deadline, content.set_exception, TimeoutError())
         try:
-            chunk = content.read_nowait()
-            if not chunk and not content.at_eof():
-                async with asyncio.timeout_at(limit.deadline):
-                    chunk = await content.readany()
+            chunk = await content.readany()
             if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
                 raise aiohttp.ClientPayloadError
         except TimeoutError:
@@ -289,6 +290,8 @@ class _HttpReply:
                 f"the connection broke during the engine's reply at {self._path} ({type(error).__name__}); nothing "
                 "was recorded, send the request again"
             ) from None
+        finally:
+            expiry.cancel()
         return chunk
 
     async def read_all(self, limit: _Limit, max_bytes: int) -> bytes | None:
@@ -314,6 +317,83 @@ class _HttpReply:
     def close(self) -> None:
         """Close the connection unless the whole body was read."""
         self._response.close()
+
+
+class SseReader:
+    """Reads server-sent events from chunks of bytes that may be cut anywhere.
+
+    It follows the event-stream format of the WHATWG HTML standard: lines end with LF, CR or CRLF; `data` lines of one
+    event are joined by LF; comments and the `event`, `id` and `retry` fields are skipped. It is stricter in one point:
+    a line with any other field is an error, because it shows that the bytes are not an event stream.
+
+        >>> reader = SseReader()
+        >>> reader.feed(b'data: {"a"')
+        []
+        >>> reader.feed(b': 1}\\n\\ndata: [DONE]\\n\\n')
+        [b'{"a": 1}', b'[DONE]']
+    """
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max = max_event_bytes
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self._size = 0
+        self._after_cr = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether an event is incomplete. True at the end of a stream means that the stream was cut off."""
+        return bool(self._line or self._data)
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Read the next bytes, and return the data of the events that they complete.
+
+        Raises `EngineContractError` for an event that is too large or not UTF-8, and for a line with an unknown field.
+        """
+        if not chunk:
+            return []
+        usual = chunk.startswith(b"data: {") and chunk.endswith(b"}\n\n") and b"\r" not in chunk
+        if usual and chunk.find(b"\n") == len(chunk) - 2 and len(chunk) <= self._max and not (self._line or self._data):
+            # The chunk is one event of one line. If it is not UTF-8, decoding its JSON fails later.
+            self._after_cr = False
+            return [chunk[6:-2]]
+        if self._after_cr:
+            chunk = chunk.removeprefix(b"\n")
+        self._after_cr = chunk.endswith(b"\r")
+        events: list[bytes] = []
+        for line in chunk.splitlines(keepends=True):
+            text = line.rstrip(b"\r\n")
+            self._size += len(text)
+            if self._size > self._max:
+                raise EngineContractError(
+                    f"the engine sent a server-sent event that exceeds the limit of {self._max} bytes"
+                )
+            self._line += text
+            if len(text) < len(line):
+                self._end_line(events)
+        return events
+
+    def _end_line(self, events: list[bytes]) -> None:
+        line = bytes(self._line)
+        self._line.clear()
+        if not line:
+            if self._data:
+                events.append(b"\n".join(self._data))
+            self._data.clear()
+            self._size = 0
+            return
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                raise EngineContractError("the engine sent a server-sent event that is not UTF-8") from None
+            self._data.append(value.removeprefix(b" "))
+        elif name not in (b"", b"event", b"id", b"retry"):
+            raise EngineContractError(
+                "the engine's reply is not a stream of server-sent events: a line has an unknown field; check that "
+                "the URL is the engine's own"
+            )
 
 
 async def attempt(reply: Awaitable[_T]) -> _T | None:

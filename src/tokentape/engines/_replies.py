@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -249,7 +249,7 @@ class ReceivedTokens:
             )
 
     def _usable(self, logprobs: Sequence[float | None]) -> tuple[float, ...]:
-        values = tuple([logprob for logprob in logprobs if logprob is not None])
+        values = cast("tuple[float, ...]", tuple(logprobs) if None not in logprobs else ())
         # The sum is finite only if every value is.
         finite = math.isfinite(sum(values)) or all(map(math.isfinite, values))
         if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self._lowest:

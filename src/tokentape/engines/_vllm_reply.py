@@ -11,7 +11,6 @@ import binascii
 import io
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -267,9 +266,11 @@ def _id_of(entry: _Entry | _Top) -> int:
 
 
 def _token_ids(names: Sequence[str]) -> list[int]:
-    if _NAMES.fullmatch("\n".join(names)):
-        with suppress(ValueError):
-            return [int(name[len(_ID_PREFIX) :]) for name in names]
+    text = "\n".join(names)
+    if _NAMES.fullmatch(text):
+        ids = list(map(int, text.replace(_ID_PREFIX, "").split("\n")))
+        if len(ids) == len(names):
+            return ids
     return list(map(_token_id, names))
 
 

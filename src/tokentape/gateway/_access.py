@@ -11,12 +11,12 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -27,11 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import Forbidden, TokentapeError
 from tokentape.gateway._events import SampleEvent, TurnDone, TurnEvent, TurnStarted
-from tokentape.gateway._http import error_response, unexpected
+from tokentape.gateway._http import unexpected
 from tokentape.gateway._limits import Drain
-from tokentape.gateway._telemetry import Telemetry
+from tokentape.gateway._telemetry import Attribute, Telemetry
 
 REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = REQUEST_ID.lower().encode()
 
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Paths of probes, which are logged at level DEBUG and not waited for at shutdown."""
@@ -44,9 +45,6 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 ANY = "*"
 """Wildcard that allows every host name."""
-
-ErrorResponse: TypeAlias = Callable[[Request, TokentapeError], Response]
-"""Returns the response for an error, in the format of the request's API."""
 
 _KEY = "tokentape.request_log"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -97,20 +95,28 @@ def request_log(request: Request) -> RequestLog:
 
 
 class AccessMiddleware:
-    """Assigns an id to each request, counts and logs it, and answers unexpected exceptions with 500 and no details.
+    """Assigns an id to each request, counts and logs it, and answers exceptions with the response from `answer`.
 
     The id is the request's `X-Request-Id` if it consists of letters, digits and `.-_`, otherwise a random id. The
     response returns it in the same header.
     """
 
     def __init__(
-        self, app: ASGIApp, routes: Sequence[Route], telemetry: Telemetry, drain: Drain, response: ErrorResponse
+        self,
+        app: ASGIApp,
+        routes: Sequence[Route],
+        telemetry: Telemetry,
+        drain: Drain,
+        answer: Callable[[Request, Exception], Response],
     ) -> None:
         self._app = app
-        self._response = response
         self._routes = routes
-        uses = Counter(route.endpoint for route in routes)
-        self._paths: dict[Any, str] = {route.endpoint: route.path for route in routes if uses[route.endpoint] == 1}
+        keys = [(route.endpoint, *sorted(route.param_convertors)) for route in routes]
+        uses = Counter(keys)
+        self._paths: dict[Any, str] = {
+            key: route.path for key, route in zip(keys, routes, strict=True) if uses[key] == 1
+        }
+        self._answer = answer
         self._telemetry = telemetry
         self._drain = drain
 
@@ -119,8 +125,7 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        headers = Headers(scope=scope)
-        requested = headers.get(REQUEST_ID, "")
+        requested = first_values(scope).get(_REQUEST_ID, b"").decode("latin-1")
         name = requested if _ID.fullmatch(requested) else secrets.token_hex(16)
         request_id.set(name)
         line = scope[_KEY] = RequestLog()
@@ -140,20 +145,21 @@ class AccessMiddleware:
                 complete = not message.get("more_body", False)
             elif message["type"] == "http.response.start":
                 line.status = message["status"]
-                message["headers"] = [*message["headers"], (REQUEST_ID.lower().encode(), name.encode())]
+                message["headers"] = [*message["headers"], (_REQUEST_ID, name.encode())]
             await send(message)
 
         spans = self._telemetry.spans
-        with ExitStack() as open_span:
-            if scope["path"] not in PROBES:
-                open_span.enter_context(self._drain.requests.track())
-            attributes = {} if spans is None else open_span.enter_context(spans.request(headers))
+        counted = nullcontext() if scope["path"] in PROBES else self._drain.requests
+        attributes = dict[str, Attribute]()
+        with counted, nullcontext() if spans is None else spans.request(Headers(scope=scope), attributes):
             try:
                 await self._app(scope, counting_receive, counting_send)
             except Exception as error:
-                failure = unexpected(error)
-                if not line.status:
-                    await self._response(Request(scope), failure)(scope, counting_receive, counting_send)
+                if line.status:
+                    unexpected(error)
+                else:
+                    answer = self._answer(Request(scope, receive), error)
+                    await answer(scope, counting_receive, counting_send)
             finally:
                 seconds = time.perf_counter() - began
                 route = self._template(scope)
@@ -173,55 +179,51 @@ class AccessMiddleware:
                 }
                 attributes |= {"http.request.method": scope["method"], "http.route": route}
                 attributes["http.response.status_code"] = line.status
-                _log.log(
-                    logging.DEBUG if route in PROBES else logging.INFO,
-                    "request",
-                    extra={"fields": {key: value for key, value in fields.items() if value not in ("", [], (), False)}},
-                )
+                if _log.isEnabledFor(level := logging.DEBUG if route in PROBES else logging.INFO):
+                    extra = {"fields": {key: item for key, item in fields.items() if item not in ("", [], (), False)}}
+                    # `log` would search the stack for the line of this call, which no format shows.
+                    _log.handle(_log.makeRecord(_log.name, level, __file__, 0, "request", (), None, extra=extra))
                 self._telemetry.metrics.answered(scope["method"], route, line.status, seconds)
 
     def _template(self, scope: Scope) -> str:
         """Return the path template of the request's route, never the raw path, which is text from the caller."""
         # The router sets `endpoint` only when it calls an endpoint, for example not for a wrong method.
-        path = self._paths.get(scope["endpoint"]) if "endpoint" in scope else None
+        path = self._paths.get((scope["endpoint"], *sorted(scope["path_params"]))) if "endpoint" in scope else None
         if path is not None:
             return path
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _UNMATCHED)
 
 
-def openai_error(request: Request, error: TokentapeError) -> Response:
-    return error_response(error)
-
-
 class AllowedHosts:
-    """Answers 403 to requests with a `Host` that is not allowed, and to browser requests from a page on such a host.
+    """Raises `Forbidden` if a request's `Host`, or the host of the page that a browser sends it from, is not allowed.
 
     An attacker's page can reach 127.0.0.1 through its own host name (DNS rebinding), which shows in `Host`, or by a
     cross-site request, which shows in `Origin`. Ports are ignored. `ANY` in `hosts` allows every host.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], response: ErrorResponse = openai_error) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app = app
-        self._response = response
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or ANY in self._hosts or self._allowed(Headers(scope=scope)):
+        if scope["type"] != "http" or self._allows(first_values(scope)):
             await self._app(scope, receive, send)
             return
-        refusal = Forbidden(
-            "this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts"
-        )
-        await self._response(Request(scope), refusal)(scope, receive, send)
+        raise Forbidden("this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts")
 
-    def _allowed(self, headers: Headers) -> bool:
-        host, origin = headers.get("host"), headers.get("origin")
-        return (host is None or _host(f"//{host}") in self._hosts) and (origin is None or _host(origin) in self._hosts)
+    def _allows(self, headers: Mapping[bytes, bytes]) -> bool:
+        host, origin = headers.get(b"host"), headers.get(b"origin")
+        return (host is None or _host(b"//" + host) in self._hosts) and (origin is None or _host(origin) in self._hosts)
 
 
 @lru_cache(maxsize=256)
-def _host(url: str) -> str | None:
+def _host(url: bytes) -> str | None:
     try:
-        return urlsplit(url).hostname
+        return urlsplit(url.decode("latin-1")).hostname
     except ValueError:
         return None
+
+
+def first_values(scope: Scope) -> dict[bytes, bytes]:
+    """Return a request's headers by lower-case name, each with its first value."""
+    return dict(reversed(scope["headers"]))

@@ -12,7 +12,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -26,7 +25,7 @@ from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
-from tokentape.gateway._http import ClientLeft, error_response, json_response
+from tokentape.gateway._http import ClientLeft, error_response, json_response, unexpected
 from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
@@ -77,20 +76,11 @@ def create_app(
             await asyncio.to_thread(telemetry.close)
 
     routes = _routes(gateway)
-    return Starlette(
-        routes=routes,
-        exception_handlers={
-            TokentapeError: _tokentape_error,
-            HTTPException: _http_error,
-            ClientLeft: _client_left,
-            ClientDisconnect: _client_left,
-        },
-        middleware=[
-            Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain, response=_error_response),
-            Middleware(AllowedHosts, hosts=allowed_hosts, response=_error_response),
-        ],
-        lifespan=lifespan,
-    )
+    app = Starlette(routes=routes, lifespan=lifespan)
+    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts)
+    # Without starlette's own error middleware: `AccessMiddleware` answers all errors.
+    app.middleware_stack = AccessMiddleware(served, routes, telemetry, drain, _answer_error)
+    return app
 
 
 def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
@@ -99,7 +89,7 @@ def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
     metrics.follow(metrics.store_healthy, lambda: turns.store.healthy)
     metrics.follow(metrics.model_verified, lambda: UNVERIFIED not in turns.engine.info.capabilities)
     metrics.follow(metrics.requests_in_flight, lambda: drain.requests.count)
-    metrics.follow(metrics.calls_in_flight, lambda: turns.telemetry.calls.count)
+    metrics.follow(metrics.calls_in_flight, lambda: turns.calls_in_flight)
     metrics.build.labels(__version__, engine.name, engine.version, model_id).set(1)
 
 
@@ -168,15 +158,22 @@ def _routes(gateway: Gateway) -> list[Route]:
     return [*routes, document_route(routes)]
 
 
-async def _tokentape_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TokentapeError)
-    request_log(request).error = error.code
-    return _error_response(request, error)
+def _answer_error(request: Request, error: Exception) -> Response:
+    """Return the response to an exception: 500 without details if it is unexpected."""
+    match error:
+        case TokentapeError():
+            request_log(request).error = error.code
+            return _error_response(request, error)
+        case HTTPException():
+            return _http_error(request, error)
+        case ClientLeft() | ClientDisconnect():
+            # The customary status in access logs if the client has closed the connection.
+            return Response(status_code=499)
+    return _error_response(request, unexpected(error))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+def _http_error(request: Request, error: HTTPException) -> Response:
     """Answer requests that starlette rejects: unknown paths (404) and wrong methods (405)."""
-    assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _error_response(request, NotFound(f"the gateway has no such path{_nearest(request)}"))
     matching = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
@@ -203,8 +200,3 @@ def _nearest(request: Request) -> str:
     candidates = [candidate.removeprefix(prefix) for candidate in paths if candidate.startswith(prefix)]
     nearest = difflib.get_close_matches(path, candidates, n=1)
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    """Answer with 499, the customary status in access logs if the client has closed the connection."""
-    return Response(status_code=499)

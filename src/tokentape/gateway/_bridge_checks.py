@@ -182,6 +182,8 @@ class BridgeChecks:
 
 _UNSEEN: frozenset[str] = frozenset()
 
+_CLOSE = int(Provenance.CLOSE)
+
 _POLL_SECONDS = 0.05
 
 
@@ -189,7 +191,7 @@ def _like(name: str, parent: Turn, added: PromptTokens) -> str:
     """Return a bridge's kind: a hash of the continuation, the called tools and how the parent turn ended."""
     calls = parent.reply.get("tool_calls") or ()
     tools = sorted({str(call["function"]["name"]) for call in calls})
-    closed = bool((added.provenance == Provenance.CLOSE).any())
+    closed = _CLOSE in added.provenance.tobytes()
     beside = bool(calls) and bool(parent.reply.get("content"))
     kind = canonical_json([name, tools, closed, added.stop_mismatch, beside])
     return hashlib.sha256(kind.encode()).hexdigest()[:16]

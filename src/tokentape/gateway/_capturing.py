@@ -54,8 +54,7 @@ class ServerRenderedCall:
 
         Raises `InvalidRequest`, `EngineError` and their subclasses.
         """
-        session_id = self._request.session_id if "session_id" in self._server.info.sampling else None
-        self._first = await self._ask(replace(sampling, session_id=session_id), self.request_id)
+        self._first = await self._ask(sampling, self.request_id)
         stack.push_async_callback(self._abandon)
         return self._first.prompt_ids
 

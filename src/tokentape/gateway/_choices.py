@@ -122,12 +122,14 @@ class Choice:
         """End the completion after the current tokens, and parse the reply."""
         rest, reply = self.reader.finish()
         self.rest = self._named(rest) if rest.tool_calls else rest
-        self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id, 0, self.call_prefix))
+        if reply.tool_calls:
+            reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id, 0, self.call_prefix))
+        self.reply = reply
 
     def _named(self, delta: ReplyDelta) -> ReplyDelta:
         calls = name_calls(delta.tool_calls, self.request_id, self.named_calls, self.call_prefix)
         self.named_calls += len(calls)
-        return replace(delta, tool_calls=calls)
+        return ReplyDelta(delta.content, delta.reasoning, calls)
 
 
 def _joined(payloads: tuple[Payload, ...], later: tuple[Payload, ...]) -> tuple[Payload, ...]:
@@ -148,8 +150,10 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefi
     """
     calls_with_ids, number = [], start
     for call in calls:
-        digits = hashlib.sha256(f"{request_id} {number}".encode()).hexdigest()[:9]
-        calls_with_ids.append(call if call.id else replace(call, id=prefix + digits))
+        if not call.id:
+            digits = hashlib.sha256(f"{request_id} {number}".encode()).hexdigest()[:9]
+            call = ToolCall(call.name, call.arguments, call.status, call.span, prefix + digits)
+        calls_with_ids.append(call)
         number += call.status != "unclosed"
     return tuple(calls_with_ids)
 

@@ -8,12 +8,12 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,11 +23,11 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway import _pins as pins
-from tokentape.gateway._access import request_log
+from tokentape.gateway._access import first_values, request_log
 from tokentape.gateway._events import Attempt, SampleEvent, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._http import (
+    CancelledIfClientLeaves,
     EventStream,
-    cancelled_if_client_leaves,
     check_count,
     encode_event,
     encode_json,
@@ -83,8 +83,7 @@ _CLIENT_HEADERS = {
 _Body = TypeVar("_Body", bound=Struct)
 
 
-@dataclass(frozen=True, slots=True)
-class DoneChoice:
+class DoneChoice(Struct, frozen=True):
     """One finished choice: its sampled deltas and its recorded turn."""
 
     done: TurnDone
@@ -106,8 +105,7 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedRequest:
+class DecodedRequest(Struct, frozen=True):
     """A request as a wire API decoded it."""
 
     turn: TurnRequest
@@ -116,8 +114,7 @@ class DecodedRequest:
     """Accepted parameters that have no effect, as listed in the header `X-Tokentape-Ignored-Params`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(Struct, frozen=True):
     """Data that a wire API may need to decode a body."""
 
     session_id: str
@@ -269,15 +266,18 @@ class Endpoint:
         line, complete = request_log(request), False
         try:
             gateway.drain.refuse()
-            caller = gateway.caller(request)
-            with ExitStack() as stack:
-                stack.enter_context(gateway.turns.calls.track(caller.owner))
-                response = await self._answer(caller, request)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in first_values(scope).items()}
+            caller = gateway.keys.caller(headers)
+            line.key = caller.owner
+            with gateway.turns.calls.track(caller.owner):
+                response = await self._answer(caller, request, headers)
                 if isinstance(response, EventStream):
                     # The call counts as in flight until its last event is sent.
-                    response.held = stack.pop_all()
+                    await response(scope, receive, send)
+                    complete = response.complete
+                    return
             await response(scope, receive, send)
-            complete = not isinstance(response, EventStream) or response.complete
+            complete = True
         except InvalidRequest as error:
             error.param = self.dialect.names.get(error.param or "", error.param)
             raise
@@ -285,7 +285,7 @@ class Endpoint:
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
 
-    async def _answer(self, caller: Caller, request: Request) -> Response:
+    async def _answer(self, caller: Caller, request: Request, sent: Mapping[str, str]) -> Response:
         turns, line = self.gateway.turns, request_log(request)
         data = await read_json_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
@@ -296,8 +296,9 @@ class Endpoint:
         count = check_count(parsed, self.dialect.lists, self.dialect.parts, before)
         # Take the span before the digest of the whole body, so that each byte is hashed only once.
         span = body.span(count) if lazy else None
-        session_id = address(request, caller, self.dialect.session_of(parsed))
-        attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
+        if (id_in_body := self.dialect.session_of(parsed)) is not None:
+            session_id = address(request, caller, id_in_body)
+        attempt = _attempt(sent, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
         context = RequestContext(
             line.session_id,
@@ -310,7 +311,7 @@ class Endpoint:
         decoded, fields = await self._decode(body, parsed, span, context)
         if session_id is None:
             self.gateway.anonymous.note(decoded.turn.messages)
-        hint = request.headers.get(SESSION_HEADER)
+        hint = sent.get(SESSION_HEADER.lower())
         turn = replace(
             decoded.turn,
             **fields,
@@ -324,29 +325,31 @@ class Endpoint:
         headers = {SESSION_HEADER: line.session_id}
         if decoded.ignored:
             headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
-        async with cancelled_if_client_leaves(request.receive), AsyncExitStack() as unread:
+        with CancelledIfClientLeaves(request.receive):
             events = await turns.begin(turn)
-            unread.push_async_callback(events.aclose)
-            started = await anext(events)
-            assert isinstance(started, TurnStarted)
-            if started.replayed:
-                # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed here.
-                await asyncio.sleep(0)
-            line.engine_requests = started.engine_requests
-            line.reply_id, line.replayed = started.reply_id, started.replayed
-            encoder = decoded.encoder(started)
-            if started.overridden:
-                headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
-            if started.replayed:
-                headers["X-Tokentape-Replayed"] = "true"
-            if not turn.stream:
-                choices = await _collect(events)
-                line.turns += [choice.done.turn.seq for choice in choices]
-                headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
-                return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
-            # Send the status with the first tokens, so that earlier failures get their own status.
-            first = await anext(events)
-            unread.pop_all()
+            try:
+                started = await anext(events)
+                assert isinstance(started, TurnStarted)
+                if started.replayed:
+                    # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed.
+                    await asyncio.sleep(0)
+                line.engine_requests = started.engine_requests
+                line.reply_id, line.replayed = started.reply_id, started.replayed
+                encoder = decoded.encoder(started)
+                if started.overridden:
+                    headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
+                if started.replayed:
+                    headers["X-Tokentape-Replayed"] = "true"
+                if not turn.stream:
+                    choices = await _collect(events)
+                    line.turns += [choice.done.turn.seq for choice in choices]
+                    headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
+                    return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
+                # Send the status with the first tokens, so that earlier failures get their own status.
+                first = await anext(events)
+            except BaseException:
+                await events.aclose()
+                raise
         return EventStream(encoder.stream(line.follow(first, events)), headers, self.dialect.error_event)
 
     async def _decode(
@@ -390,11 +393,11 @@ def address(request: Request, caller: Caller, id_in_body: str | None = None) -> 
     return hint if may_be_session_id(hint) else None
 
 
-def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
-    key = request.headers.get(IDEMPOTENCY_HEADER)
+def _attempt(headers: Mapping[str, str], path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
+    key = headers.get(IDEMPOTENCY_HEADER.lower())
     if key is not None and not 0 < len(key) <= 256:
         raise InvalidRequest(f"{IDEMPOTENCY_HEADER} must have 1 to 256 characters", IDEMPOTENCY_HEADER)
-    count = request.headers.get("x-stainless-retry-count", "0")
+    count = headers.get("x-stainless-retry-count", "0")
     # The `?` keeps a call without a session id from matching a call with one.
     digest = body.digest(f"{path}?" if anonymous else path)
     return Attempt(digest, key, retried=count.isdecimal() and int(count[:9]) > 0)

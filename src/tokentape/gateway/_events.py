@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
+
+from msgspec import Struct, field
 
 from tokentape.chat._call_constraint import CallRule
 from tokentape.chat._parse import Reply, ReplyDelta
@@ -18,8 +19,7 @@ Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 """The finish reason that clients get."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(Struct, frozen=True):
     """Identity of a call, used to recognize retries."""
 
     body_digest: str
@@ -41,8 +41,7 @@ class Attempt:
         return self.key == key
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
+class TurnRequest(Struct, frozen=True):
     """A turn request, in the same form for all wire APIs."""
 
     session_id: str
@@ -79,8 +78,7 @@ class TurnRequest:
     """Position of the messages in the body, to recognize a later body with the same prefix."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnStarted:
+class TurnStarted(Struct, frozen=True):
     """First event of a call. The prompt is ready, and nothing is sampled yet."""
 
     reply_id: str
@@ -99,8 +97,7 @@ class TurnStarted:
     """`TurnRequest.overridden`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnDelta:
+class TurnDelta(Struct, frozen=True):
     """Newly sampled tokens of a choice, and the parsed text and calls that they add to the reply."""
 
     choice: int
@@ -108,8 +105,7 @@ class TurnDelta:
     reply: ReplyDelta
 
 
-@dataclass(frozen=True, slots=True)
-class TurnDone:
+class TurnDone(Struct, frozen=True):
     """A committed turn. `rest` is the end of the reply, which was held back until sampling ended."""
 
     choice: int

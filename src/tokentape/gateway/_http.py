@@ -7,12 +7,12 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -66,12 +66,16 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
+    pieces, size, more = list[bytes](), 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        pieces.append(message.get("body", b""))
+        size, more = size + len(pieces[-1]), message.get("more_body", False)
+        if size > max_bytes:
             raise too_large
-    return bytes(body)
+    return b"".join(pieces)
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
@@ -230,31 +234,30 @@ def unexpected(error: Exception) -> TokentapeError:
     return TokentapeError("an unexpected error; see the gateway's log for its traceback")
 
 
-@asynccontextmanager
-async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the `with` block and raise `ClientLeft` if the client disconnects. Read the request body first."""
-    working, client_left = asyncio.current_task(), False
-    assert working is not None
+class CancelledIfClientLeaves:
+    """Cancels its `with` block and raises `ClientLeft` if the client disconnects. Read the request body first."""
 
-    async def watch() -> None:
-        nonlocal client_left
-        while (await receive())["type"] != "http.disconnect":
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+
+    def __enter__(self) -> None:
+        self._working = asyncio.current_task()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
-        client_left = True
-        working.cancel()
+        self._left = True
+        assert self._working is not None
+        self._working.cancel()
 
-    watching = asyncio.create_task(watch())
-    failure: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        failure = error
-    watching.cancel()
-    # As in asyncio.timeout, the task may also have been cancelled for a different reason.
-    if client_left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
-        raise ClientLeft from None
-    if failure is not None:
-        raise failure
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._watching.cancel()
+        assert self._working is not None
+        # As in asyncio.timeout, the task may also have been cancelled for a different reason.
+        if self._left and self._working.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
+            raise ClientLeft from None
 
 
 class EventStream(Response):
@@ -272,16 +275,15 @@ class EventStream(Response):
         self.background = None
         self.complete = False
         """Whether every event was sent."""
-        self.held = ExitStack()
-        """Context managers to exit at the end of the stream."""
         self._events = events
         self._error_event = error_event
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.held, suppress(ClientLeft):
-            async with aclosing(self._events), cancelled_if_client_leaves(receive):
-                await self._send(send)
+        with suppress(ClientLeft):
+            async with aclosing(self._events):
+                with CancelledIfClientLeaves(receive):
+                    await self._send(send)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

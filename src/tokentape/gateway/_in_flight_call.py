@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from tokentape.errors import EngineUnavailable
@@ -40,10 +41,10 @@ class InFlightCall:
         self._committing = False
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        """Start `work`, which calls `publish`. It is cancelled once no client waits for it."""
+    def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[BaseException | None], None]) -> None:
+        """Start `work`, which calls `publish`. It is cancelled once no client waits for it. `on_end` gets its error."""
         self._task = asyncio.create_task(work)
-        self._task.add_done_callback(lambda _: self._ended(on_end))
+        self._task.add_done_callback(partial(self._ended, on_end))
 
     def publish(self, event: TurnEvent) -> None:
         self._events.append(event)
@@ -108,14 +109,12 @@ class InFlightCall:
         else:
             self._expiry = asyncio.get_running_loop().call_later(self._grace, self.abort)
 
-    def _ended(self, on_end: Callable[[], None]) -> None:
+    def _ended(self, on_end: Callable[[BaseException | None], None], task: asyncio.Task[None]) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        on_end()
+        # Retrieve the exception, or asyncio logs a failure that no client was waiting for.
+        on_end(None if task.cancelled() else task.exception())
         self._wake()
-        if self._task is not None and not self._task.cancelled():
-            # Retrieve the exception, or asyncio logs a failure that no client was waiting for.
-            self._task.exception()
 
     def _change(self) -> asyncio.Future[None]:
         change = asyncio.get_running_loop().create_future()

@@ -7,7 +7,8 @@ import hmac
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tokentape.errors import InvalidRequest, Unauthorized
 
@@ -24,8 +25,7 @@ _SHORTEST = 16
 _SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Struct, frozen=True):
     owner: str
     """Name of the API key; empty in a gateway without keys."""
     admin: bool = False

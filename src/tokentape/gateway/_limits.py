@@ -58,24 +58,24 @@ class InFlightCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
+        """Set when nothing is in flight; None if nothing waits for that."""
 
-    @contextmanager
-    def track(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         self.count += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.count -= 1
-            if not self.count:
-                self._idle.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count and self._idle is not None:
+            self._idle.set()
+            self._idle = None
 
     async def idle(self, seconds: float) -> bool:
         """Wait at most `seconds` until no request is in flight. Return whether none is in flight."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+        if self.count:
+            self._idle = self._idle or asyncio.Event()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
         return not self.count
 
 

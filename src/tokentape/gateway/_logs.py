@@ -66,8 +66,11 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = _line(record)
         where = str(line.pop("traceback", ""))
+        for name, value in line.items():
+            if isinstance(value, list | tuple):
+                line[name] = ",".join(map(str, value))
         head = f"{line.pop('time')} {line.pop('level'):<7} {line.pop('logger')}: {line.pop('message')}"
-        fields = " ".join([head, *(f"{name}={_plain(value)}" for name, value in line.items())])
+        fields = " ".join([head, *[f"{name}={value}" for name, value in line.items()]])
         return f"{fields}\n{where}" if where else fields
 
 
@@ -89,7 +92,3 @@ def _line(record: logging.LogRecord) -> dict[str, object]:
         line["exception"] = record.exc_info[0].__name__
         line["traceback"] = "".join(traceback.format_tb(record.exc_info[2])).rstrip()
     return line
-
-
-def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

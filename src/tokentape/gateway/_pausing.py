@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -77,17 +77,13 @@ class Gate:
         """Return the weight version that a call with this adapter is sampled with, if a trainer has set it."""
         return self.adapter_versions.get(adapter or "", self.weight_version)
 
-    @asynccontextmanager
-    async def passing(self, interrupt: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """Wait for the gate, then count as in flight during the `with` block.
-
-        `interrupt` is called to end the call early. Raises `EngineUnavailable` if the gate stays closed.
-        """
-        await self.opened()
+    @contextmanager
+    def passed(self, interrupt: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Count a call that has passed the gate as in flight. `interrupt` is called to end the call early."""
         token = object()
         self._interrupts[token] = interrupt
         try:
-            with self.calls.track():
+            with self.calls:
                 yield
         finally:
             del self._interrupts[token]

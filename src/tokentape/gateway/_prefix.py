@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -22,8 +22,7 @@ _WHITE = b" \t\r\n"
 _COMMA = re.compile(rb"[ \t\r\n]*,")
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesSpan:
+class MessagesSpan(msgspec.Struct, frozen=True):
     head: int
     """Number of bytes before the first message, including the opening bracket."""
     end: int
@@ -34,8 +33,7 @@ class MessagesSpan:
     """Number of messages and their parts; see `check_count`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPrefix:
+class ParsedPrefix(msgspec.Struct, frozen=True):
     """The prefix of an earlier request body in the session, up to the end of its last message."""
 
     span: MessagesSpan
@@ -56,7 +54,7 @@ class RequestBody:
         """The longest prefix that the body begins with and extends by more messages."""
         self.unread = data
         """The body without the messages in `prefix`."""
-        for prefix in sorted(prefixes, key=lambda prefix: prefix.span.end):
+        for prefix in sorted(prefixes, key=attrgetter("span.end")):
             end = prefix.span.end
             comma = _COMMA.match(data, end)
             if comma is not None and self._digest(end) == prefix.span.digest:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
+from msgspec import Struct, field, structs
 
 from tokentape._canonical import canonical_json, digest_of, json_in_order
 from tokentape._session.lineage_branches import CLIENT
@@ -44,15 +45,13 @@ _KEPT_TOKENS = 1 << 22
 """Maximum number of tokens in the cache of first prompts, at about 12 bytes each, including the messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bridge:
+class Bridge(Struct, frozen=True):
     name: str
     """Name of the continuation, the roles of the new messages; see `grammar.continuation_name`."""
     strategy: Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """A request's prompt, shared by its choices."""
 
     setup: Setup
@@ -81,7 +80,7 @@ class Prompt:
 
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
     """Return the setup digest and the roles of the new messages, which mostly determine a bridge's strategy."""
-    return (setup.digest, *(message["role"] for message in messages))
+    return (setup.digest, *[message["role"] for message in messages])
 
 
 def _least(*strategies: Strategy) -> Strategy:
@@ -163,7 +162,7 @@ class PromptBuilder:
             return request
         load = partial(self._load_media, request.session_id)
         messages, media = receive(request.messages, self._renderer.images, load)
-        return replace(request, messages=messages, media=media)
+        return structs.replace(request, messages=messages, media=media)
 
     def render_alike(self, messages: Sequence[Message], other_messages: Sequence[Message], setup: Setup) -> bool:
         """Return whether two conversations render to the same text; False if either can't be rendered."""
@@ -196,9 +195,9 @@ class PromptBuilder:
         """
         prompt = self._context(request, session, setup, point)
         if self._renderer.is_external:
-            prompt = replace(prompt, bridge=None)
+            prompt = structs.replace(prompt, bridge=None)
         if fits:
-            prompt = replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
+            prompt = structs.replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
             if prompt.sampling.json_schema is not None and request.prompt_ids is None:
                 self._refuse_open_reasoning(prompt)
             if request.calls is not None:
@@ -228,7 +227,7 @@ class PromptBuilder:
                 "ask for the tool call in a message",
                 "tool_choice" if rule.required else "tools",
             )
-        return replace(prompt, sampling=replace(prompt.sampling, structural_tag=tag))
+        return structs.replace(prompt, sampling=replace(prompt.sampling, structural_tag=tag))
 
     def captured(
         self, request: TurnRequest, session: Session, setup: Setup, point: ContinuationPoint, prompt_ids: TokenIds
@@ -238,7 +237,7 @@ class PromptBuilder:
         fork, notes = None, dict[str, object]()
         if point.parent is not None and position is not None:
             fork, notes = DRIFT, {DRIFT: {"turn": point.parent.seq, "token": position}}
-            point = replace(point, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
+            point = structs.replace(point, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
         ids = prompt_ids[len(point.context_ids) :]
         added: PromptTokens | None
         try:
@@ -311,7 +310,7 @@ class PromptBuilder:
         media = {span.sha256: request.media.get(span.sha256) for span in spans}
         loaded = {sha256: image or self._load_media(request.session_id, sha256) for sha256, image in media.items()}
         new = {part["sha256"] for part in image_parts(prompt.messages)}
-        return replace(
+        return structs.replace(
             prompt,
             media=tuple(PromptMedia(span.start, span.length, loaded[span.sha256].data) for span in spans),
             new_media=(self._renderer.images.settings, *(loaded[sha256] for sha256 in sorted(new))) if new else (),
@@ -383,7 +382,7 @@ class PromptBuilder:
         return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        """Return the request's sampling parameters, with `max_tokens` limited to the context and all stop ids added.
+        """Return the request's sampling parameters, with limited `max_tokens`, all stop ids, and the session's id.
 
         Raises `ContextTooLong`, an `InvalidRequest`, if no token fits after the prompt.
         """
@@ -402,6 +401,7 @@ class PromptBuilder:
             sampling,
             max_tokens=min(sampling.max_tokens or room, room),
             stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_ids})),
+            session_id=request.session_id if "session_id" in self._engine.info.sampling else None,
         )
 
 
@@ -412,6 +412,8 @@ def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
 
 def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
     """Add notes to the prompt: the caller's values that pins have overridden, and the client headers."""
+    if not (request.overridden or request.client_session or request.client):
+        return prompt
     overridden = {name: value for name, (value, _) in request.overridden.items()}
     notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
-    return replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})
+    return structs.replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

@@ -14,6 +14,7 @@ from sys import intern
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from tokentape._session.chain import seal
 from tokentape._session.invariants import check_completion, check_turn
@@ -64,12 +65,12 @@ class Recorder:
                     check_turn(turn, prompt.context_ids, prompt.ids)
                 answer = None
                 if request.attempt is not None:
-                    tops = tuple(tuple(choice.top_logprobs) for choice in choices)
+                    tops = tuple([tuple(choice.top_logprobs) for choice in choices])
                     # Retries are answered from this.
                     answer = RecordedReply(
                         session_id=opened.session_id,
                         reply_id=started.reply_id,
-                        turns=tuple(turn.seq for turn in turns),
+                        turns=tuple([turn.seq for turn in turns]),
                         key=request.attempt.key,
                         body_digest=request.attempt.body_digest,
                         created_at=started.created_at,
@@ -79,7 +80,7 @@ class Recorder:
                 writing = self._write(opened, prompt, turns, answer, _payloads(prompt, turns, choices))
                 if await asyncio.shield(writing):
                     break
-        self.telemetry.metrics.cached_tokens.inc(sum(choice.cached_tokens or 0 for choice in choices))
+        self.telemetry.metrics.cached_tokens.inc(sum([choice.cached_tokens or 0 for choice in choices]))
         return [
             TurnDone(choice.index, turn, choice.reply, choice.rest, finish_of(turn, choice.reply), choice.cached_tokens)
             for choice, turn in zip(choices, turns, strict=True)
@@ -116,7 +117,7 @@ class Recorder:
             assert choice.finish_reason is not None
             assert choice.reply is not None
             # Intern the strings, because many turns in memory share them.
-            engine, *later = (intern(name or str(self.engine.info)) for name in choice.engines)
+            engine, *later = [intern(name or str(self.engine.info)) for name in choice.engines]
             has_supports = {bool(support) for support in choice.supports} or {False}
             pairs = itertools.product((engine, *later), has_supports)
             meanings = {logprobs_of(name, choice.sampling, supports=reported) for name, reported in pairs}
@@ -268,7 +269,7 @@ def replayed(
     turns = [session.turns[seq] for seq in answer.turns]
     context = session.context_before(turns[0].seq)
     started = TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)
-    events: list[TurnEvent] = [replace(started, sampling=request.sampling, overridden=request.overridden)]
+    events: list[TurnEvent] = [structs.replace(started, sampling=request.sampling, overridden=request.overridden)]
     done: list[TurnEvent] = []
     for index, turn in enumerate(turns):
         reply = _read_again(turn, reader_of(turn))

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,17 +136,52 @@ class CompletionSampler:
 
         Raises `EngineError` or a subclass; `EngineAborted` if the completion was aborted and must be sampled again.
         """
-        aborts = 0
+        task = asyncio.current_task()
+        assert task is not None
+        now, aborts, cancelled = asyncio.get_running_loop().time, 0, False
+        until = now() + self.limits.pause_patience
+
+        def interrupt() -> None:
+            nonlocal cancelled
+            if not (isinstance(self.engine, Interruptible) and self.engine.interrupt(_request_id(choice, aborts))):
+                cancelled = True
+                task.cancel()
+
         while True:
-            calls = self._ask(choice, aborts) if choice.captured else self._passing(choice, aborts)
-            async with aclosing(calls) as deltas:
-                async for delta in deltas:
-                    yield delta
+            try:
+                if not choice.captured:
+                    await self.gate.opened()
+                # A captured call has already passed the gate.
+                with nullcontext() if choice.captured else self.gate.passed(interrupt):
+                    finder = self._stop_finder(choice, choice.ids)
+                    async with aclosing(self._ask(choice, aborts, finder)) as deltas:
+                        async for delta in deltas:
+                            check_ids(delta.token_ids, self.vocab_size)
+                            if choice.part and not finder.passed:
+                                delta = _up_to_stop(delta, finder)
+                            event = choice.append(delta)
+                            if delta.token_ids or delta.finish_reason != "abort":
+                                yield event
+                            if choice.finish_reason is not None:
+                                break
+                    if isinstance(choice.stop, str) and not finder.passed:
+                        # The call was closed before its end, where the data to check arrive, so check the engine here.
+                        await self.engine.check()
+            except asyncio.CancelledError:
+                if not cancelled or task.uncancel():
+                    raise
+                choice.finish_reason, choice.lost = "abort", not choice.stream
+            except EngineUnavailable:
+                # A paused server may refuse calls until it is resumed.
+                if not aborts or len(choice.ids) > choice.part or now() > until:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
             if choice.finish_reason is None:
                 raise EngineUnavailable("the engine stopped answering before it was finished; send it again")
             if choice.finish_reason != "abort":
                 break
-            aborts += 1
+            aborts, cancelled, until = aborts + 1, False, now() + self.limits.pause_patience
             if not self._resumes(choice, aborts):
                 break
         choice.end()
@@ -202,39 +237,9 @@ class CompletionSampler:
         level = logging.INFO if outcome in ("resumed", "again") else logging.WARNING
         _log.log(level, "%s after %d tokens: %s%s", cause, len(choice.ids), outcome, f" ({why})" if why else "")
 
-    async def _passing(self, choice: Choice, aborts: int) -> AsyncGenerator[TurnDelta, None]:
-        """Pass the gate and call the engine. After an abort, retry while the engine refuses the next call."""
-        task = asyncio.current_task()
-        assert task is not None
-        until = asyncio.get_running_loop().time() + self.limits.pause_patience
-        cancelled = False
-
-        def interrupt() -> None:
-            nonlocal cancelled
-            if not (isinstance(self.engine, Interruptible) and self.engine.interrupt(_request_id(choice, aborts))):
-                cancelled = True
-                task.cancel()
-
-        while True:
-            try:
-                async with self.gate.passing(interrupt), aclosing(self._ask(choice, aborts)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-                return
-            except asyncio.CancelledError:
-                if not cancelled or task.uncancel():
-                    raise
-                choice.finish_reason, choice.lost = "abort", not choice.stream
-                return
-            except EngineUnavailable:
-                # A paused server may refuse calls until it is resumed.
-                if not aborts or len(choice.ids) > choice.part or asyncio.get_running_loop().time() > until:
-                    raise
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _ask(self, choice: Choice, aborts: int) -> AsyncGenerator[TurnDelta, None]:
+    def _ask(self, choice: Choice, aborts: int, finder: SplitStopFinder) -> AsyncGenerator[SampleDelta, None]:
+        """Call the engine; after an abort, for the rest of the completion."""
         ids, params, stream = choice.prompt_ids, choice.sampling, choice.stream
-        finder = self._stop_finder(choice, choice.ids)
         if choice.ids:
             ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])
             params = rest_params(params, len(choice.ids), choice.payloads_due())
@@ -242,20 +247,7 @@ class CompletionSampler:
                 choice.notes.setdefault("resume_seeds", []).append(params.seed)
             # Stream, because the engine would not stop at a stop string that begins before the abort.
             stream = stream or not finder.passed
-        sampled = choice.sample_ids(ids, params, stream=stream, request_id=_request_id(choice, aborts))
-        async with aclosing(sampled) as deltas:
-            async for delta in deltas:
-                check_ids(delta.token_ids, self.vocab_size)
-                if choice.part and not finder.passed:
-                    delta = _up_to_stop(delta, finder)
-                event = choice.append(delta)
-                if delta.token_ids or delta.finish_reason != "abort":
-                    yield event
-                if choice.finish_reason is not None:
-                    break
-        if isinstance(choice.stop, str) and not finder.passed:
-            # The call was closed before its end, where the data to check arrive, so check the engine here.
-            await self.engine.check()
+        return choice.sample_ids(ids, params, stream=stream, request_id=_request_id(choice, aborts))
 
 
 def _request_id(choice: Choice, aborts: int) -> str:

@@ -131,6 +131,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # `_starting` is needed only for the lifespan; later connections call the application directly.
+        self.config.loaded_app = self._app
         if self.started and self._on_ready is not None:
             self._on_ready()
 

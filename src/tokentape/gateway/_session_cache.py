@@ -94,7 +94,7 @@ class OpenSession:
 
         `most` 0 means no limit.
         """
-        turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
+        turns, under_way = len(self.session.turns), sum([call.turns for call in self.calls])
         if most and turns + under_way + new_turns > most:
             problem = f"session {self.session_id!r} has {turns} turns and {under_way} in flight; the limit is {most}"
             if turns + new_turns > most:

@@ -28,7 +28,6 @@ from tokentape._session.verdict import verdict
 from tokentape.audit._tokendiff.retokenizing import Retokenizer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.gateway._limits import InFlightCounter
 from tokentape.types import TokenIds, Turn
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ class Telemetry:
     ) -> None:
         self.metrics = Metrics()
         self.spans = spans
-        self.calls = InFlightCounter()
         self._drift = LiveDrift(tokenizer, self.metrics, drift_share) if tokenizer is not None else None
         # Cached, because looking up a label costs more than counting.
         self._turns = cache(self.metrics.turns.labels)
@@ -98,16 +96,9 @@ class Telemetry:
         both.enter_context(timer)
         return both
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Count one call as in flight, and as failed if it raises."""
-        with self.calls.track():
-            try:
-                yield
-            except Exception as error:
-                code = error.code if isinstance(error, TokentapeError) else TokentapeError.code
-                self.metrics.failures.labels(code).inc()
-                raise
+    def failed(self, error: Exception) -> None:
+        """Count a failed call."""
+        self.metrics.failures.labels(error.code if isinstance(error, TokentapeError) else TokentapeError.code).inc()
 
     def recorded(self, turns: Sequence[Turn], prompt_tokens: int) -> None:
         """Count a call's turns after their commit. Each was sampled from `prompt_tokens` context tokens."""
@@ -275,20 +266,19 @@ class OpenTelemetrySpans:
         self._tracer = trace.get_tracer("tokentape", version("tokentape"), provider)
 
     @contextmanager
-    def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
+    def request(self, headers: Mapping[str, str], attributes: Mapping[str, Attribute]) -> Iterator[None]:
         """Open a server span as a child of the span in the headers (`traceparent`).
 
-        Values put into the yielded dict become span attributes; `http.route` also becomes part of the span's name.
+        `attributes`, which may be filled until the end, become span attributes. The span is named after `http.route`.
         """
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
 
-        attributes: dict[str, Attribute] = {}
         with self._tracer.start_as_current_span(
             "request", extract(headers), SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:
             try:
-                yield attributes
+                yield
             finally:
                 span.update_name(f"{attributes.get('http.request.method', '')} {attributes.get('http.route', '')}")
                 span.set_attributes(attributes)

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from msgspec import structs
+
 from tokentape._session.tree import ContinuationPoint, Session
 from tokentape.chat._parse import PlainReader, ReplyParser
 from tokentape.chat._renderer import Renderer
@@ -93,6 +95,8 @@ class Turns:
         self.store = store
         self.limits = limits or Limits()
         self.calls = CallsPerKey(self.limits)
+        self.calls_in_flight = 0
+        """Number of running calls. A retry joins its call."""
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
         self.pins = pins or Pins()
@@ -243,7 +247,7 @@ class Turns:
         pins = self.pins.with_session(session.info.metadata)
         if pins.pinned or pins.defaults:
             sampling, overridden = pins.applied(request.sampling, request.given)
-            request = replace(request, sampling=sampling, overridden=overridden)
+            request = structs.replace(request, sampling=sampling, overridden=overridden)
         attempt = request.attempt
         call = None if attempt is None else opened.call_in_flight(attempt)
         if call is None:
@@ -257,47 +261,51 @@ class Turns:
             call = InFlightCall(attempt, request.n, stream=request.stream, grace=self.limits.retry_grace)
             opened.calls.append(call)
             call.start(self._run_call(call, opened, request), partial(self._ended, opened, call))
+            self.calls_in_flight += 1
         return call.follow()
 
-    def _ended(self, opened: OpenSession, call: InFlightCall) -> None:
+    def _ended(self, opened: OpenSession, call: InFlightCall, failure: BaseException | None) -> None:
+        self.calls_in_flight -= 1
+        if isinstance(failure, Exception):
+            self.telemetry.failed(failure)
         self.unread.mark(opened, call.left_reply)
         opened.calls.remove(call)
         self.sessions.drop_unused(opened)
 
     async def _run_call(self, call: InFlightCall, opened: OpenSession, request: TurnRequest) -> None:
         """Build a call's prompt, sample its choices, record them, and publish the events."""
-        with self.telemetry.call():
-            session = opened.session
-            request, setup, point = await self._locate(request, session)
-            if request.span is not None:
-                opened.prefixes.append(ParsedPrefix(request.span, setup.digest, point.key))
-            async with AsyncExitStack() as stack:
-                sample: Sample = self.engine.sample
-                captured = None
-                if self._capture is not None and request.prompt_ids is None:
-                    # Pass the gate first: the server reports its prompt only when it begins to sample.
-                    await stack.enter_async_context(self.gate.passing())
-                    captured = ServerRenderedCall(self._capture, request)
-                    prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
-                    prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
-                    sample = captured.sample
-                else:
-                    with self.telemetry.stage("prepare"):
-                        # A quick build costs less than starting and awaiting a thread.
-                        quick = self._prompts.is_quick(request, setup, point)
-                        build = partial(self._prompts.build, request, session, setup, point)
-                        prompt = build() if quick else await asyncio.to_thread(build)
-                    if prompt.media:
-                        sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
-                prompt = noting_request(prompt, request)
-                choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
-                if captured is not None:
-                    choices[0].request_id = captured.request_id
-                # Count the tokens even if all clients have disconnected.
-                stack.callback(
-                    lambda: self.calls.spend(request.owner, [prompt.ids, *(choice.ids for choice in choices)])
-                )
+        session = opened.session
+        request, setup, point = await self._locate(request, session)
+        if request.span is not None:
+            opened.prefixes.append(ParsedPrefix(request.span, setup.digest, point.key))
+        async with AsyncExitStack() as stack:
+            sample: Sample = self.engine.sample
+            captured = None
+            if self._capture is not None and request.prompt_ids is None:
+                # Pass the gate first: the server reports its prompt only when it begins to sample.
+                await self.gate.opened()
+                stack.enter_context(self.gate.passed())
+                captured = ServerRenderedCall(self._capture, request)
+                prompt_ids = await captured.begin(stack, self._prompts.sampling(request, setup, 0))
+                prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, point, prompt_ids)
+                sample = captured.sample
+            else:
+                with self.telemetry.stage("prepare"):
+                    # A quick build costs less than starting and awaiting a thread.
+                    quick = self._prompts.is_quick(request, setup, point)
+                    build = partial(self._prompts.build, request, session, setup, point)
+                    prompt = build() if quick else await asyncio.to_thread(build)
+                if prompt.media:
+                    sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
+            prompt = noting_request(prompt, request)
+            choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
+            if captured is not None:
+                choices[0].request_id = captured.request_id
+            try:
                 await self._sample(call, opened, request, prompt, choices, stack)
+            finally:
+                # Count the tokens even if all clients have disconnected.
+                self.calls.spend(request.owner, [prompt.ids, *[choice.ids for choice in choices]])
 
     async def _locate(self, request: TurnRequest, session: Session) -> tuple[TurnRequest, Setup, ContinuationPoint]:
         """Return the request with its images received, its setup, and the point in the session that it continues.
@@ -319,7 +327,7 @@ class Turns:
         renamed = session.continuation(messages, setup.digest)
         deeper = len(renamed.new_messages) < len(point.new_messages)
         if deeper and await asyncio.to_thread(self._prompts.render_alike, request.messages, messages, setup):
-            return replace(request, messages=messages), setup, renamed
+            return structs.replace(request, messages=messages), setup, renamed
         return request, setup, point
 
     async def _sample(
@@ -335,7 +343,7 @@ class Turns:
             secrets.token_hex(12),
             time.time(),
             prompt.ids,
-            engine_requests=tuple(choice.request_id for choice in choices),
+            engine_requests=tuple([choice.request_id for choice in choices]),
             sampling=request.sampling,
             overridden=request.overridden,
         )
@@ -377,8 +385,6 @@ class Turns:
         sampling, changes = prompt.sampling, dict[str, Any]()
         if sampling.seed is not None:
             changes["seed"] = sampling.seed + index
-        if "session_id" in self.engine.info.sampling:
-            changes["session_id"] = request.session_id
         if self._payloads:
             # The parent's last id has not been an input before, so this call returns its row.
             changes["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
@@ -394,7 +400,7 @@ class Turns:
             prompt.ids,
             stream=request.stream,
             captured=self._capture is not None and request.prompt_ids is None,
-            weights_now=lambda: self.gate.version_of(sampling.adapter),
+            weights_now=partial(self.gate.version_of, sampling.adapter),
             call_prefix=self._prompts.call_prefix,
         )
 

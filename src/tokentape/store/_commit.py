@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from msgspec import Struct
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
@@ -59,8 +60,7 @@ def explaining(explain: Callable[[DBAPIError], StoreFailure]) -> Iterator[None]:
         raise explain(error).error() from None
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedWork:
+class _QueuedWork(Struct, frozen=True):
     work: Work
     again: Work | None
     claims: Claims

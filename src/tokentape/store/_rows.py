@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-from sqlalchemy import Row, Table
+from sqlalchemy import Row, Table, Text
 
 from tokentape._canonical import canonical_json, json_in_order
 from tokentape._session.chain import array_bytes, array_from_bytes
@@ -60,7 +60,7 @@ def encode(record: Record) -> tuple[Table, Values]:
     the wrong dtype.
     """
     table = _TABLES[type(record)]
-    more: Values = {}
+    values: Values = {}
     match record:
         case Media() if hashlib.sha256(record.data).hexdigest() != record.sha256:
             raise InvariantViolation(f"media have the hash {record.sha256!r}, which does not match their bytes")
@@ -68,15 +68,15 @@ def encode(record: Record) -> tuple[Table, Values]:
             first, choices = record.turns[0], len(record.turns)
             if record.turns != tuple(range(first, first + choices)):
                 raise InvariantViolation(f"a call's choices must be consecutive turns, not {record.turns}")
-            more = {"first_turn": first, "choices": choices}
+            values = {"first_turn": first, "choices": choices}
         case Reward():
             if record.turn is not None and record.leaf is not None:
                 raise InvariantViolation("a reward can't have both a turn and a leaf; set at most one of them")
             scope = "turn" if record.turn is not None else "session" if record.leaf is None else "trajectory"
-            more = {"turn": record.leaf if record.turn is None else record.turn, "scope": scope}
+            values = {"turn": record.leaf if record.turn is None else record.turn, "scope": scope}
         case TurnColumn():
             data = array_bytes("values", record.values)
-            more = {"data": data, "crc32": zlib.crc32(data)}
+            values = {"data": data, "crc32": zlib.crc32(data)}
         case TurnPayload():
             if isinstance(record, ExternalPayload):
                 packed, data, crc32 = EXTERNAL + record.packed, record.address.encode(), record.crc32
@@ -84,8 +84,11 @@ def encode(record: Record) -> tuple[Table, Values]:
                 packed, data = rows_as_bytes(narrowest(record.rows))
                 crc32 = zlib.crc32(data)
             kind = {"dtype": record.rows.dtype.newbyteorder("<").str, "shape": canonical_json(record.rows.shape)}
-            more = {**kind, "packed": packed, "data": data, "crc32": crc32}
-    return table, {**{name: write(getattr(record, name)) for name, write in COLUMNS[table] if name not in more}, **more}
+            values = {**kind, "packed": packed, "data": data, "crc32": crc32}
+    for name, write in COLUMNS[table]:
+        if name not in values:
+            values[name] = getattr(record, name) if write is None else write(getattr(record, name))
+    return table, values
 
 
 def decode(table: Table, row: Row[Any]) -> Any:
@@ -305,10 +308,14 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _WRITE = {name: write for name, (write, _) in _CODECS.items()}
 _READ = {name: read for name, (_, read) in _CODECS.items()}
 COLUMNS = {
-    table: [(column.name, _WRITE.get(column.name, _plain)) for column in table.columns if column.name != "position"]
+    table: [
+        (column.name, _WRITE.get(column.name, _plain if isinstance(column.type, Text) else None))
+        for column in table.columns
+        if column.name != "position"
+    ]
     for table in _DECODERS
 }
-"""For each table, the names of the columns that a writer fills, with their encoders."""
+"""For each table, the names of the columns that a writer fills, with their encoders; None for numbers and bytes."""
 
 
 @cache

@@ -52,7 +52,7 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
             _INSERT[table].run(connection, values)
         if isinstance(record, Turn):
             _refer_to_media(connection, record)
-        size += sum(len(value) for value in values.values() if isinstance(value, str | bytes))
+        size += sum([len(value) for value in values.values() if isinstance(value, str | bytes)])
     return size
 
 
@@ -181,7 +181,7 @@ class CompiledStatement:
 
 def execute_directly(connection: Connection, text: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
     """Execute SQL with SQLite's driver, without SQLAlchemy's layers. Raises like `Connection.execute`."""
-    driver = connection.connection.driver_connection
+    driver: Any = connection.connection.dbapi_connection
     assert isinstance(driver, sqlite3.Connection)
     try:
         return driver.execute(text, parameters)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import httpx2
 import pytest
 from anthropic.types import beta, message_create_params
+from msgspec import structs
 from openai.types import chat, completion_create_params, responses
 from openai.types.chat.chat_completion_content_part_image_param import ImageURL
 from starlette.responses import JSONResponse
@@ -215,7 +216,7 @@ ROWS = [pytest.param(api, name, row, id=f"{api}-{name}") for api in MATRIX for n
 def decode(api: str, **given: Any) -> DecodedRequest:
     found: DecodedRequest = asyncio.run(DIALECTS[api].decode({**BODIES[api], **given}, FakeContext(engine=TAKES_ALL)))
     ids = found.turn.prompt_ids
-    return replace(found, turn=replace(found.turn, prompt_ids=None if ids is None else ids.tolist()))
+    return structs.replace(found, turn=structs.replace(found.turn, prompt_ids=None if ids is None else ids.tolist()))
 
 
 @pytest.mark.parametrize("api", MATRIX)
@@ -258,7 +259,7 @@ def test_a_field_does_what_the_matrix_says(api: str, name: str, row: Row) -> Non
             return
     without, with_it = decode(api, **beside), decode(api, **beside, **{name: row.value})
     sampling_changed = without.turn.sampling != with_it.turn.sampling
-    rest_changed = replace(without.turn, sampling=with_it.turn.sampling) != with_it.turn
+    rest_changed = structs.replace(without.turn, sampling=with_it.turn.sampling) != with_it.turn
     assert (sampling_changed, rest_changed) == (row.what == "passed on", row.what == "honored")
     reported = {one.partition(".")[0] for one in with_it.ignored} - {one.partition(".")[0] for one in without.ignored}
     assert reported == ({name} if row.what == "reported" else set())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from anthropic import Anthropic
+from msgspec.structs import replace
 from openai import OpenAI
 
 from tests.gateway.scripted import ScriptedEngine

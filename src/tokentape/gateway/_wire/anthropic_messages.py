@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -172,7 +172,7 @@ class AnthropicMessages(Dialect):
         turn = self.turn(read, context.session_id, takes_images=context.takes_images)
         schema = shared.json_schema(read.output_config.format, "output_config.format", context, turn.tools)
         rule = _rule(read, context)
-        turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
+        turn = structs.replace(turn, sampling=replace(turn.sampling, json_schema=schema), calls=rule)
         shared.refuse_unsupported(turn.sampling, context.engine, self.names)
         blocks = shared.entries("content", body["messages"])
         results = shared.entries("content", blocks)

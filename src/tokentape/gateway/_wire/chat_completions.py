@@ -221,7 +221,7 @@ def _refuse_unserved(body: ChatCompletionsBody) -> None:
 
 
 def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Message, ...]:
-    return tuple(_message(index, message, context.takes_images) for index, message in enumerate(body.messages))
+    return tuple([_message(index, message, context.takes_images) for index, message in enumerate(body.messages)])
 
 
 def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def unknown_fields(where: str, objects: Sequence[Any], known: frozenset[str]) ->
     names = {name for entry in objects if isinstance(entry, dict) for name, value in entry.items() if value}
     # The names go into a header, so only safe characters are allowed.
     unknown = sorted(name for name in names - known if _HEADER_SAFE.fullmatch(name))
-    return tuple(f"{where}.{name}" for name in unknown[:_MOST_NAMED])
+    return tuple([f"{where}.{name}" for name in unknown[:_MOST_NAMED]])
 
 
 def tool_arguments(arguments: str | dict[str, Any], where: str) -> str | dict[str, Any]:
@@ -352,7 +352,7 @@ def logprob_entries(
 
 def usage(prompt_ids: TokenIds, choices: Sequence[TurnDone], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a call's token counts. Cached tokens are included only if the engine reports them for all choices."""
-    completion = sum(len(done.turn.completion_ids) for done in choices)
+    completion = sum([len(done.turn.completion_ids) for done in choices])
     counts: dict[str, Any] = {
         "prompt_tokens": len(prompt_ids),
         "completion_tokens": completion,
