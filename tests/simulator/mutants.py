@@ -44,7 +44,7 @@ OWN: dict[str, tuple[str, str, str]] = {
     ),
     "every reply counts as sent whole": (
         "gateway/_endpoint.py",
-        "complete = not isinstance(response, EventStream) or response.complete",
+        "complete = response.complete",
         "complete = True",
     ),
     "marks are not loaded from the record": (
@@ -147,7 +147,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "a call keeps the weight version that it began with": (
         "gateway/_turns.py",
-        "weights_now=lambda: self.gate.version_of(sampling.adapter),",
+        "weights_now=partial(self.gate.version_of, sampling.adapter),",
         "weights_now=lambda now=self.gate.version_of(sampling.adapter): now,",
     ),
     "values of a path are written to turns from its first new one on": (
@@ -172,7 +172,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
     ),
     "a retry gets the first choice only": (
         "gateway/_recording.py",
-        "turns=tuple(turn.seq for turn in turns),",
+        "turns=tuple([turn.seq for turn in turns]),",
         "turns=(turns[0].seq,),",
     ),
     "a key answers another body": (

@@ -515,7 +515,7 @@ class Machine(RuleBasedStateMachine):
 
     async def idle(self) -> None:
         """Return when no call is under way."""
-        await self.until(lambda: not any(opened.flights for opened in self.turns.sessions))
+        await self.until(lambda: not any(opened.calls for opened in self.turns.sessions))
 
     async def until(self, holds_now: Callable[[], bool]) -> None:
         """Let the event loop run until something holds."""
