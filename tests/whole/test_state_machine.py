@@ -340,6 +340,18 @@ class Machine(RuleBasedStateMachine):
         call = self.new_call(session, at, edit, **shape)
 
         async def leave(*, retried: bool) -> None:
+            if call.stream or not after:
+                await read_on(retried=retried)
+                return
+            # A client that does not stream gets no delta to leave at: it leaves while the engine samples.
+            if not retried:
+                self.engine.stalled.clear()
+            reading = asyncio.create_task(read_on(retried=retried))
+            await self.until(lambda: reading.done() or self.engine.stalled.is_set())
+            reading.cancel()
+            await asyncio.wait([reading])
+
+        async def read_on(*, retried: bool) -> None:
             deltas = 0
             async with aclosing(run_turn(self.turns, call.request(retried=retried))) as events:
                 async for event in events:
