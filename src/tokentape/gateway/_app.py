@@ -77,7 +77,7 @@ def create_app(
 
     routes = _routes(gateway)
     app = Starlette(routes=routes, lifespan=lifespan)
-    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts)
+    served = app.router if ANY in allowed_hosts else AllowedHosts(app.router, allowed_hosts, _answer_error)
     # Without starlette's own error middleware: `AccessMiddleware` answers all errors.
     app.middleware_stack = AccessMiddleware(served, routes, telemetry, drain, _answer_error)
     return app
