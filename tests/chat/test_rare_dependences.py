@@ -221,6 +221,16 @@ def test_what_a_budget_in_the_opener_of_reasoning_opens_is_reasoning() -> None:
         assert (reply.reasoning.strip(), reply.content.strip()) == ("so be it", "Yes.")
 
 
+def test_an_end_of_the_content_that_the_template_changes_is_no_part_of_the_suffix() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content.endswith('ok') %}{% endif %}{{ m.role }}: {{ m.content | upper }}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    suffix = renderer.suffix(said("Why ok"), [user("2")], setup_for(renderer), [user("1")])
+    assert suffix == "\nuser: 2\nassistant:"
+
+
 def test_numbers_and_words_are_found_where_they_are_compared() -> None:
     tree = parse_template(
         "{% set most = 9 %}{% macro has(text, word) %}{{ word in text }}{% endmacro %}{% if n > most %}{% endif %}"

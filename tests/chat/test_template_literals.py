@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, call, load_renderer, result, setup_for, slow_unless
+from tests.chat.conftest import (
+    REAL_TEMPLATES,
+    SMALL_TEMPLATES,
+    call,
+    load_renderer,
+    load_tokenizer,
+    result,
+    setup_for,
+    slow_unless,
+)
 from tokentape.chat._caller_text import TemplateLiterals, Text, template_literals
 from tokentape.chat._renderer import PromptTokens, Renderer
+from tokentape.chat._template import ChatTemplate
 from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 
@@ -82,9 +92,8 @@ def test_a_prompt_says_the_same_whether_or_not_there_were_others_before(
     assert prompt(second) == warm
 
 
-def test_a_prompt_that_differs_in_texts_only_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = load_renderer("qwen3/templates/Qwen3.jinja")
-    renderer._literals.clear()
+def renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by each rendering's number of messages."""
     rendered: list[int] = []
     render = Renderer._render
 
@@ -92,8 +101,22 @@ def test_a_prompt_that_differs_in_texts_only_is_rendered_once(monkeypatch: pytes
         rendered.append(len(messages))
         return render(self, messages, setup, generate=generate)
 
-    renderer.render([{"role": "user", "content": "warm"}], setup_for(renderer))
     monkeypatch.setattr(Renderer, "_render", counting)
+    return rendered
+
+
+def test_a_text_that_is_a_word_in_brackets_is_the_callers() -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    made = renderer.render([{"role": "user", "content": "think"}], setup_for(renderer))
+    assert renderer.tokenizer.decode(made.ids[made.provenance == Provenance.USER].tolist()) == "think"
+
+
+def test_a_prompt_that_differs_in_texts_only_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = load_renderer("qwen3/templates/Qwen3.jinja")
+    renderer._literals.clear()
+    renderer.render([{"role": "user", "content": "warm"}], setup_for(renderer))
+    rendered = renderings(monkeypatch)
     made = renderer.render([{"role": "user", "content": "other"}], setup_for(renderer))
     assert rendered == [1]
     text = renderer.tokenizer.decode(made.ids[made.provenance == Provenance.USER].tolist())
@@ -103,16 +126,9 @@ def test_a_prompt_that_differs_in_texts_only_is_rendered_once(monkeypatch: pytes
 def test_a_second_tool_result_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     renderer._literals.clear()
-    rendered: list[int] = []
-    render = Renderer._render
-
-    def counting(self: Renderer, messages: Any, setup: Any, *, generate: bool) -> str:
-        rendered.append(len(messages))
-        return render(self, messages, setup, generate=generate)
-
     reply = {"role": "assistant", "content": "", "tool_calls": [call(0, {"a": 1})]}
     assert bridged(renderer, reply, [result(0, "warm")]) is not None
-    monkeypatch.setattr(Renderer, "_render", counting)
+    rendered = renderings(monkeypatch)
     assert bridged(renderer, reply, [result(0, "another\n")]) is not None
     assert len(rendered) == 1
     assert bridged(renderer, reply, [result(0, " a third")]) is not None

@@ -183,17 +183,18 @@ class TemplateText:
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
         thinks = form.shows_reasoning_after and any(reply.get(field) for field in REASONING_FIELDS)
         thinking = dict.fromkeys(REASONING_FIELDS, REASONING) if thinks else {}
-        ending = self._compared_ending(content)
 
         def after(text: str) -> str:
-            return _after(text, sentinel, self._escaper.unescape(ending) if sentinel is CONTENT else "")
+            return _after(text, sentinel, ending)
 
-        for without, sentinel, close in _probes(reply, plain, form, content, ending):
+        for without, sentinel, close in _probes(reply, plain, form, content, self._compared_ending(content)):
+            ending = without["content"].rpartition(CONTENT)[2] if sentinel is CONTENT else ""
+            ending = self._escaper.unescape(ending)
             probe = {**without, **thinking}
             kind = sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
-                if sentinel not in text:
+                if sentinel not in text or not _after(text, sentinel).startswith(ending.rstrip()):
                     continue
                 if form.repeats_arguments and sentinel is VALUE and any(m["role"] == "tool" for m in plain):
                     refused = TemplateRefused("the chat template writes a call's arguments again with its result")
@@ -389,6 +390,9 @@ def _probes(
             yield {**calling, "content": content}, VALUE, form.calls_close
         yield calling, VALUE, form.calls_close
     yield speaking, CONTENT, form.content_close
+    if ending:
+        # The template may change the end of the content.
+        yield {**speaking, "content": content + CONTENT}, CONTENT, form.content_close
     if form.shape is not None and answered and not calls:
         yield _calling(form.shape, answered), VALUE, form.calls_close
 
