@@ -116,7 +116,7 @@ def test_a_server_is_no_side_of_it(model_dir: Path, tmp_path: Path) -> None:
             return getattr(self.side, name)
 
     (tmp_path / "c.txt").write_text("some text")
-    with pytest.raises(InvalidRequest, match="a server is a side here"):
+    with pytest.raises(InvalidRequest, match="one side is a server"):
         audit_corpus(Server(), model_dir, tmp_path)
 
 

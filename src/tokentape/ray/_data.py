@@ -100,7 +100,7 @@ def _exporting(
         (name, ids), counts = piece, ExportCounts()
         # If Ray loses an actor, a second actor may process the same piece.
         beginning = folder / f".{name}.{secrets.token_hex(4)}"
-        write_parquet(exported(sessions(ids), extra, verdicts, counts), beginning, extra)
+        write_parquet(exported(sessions(ids), extra, verdicts, counts, store=store), beginning, extra)
         os.replace(beginning, folder / name)
         return counts
 

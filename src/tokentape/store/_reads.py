@@ -285,23 +285,22 @@ def exported(
     verdicts: Sequence[str] | None,
     counts: ExportCounts,
     *,
+    store: Store,
     unread: bool = False,
-    store: Store | None = None,
     roles: Sequence[str] | None = None,
 ) -> Iterator[Trajectory]:
-    """Yield the sessions' trajectories whose verdict matches `verdicts` (None: all), and update `counts`.
+    """Yield the sessions' trajectories whose verdict and role match (None: all), and update `counts`.
 
     Only columns and payloads named in `extra` are included: more can be recorded while a file with fixed columns is
     written. Masks don't depend on `verdicts`: turns trained on an excluded branch are not trained on a different
-    branch. Turns that no client read are exported only with `unread`. With `store`, trajectories have roles, and
-    `roles` selects by role.
+    branch. Turns that no client read are exported only with `unread`. `store` has the other sessions of the lineage,
+    which roles depend on.
     """
     # A small cache suffices because children of the same parent are adjacent.
-    load = None if store is None else lru_cache(8)(store.load_session)
+    load = lru_cache(8)(store.load_session)
     for stored in sessions:
         counts.sessions += 1
-        edges = None if load is None else lineage_of(load, stored)
-        for trajectory in stored.trajectories(unread=unread, edges=edges):
+        for trajectory in stored.trajectories(unread=unread, edges=lineage_of(load, stored)):
             if roles is not None and trajectory.role not in roles:
                 counts.other_roles[trajectory.role] = counts.other_roles.get(trajectory.role, 0) + 1
                 continue
