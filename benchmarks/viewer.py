@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +308,7 @@ def write_many(directory: Path, sessions: int) -> None:
     with SqliteStore.open(directory) as store:
         turns = turns_of("session-000000", setup, np.arange(600, dtype=np.int32), turns=3)
         asyncio.run(store.write(SessionInfo("session-000000", 0.0, {"task": 0}), setup, *turns))
-    with sqlite3.connect(directory / DATABASE_NAME) as database:
+    with closing(sqlite3.connect(directory / DATABASE_NAME)) as database, database:
         numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {sessions - 1}) "
         name = "printf('session-%06d', i)"
         database.execute(

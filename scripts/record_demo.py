@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,7 +33,7 @@ def main() -> None:
         report = tokentape.demo.run.run_demo(Path(folder), SESSIONS, SEED)
         assert report.exact
         (RECORDED / "tokentape.db").unlink(missing_ok=True)
-        with sqlite3.connect(Path(folder) / "tokentape.db") as database:
+        with closing(sqlite3.connect(Path(folder) / "tokentape.db")) as database, database:
             database.execute("VACUUM INTO ?", (str(RECORDED / "tokentape.db"),))
     (RECORDED / "engine.json").write_text(json.dumps({"seconds": seconds[0], "calls": sorted(logged)}) + "\n")
 

@@ -8,6 +8,7 @@ import io
 import json
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_images_are_kept_once_by_the_hash_of_their_bytes(
             assert json.loads(session.media(media[0].settings)) == json.loads(processor.settings.data)
         assert httpx2.get(f"{url}/sessions/s/media/{sha256(B)}").headers["content-type"] == "image/jpeg"
         assert httpx2.get(f"{url}/sessions/s/media/{sha256(b'unknown')}").status_code == 404
-    with sqlite3.connect(data / "tokentape.db") as database:
+    with closing(sqlite3.connect(data / "tokentape.db")) as database, database:
         kept = dict(database.execute("SELECT sha256, mime FROM media").fetchall())
     assert kept == {
         sha256(A): "image/png",
@@ -217,7 +218,7 @@ def test_media_go_with_the_last_session_that_refers_to_them(serve: Serve, data: 
         converse(session_client(url, "another"))
 
         def kept() -> int:
-            with sqlite3.connect(data / "tokentape.db") as database:
+            with closing(sqlite3.connect(data / "tokentape.db")) as database, database:
                 return int(database.execute("SELECT count(*) FROM media").fetchone()[0])
 
         with Client(url) as client:
@@ -231,7 +232,7 @@ def test_verify_finds_a_changed_image(serve: Serve, data: Path) -> None:
     with serve(data) as url:
         converse(session_client(url))
     assert verify(data).ok
-    with sqlite3.connect(data / "tokentape.db") as database:
+    with closing(sqlite3.connect(data / "tokentape.db")) as database, database:
         database.execute("UPDATE media SET data = ? WHERE mime = 'image/png'", (B,))
     assert any("hash" in finding.problem for finding in verify(data).findings)
 

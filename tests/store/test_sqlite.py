@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_a_row_takes_little_more_room_than_its_bytes(store: SqliteStore, tmp_pat
         turns.append(make_turn("s", seq, turns[-1] if turns else None, tokens=size, messages=(message,)))
     write(store, session("s"), SETUP, *turns)
     store.close()
-    with sqlite3.connect(tmp_path / "tokentape.db") as connection:
+    with closing(sqlite3.connect(tmp_path / "tokentape.db")) as connection, connection:
         columns = "added_ids", "completion_ids", "logprobs", "messages", "reply", "sampling", "digest", "setup"
         columns += "sampled_from", "logprobs_of"
         (payload,) = connection.execute(f"SELECT sum(length({') + length('.join(columns)})) FROM turns").fetchone()
@@ -258,7 +258,7 @@ def test_texts_of_any_length_come_back_and_short_ones_need_no_large_window(store
         turns.append(make_turn("s", len(turns), turns[-1] if turns else None, messages=(message,)))
     write(store, session("s"), SETUP, *turns)
     assert [turn.messages[0]["content"] for turn in store.load_session("s").turns] == texts
-    with sqlite3.connect(tmp_path / "tokentape.db") as connection:
+    with closing(sqlite3.connect(tmp_path / "tokentape.db")) as connection, connection:
         stored = connection.execute("SELECT messages FROM turns ORDER BY seq").fetchall()
     # The high half of zlib's first byte is the size of the window: 4 for 4 KiB, 7 for 32 KiB.
     windows = [data[0] >> 4 for (data,) in stored]
