@@ -272,7 +272,7 @@ def test_images_are_numbered_on_where_the_template_numbers_them(serve: Serve, da
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}, "not fetched"),
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "not fetched"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "not fetched"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "damaged"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "invalid base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "base64"),
         ({"type": "image_url", "image_url": {"url": data_url(b"<svg/>", "svg+xml")}}, "unknown format"),
         ({"type": "image_url", "image_url": {"url": data_url(A[:60])}}, "can't be read"),
