@@ -13,8 +13,9 @@ from typing import TypeAlias
 from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_FILES, settings_apart
 from tokentape.audit._skew import battery, text_probes
 from tokentape.audit._skew.backends import Ability, Backend, BackendOptions, SkewChat, open_backend
+from tokentape.audit._skew.backends import spec as spec_backend
 from tokentape.audit._skew.causes import TextCauses
-from tokentape.audit._skew.chat_probes import chat_findings, echo_findings
+from tokentape.audit._skew.chat_probes import ChatProbe
 from tokentape.audit._skew.corpus import compare_corpus, conversations_of, corpus_files
 from tokentape.audit._skew.file_findings import configuration_findings, file_findings, file_notes
 from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Probe, Skew
@@ -100,25 +101,24 @@ def loaded_findings(
     a: Path, b: Path, difference: str, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Skew], str]:
     """Load two folders with transformers. Return findings or a note, which quote `difference`, found in their files."""
-    from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
-
     progress("loading both folders with transformers")
-    ours, theirs = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
+    ours, theirs = (spec_backend.AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
     run = _Run(ours, theirs, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
-    if sides := "; ".join(unlike_sides(ours, theirs)):
+    if sides := "; ".join(spec_backend.unlike_sides(ours, theirs)):
         cause = f"{sides}: ids differ if padding or truncation is enabled"
         run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
-    elif same_tokenizer(ours, theirs):
+    elif spec_backend.same_tokenizer(ours, theirs):
         return [], f"{difference}: {by} loads the same tokenizer from both"
     run.texts()
     run.decoding()
     run.findings += file_findings(run.a, run.b, run.causes, run.findings, templates=False)
-    findings = [replace(x, cause=f"loaded by {by}, {x.cause} ({difference})", fix=_SAME_SETTINGS) for x in run.findings]
-    return (
-        findings,
-        "" if findings else f"{difference}: the tokenizers that {by} loads agree on everything that was tried",
-    )
+    if not run.findings:
+        return [], f"{difference}: the tokenizers that {by} loads agree on everything that was tried"
+    return [
+        replace(found, cause=f"loaded by {by}, {found.cause} ({difference})", fix=_SAME_SETTINGS)
+        for found in run.findings
+    ], ""
 
 
 class _Run:
@@ -140,12 +140,12 @@ class _Run:
     def stability(self) -> bool:
         """Encode the battery twice with each side. Add a finding and return False if a side's ids change."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
-        sides = zip("AB", (self.a, self.b), self.known, strict=True)
-        unstable = [text_probes.unstable_finding(side, letter, texts, known_ids) for letter, side, known_ids in sides]
-        self.findings += filter(None, unstable)
-        if any(unstable):
+        for letter, side, known_ids in zip("AB", (self.a, self.b), self.known, strict=True):
+            unstable = text_probes.unstable_finding(side, letter, texts, known_ids)
+            self.findings += [unstable] if unstable else []
+        if self.findings:
             self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
-        return not any(unstable)
+        return not self.findings
 
     def texts(self) -> None:
         """Probe plain texts, control tokens, BOS and EOS."""
@@ -206,19 +206,15 @@ class _Run:
 
     def conversations(self, own: Sequence[SkewChat]) -> None:
         """Compare renderings and loss masks of built-in and the user's `own` conversations, and servers' prompts."""
+        probe = ChatProbe(self.a, self.b, self.causes)
         if self._able("render", "render", "rendering"):
             self.progress("rendering conversations")
-            result = chat_findings(self.a, self.b, self.causes, self.progress, own)
-            self._add(result.findings, result.left)
-            self.own = result.counts["own"], result.counts["own differing"]
-            self.tried["render"] = result.counts["render"]
-            if result.counts["masks"]:
-                self.tried["masks"] = result.counts["masks"]
-        for letter, backend in (("A", self.a), ("B", self.b)):
-            if backend.echoes:
-                tried, new = echo_findings(backend, letter)
-                self.tried["echo"] = self.tried.get("echo", 0) + tried
-                self.findings += new
+            probe.compare(self.progress, own)
+        probe.compare_echoes()
+        self._add(probe.findings, probe.left)
+        self.own = probe.counts["own"], probe.counts["own differing"]
+        probes: tuple[Probe, ...] = ("render", "masks", "echo")
+        self.tried |= {name: probe.counts[name] for name in probes if name in probe.counts}
 
     def corpus(self, paths: Sequence[Path], workers: int | None, compare: CompareCorpus) -> CorpusStatistics:
         statistics, differing = compare(self.a, self.b, paths, workers, self.progress)

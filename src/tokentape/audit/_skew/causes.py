@@ -26,7 +26,6 @@ from tokentape.audit._skew.template_causes import OF_TEXT
 from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
-_ADDED = "added"
 _MOST_SPELLED = 2
 SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare their hashes."
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
@@ -44,12 +43,10 @@ class TextCauses:
     def __init__(self, a: Backend, b: Backend) -> None:
         self._a, self._b = a, b
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
-        self._trials: Trials | None = None
         self._known: list[Cause] = []
-        specs_known = a.facts.spec is not None and b.facts.spec is not None
         self.differing = tokenizer_parts.differing_parts(a.facts, b.facts)
         self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
-        self._differing = [name for name in self.differing if name not in ("post_processor", "decoder")]
+        specs_known = a.facts.spec is not None and b.facts.spec is not None
         self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if specs_known else {}
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
@@ -65,7 +62,11 @@ class TextCauses:
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
         a, b = self._a.facts, self._b.facts
-        names = self.tables or [*self._differing, *(f"{_ADDED}:{description}" for description in self._added)]
+        kinds: dict[str, Kind] = {name: tokenizer_parts.TABLES[name] for name in self.tables}
+        if not kinds:
+            parts = [name for name in self.differing if name not in ("post_processor", "decoder")]
+            kinds = {name: tokenizer_parts.PARTS[name] for name in parts} | dict.fromkeys(self._added, "added token")
+        names = list(kinds)
 
         def explains(group: Sequence[str]) -> bool:
             encoder = self._exchange(tuple(group))
@@ -79,9 +80,7 @@ class TextCauses:
             group = tuple(smallest(names, explains))
         if group is None:
             return None
-        kind = (tokenizer_parts.TABLES if self.tables else tokenizer_parts.PARTS).get(
-            group[0].partition(":")[0], "added token"
-        )
+        kind = kinds[group[0]]
         what = " and ".join(map(self.words, group))
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
@@ -108,12 +107,10 @@ class TextCauses:
         elif names not in self._exchanged:
             spec, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
-                kind, _, description = name.partition(":")
-                spec = (
-                    tokenizer_parts.with_tokens(spec, b, self._added[description])
-                    if kind == _ADDED
-                    else tokenizer_parts.with_part(spec, name, b)
-                )
+                if name in self._added:
+                    spec = tokenizer_parts.with_tokens(spec, b, self._added[name])
+                else:
+                    spec = tokenizer_parts.with_part(spec, name, b)
             try:
                 self._exchanged[names] = encoder_of(load_spec(spec))
             except TokenizerUnusable:
@@ -121,15 +118,13 @@ class TextCauses:
         return self._exchanged[names]
 
     def words(self, name: str) -> str:
-        kind, _, description = name.partition(":")
+        """Describe how a part, a table or a group of added tokens differs."""
         a, b = self._a.facts, self._b.facts
         if self.tables:
             return tokenizer_parts.table_words(name, a, b)
-        return (
-            tokenizer_parts.added_words(self._added[description], a, b)
-            if kind == _ADDED
-            else tokenizer_parts.part_words(name, a, b)
-        )
+        if name in self._added:
+            return tokenizer_parts.added_words(self._added[name], a, b)
+        return tokenizer_parts.part_words(name, a, b)
 
     @cached_property
     def _tried(self) -> list[tuple[str, list[int], list[int]]]:
@@ -151,10 +146,10 @@ class TextCauses:
         for cause in self._known:
             if cause.gives == gives and cause.encoder and _gives(cause.encoder, [text], [expected]):
                 return cause
-        self._trials = self._trials or Trials(known_side.facts.spec)
         letter, other_letter = ("B", "A") if gives == "b" else ("A", "B")
-        around = _around_tokens(text, known_side.facts)
-        for kind, what, encoder in self._trials.of(text):
+        spelled = sorted((token for token in known_side.facts.added if token in text), key=len, reverse=True)
+        around = [piece for piece in re.split("|".join(map(re.escape, spelled)), text) if piece] if spelled else []
+        for kind, what, encoder in self._variants.of(text):
             if kind == "added token" and self._a.encode(around) != self._b.encode(around):
                 continue  # the text around the token differs too, so the token is not the cause
             if _gives(encoder, [text], [expected]) and self._keeps_agreed(encoder):
@@ -163,6 +158,10 @@ class TextCauses:
                 self._known.append(Cause(kind, description, fix, f"{kind}:{what}", encoder, gives))
                 return self._known[-1]
         return None
+
+    @cached_property
+    def _variants(self) -> Variants:
+        return Variants(self._a.facts.spec or self._b.facts.spec or {})
 
     def _keeps_agreed(self, encoder: Encoder) -> bool:
         """Return True if an encoder gives the ids on which the backends agree."""
@@ -192,12 +191,6 @@ class TextCauses:
         if a_pieces and "".join(a_pieces) == "".join(b_pieces):
             what = f"the sides split this text into different tokens: {_first_ids_apart(a_ids, b_ids)}"
         return Cause("unknown", what, SAME_FILES, "unknown")
-
-
-def _around_tokens(text: str, facts: BackendFacts) -> list[str]:
-    spelled = sorted((token for token in facts.added if token in text), key=len, reverse=True)
-    pieces = re.split("|".join(map(re.escape, spelled)), text) if spelled else ()
-    return [piece for piece in pieces if piece]
 
 
 def _differ_by_special_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
@@ -276,19 +269,16 @@ def _cut(
     """Yield descriptions and encoders that cut `plain`'s ids or text. `most`: the cutting side's most ids so far."""
     limit = len(expected)
 
-    def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
-        return [ids[:limit] for ids in plain.encode(list(texts))]
-
-    def ids_from(texts: Sequence[str]) -> list[list[int]]:
-        return [ids[-limit:] for ids in plain.encode(list(texts))]
+    def kept(part: slice, texts: Sequence[str]) -> list[list[int]]:
+        return [ids[part] for ids in plain.encode(list(texts))]
 
     def in_pieces(size: int, texts: Sequence[str]) -> list[list[int]]:
         pieces = [[whole[start : start + size] for start in range(0, len(whole), size)] for whole in texts]
         return [[i for ids in plain.encode(some) for i in ids] if some else [] for some in pieces]
 
     if most <= limit < len(b_ids if expected is a_ids else a_ids):
-        yield f"cuts texts to their first {limit} ids", ids_up_to
-        yield f"cuts texts to their last {limit} ids", ids_from
+        yield f"cuts texts to their first {limit} ids", partial(kept, slice(limit))
+        yield f"cuts texts to their last {limit} ids", partial(kept, slice(-limit, None))
     shared = first_difference(a_ids, b_ids)
     about = len(plain.decode([expected[:shared]])[0]) if shared and "decode" in plain.facts.abilities else 0
     for size in range(max(about - _AROUND, 2), min(about + _AROUND, len(text))):
@@ -313,7 +303,7 @@ def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
     return encode
 
 
-class Trials:
+class Variants:
     """Variants of a known tokenizer, each with one change, built on first use."""
 
     def __init__(self, spec: tokenizer_parts.Spec) -> None:
@@ -330,7 +320,7 @@ class Trials:
             changes = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
             yield "pre-tokenizer", what, partial(self._swapped, changes)
         added = self._spec.get("added_tokens") or []
-        for what, tokens in _added_trials(added, text).items():
+        for what, tokens in _added_variants(added, text).items():
             if tokens != added:
                 yield "added token", what, self._loaded(what, added_tokens=tokens)
         model = self._spec["model"]
@@ -348,11 +338,8 @@ class Trials:
         own = {name: getattr(self._tokenizer, name) for name in parts}
         try:
             for name, part in parts.items():
-                setattr(
-                    self._tokenizer,
-                    name,
-                    None if part is None else getattr(tokenizer_parts.with_only(name, part), name),
-                )
+                value = None if part is None else getattr(tokenizer_parts.with_only(name, part), name)
+                setattr(self._tokenizer, name, value)
             return encoder_of(self._tokenizer)(texts)
         finally:
             for name, part in own.items():
@@ -364,16 +351,11 @@ class Trials:
         return self._made[what]
 
 
-def _added_trials(added: list[Any], text: str) -> dict[str, list[Any]]:
-    spelled = [token["content"] for token in added if token["content"] in text]
-    changes = {
-        **{
-            f"{content!r} read as text": [t for t in added if t["content"] != content]
-            for content in spelled[:_MOST_SPELLED]
-        },
-        "its added tokens read as text": [],
-        "only those of its added tokens that are special": [token for token in added if token["special"]],
-    }
+def _added_variants(added: list[Any], text: str) -> dict[str, list[Any]]:
+    spelled = [token["content"] for token in added if token["content"] in text][:_MOST_SPELLED]
+    changes = {f"{content!r} read as text": [t for t in added if t["content"] != content] for content in spelled}
+    changes["its added tokens read as text"] = []
+    changes["only those of its added tokens that are special"] = [token for token in added if token["special"]]
     for flag in ("lstrip", "rstrip", "normalized", "single_word"):
         for value in (True, False):
             changes[f"{flag}={value} on its added tokens"] = [{**token, flag: value} for token in added]

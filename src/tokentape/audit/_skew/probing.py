@@ -10,7 +10,7 @@ from tokentape.audit._skew.backends import Backend, BackendFacts, SkewChat
 from tokentape.audit._skew.findings import Skew, SkewResult
 from tokentape.chat._byte_level import BYTE_OF
 
-WHERE = 5
+_WHERE = 5
 """The maximum number of groups, conversations or files that a finding lists."""
 
 
@@ -41,7 +41,7 @@ def explain(
         where += [name, *(label for (label, _), is_explained in explained if is_explained)]
         remaining = [pair for pair, is_explained in explained if not is_explained]
     return [
-        replace(finding, count=len(where), where=tuple(dict.fromkeys(where))[:WHERE])
+        replace(finding, count=len(where), where=tuple(dict.fromkeys(where))[:_WHERE])
         for finding, where in groups.values()
     ], len(remaining)
 

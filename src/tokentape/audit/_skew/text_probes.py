@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tokentape.audit._skew.backends import Backend
 from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses
-from tokentape.audit._skew.findings import Kind, Probe, Skew, SkewResult
+from tokentape.audit._skew.findings import Kind, Probe, Skew
 from tokentape.audit._skew.parts import brief, part_of
-from tokentape.audit._skew.probing import WHERE, explain, result, smallest, smallest_text
+from tokentape.audit._skew.probing import explain, result, smallest, smallest_text
 from tokentape.errors import InvalidRequest
 
 MOST_EXAMINED = 60
@@ -35,30 +35,23 @@ class Differing:
     b_ids: list[int]
 
 
-def unstable_finding(backend: Backend, letter: str, texts: Collection[str], known: dict[str, list[int]]) -> Skew | None:
+def unstable_finding(backend: Backend, letter: str, texts: Sequence[str], known: dict[str, list[int]]) -> Skew | None:
     """Return a finding if a side's ids of a text change when repeated, or it has dropout. Store ids in `known`."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
-    tries = 20 if dropout else 1
-    listed = list(texts)
-    first = backend.encode(listed)
-    known.update(zip(listed, first, strict=True))
-    shown: tuple[str, SkewResult, SkewResult] | None = None
-    for _ in range(tries):
-        again = backend.encode(listed)
-        unlike = [(t, x, y) for t, x, y in zip(listed, first, again, strict=True) if x != y]
-        if unlike:
-            text, first_ids, second_ids = min(unlike, key=lambda entry: len(entry[0]))
-            shown = text, result(backend, first_ids), result(backend, second_ids)
-            break
-    if shown is None and not dropout:
-        return None
-    kind: Kind = "model settings" if dropout else "unknown"
+    first = backend.encode(texts)
+    known.update(zip(texts, first, strict=True))
     cause = f"{letter} disagrees with itself: it gives the same text different ids the second time"
-    fix = "Make this side deterministic before you compare anything with it."
+    finding = Skew("unknown", "encode", cause, "Make this side deterministic before you compare anything with it.", 1)
     if dropout:
         cause = f"{cause}, since model.dropout is {dropout} in its tokenizer.json"
         fix = "Remove dropout from tokenizer.json: it is meant for training a model, and makes ids random."
-    return Skew(kind, "encode", cause, fix, 1, (), *(shown or (None,)))
+        finding = Skew("model settings", "encode", cause, fix, 1)
+    for _ in range(20 if dropout else 1):
+        rows = zip(texts, first, backend.encode(texts), strict=True)
+        if unlike := [row for row in rows if row[1] != row[2]]:
+            text, *ids = min(unlike, key=lambda row: len(row[0]))
+            return replace(finding, example=text, a=result(backend, ids[0]), b=result(backend, ids[1]))
+    return finding if dropout else None
 
 
 def encoded(
@@ -159,26 +152,24 @@ def special_texts(a: Backend, b: Backend) -> dict[str, str]:
 
 def decode_findings(a: Backend, b: Backend, sequences: Mapping[tuple[int, ...], str]) -> list[Skew]:
     """Return one finding for each way in which the backends decode the same ids to different texts."""
-    findings: dict[str, Skew] = {}
     listed = list(sequences)
-    rows = zip(listed, a.decode(listed), b.decode(listed), strict=True)
-    differing = [(ids, a_text, b_text) for ids, a_text, b_text in rows if a_text != b_text]
-    for ids, a_text, b_text in sorted(differing, key=lambda entry: len(entry[0])):
-        kind, what, fix = _decode_cause(a, b, a_text, b_text)
-        earlier = findings.get(kind)
-        if earlier is not None:
-            where = tuple(dict.fromkeys((*earlier.where, sequences[ids])))[:WHERE]
-            findings[kind] = replace(earlier, cause=what, fix=fix, count=earlier.count + 1, where=where)
-            continue
+    rows = zip(listed, zip(a.decode(listed), b.decode(listed), strict=True), strict=True)
+    texts = {ids: pair for ids, pair in rows if pair[0] != pair[1]}
 
-        def same_way(ids: Sequence[int], kind: Kind = kind) -> bool:
+    def examine(ids: tuple[int, ...]) -> tuple[str, Skew, Callable[[list[tuple[int, ...]]], Sequence[bool]]]:
+        kind, what, fix = _decode_cause(a, b, *texts[ids])
+
+        def same_way(ids: Sequence[int]) -> bool:
             a_text, b_text = a.decode([ids])[0], b.decode([ids])[0]
             return a_text != b_text and _decode_cause(a, b, a_text, b_text)[0] == kind
 
         small = tuple(smallest(ids, same_way))
         results = result(a, small, a.decode([small])[0]), result(b, small, b.decode([small])[0])
-        findings[kind] = Skew(kind, "decode", what, fix, 1, (sequences[ids],), small, *results)
-    return list(findings.values())
+        finding = Skew(kind, "decode", what, fix, 1, (), small, *results)
+        return kind, finding, lambda others: [_decode_cause(a, b, *texts[other])[0] == kind for other in others]
+
+    inputs = [(sequences[ids], ids) for ids in sorted(texts, key=len)]
+    return explain(inputs, len(inputs), examine, lambda _: None)[0]
 
 
 def _decode_cause(a: Backend, b: Backend, a_text: str, b_text: str) -> tuple[Kind, str, str]:

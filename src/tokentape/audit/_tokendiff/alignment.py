@@ -23,6 +23,16 @@ class Segment(NamedTuple):
     other_start: int
     other_end: int
 
+    @property
+    def size(self) -> int:
+        """The length of the longer range."""
+        return max(self.end - self.start, self.other_end - self.other_start)
+
+    @property
+    def one_sided(self) -> bool:
+        """True if one range is empty."""
+        return self.start == self.end or self.other_start == self.other_end
+
 
 _Path: TypeAlias = "tuple[Block, _Path] | None"
 _NOWHERE: tuple[int, _Path] = (-1, None)
