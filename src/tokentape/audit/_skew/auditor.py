@@ -18,13 +18,13 @@ from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.chat_probes import ChatProbe
 from tokentape.audit._skew.corpus import compare_corpus, conversations_of, corpus_files
 from tokentape.audit._skew.file_findings import configuration_findings, file_findings, file_notes
-from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Probe, Skew
+from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Differing, Probe, Skew
 from tokentape.audit._skew.parts import unlike_tokens
 from tokentape.errors import TokenizerUnusable
 
 CompareCorpus: TypeAlias = Callable[
     [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]],
-    tuple[CorpusStatistics, list[text_probes.Differing]],
+    tuple[CorpusStatistics, list[Differing]],
 ]
 
 _SAME_SETTINGS = "Use the tokenizer files that the weights were trained with on both sides, not tokenizer.json alone."
@@ -131,8 +131,6 @@ class _Run:
         self.skipped: dict[Probe, str] = {}
         self.notes: list[str] = []
         self.causes = TextCauses(a, b)
-        self.known: tuple[dict[str, list[int]], dict[str, list[int]]] = {}, {}
-        """Both sides' ids of battery texts, which servers are not asked for again."""
         self.longest = 0
         self.own = 0, 0
         """The number of the user's conversations that were rendered, and that were rendered differently."""
@@ -140,9 +138,10 @@ class _Run:
     def stability(self) -> bool:
         """Encode the battery twice with each side. Add a finding and return False if a side's ids change."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
-        for letter, side, known_ids in zip("AB", (self.a, self.b), self.known, strict=True):
-            unstable = text_probes.unstable_finding(side, letter, texts, known_ids)
-            self.findings += [unstable] if unstable else []
+        unstable = (
+            text_probes.unstable_finding(side, letter, texts) for letter, side in (("A", self.a), ("B", self.b))
+        )
+        self.findings += filter(None, unstable)
         if self.findings:
             self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
         return not self.findings
@@ -169,18 +168,18 @@ class _Run:
         texts = battery.by_text(groups)
         self.tried["encode"] = len(texts) + sum(map(len, lines.values()))
         self.longest = max(map(len, texts))
-        differing = text_probes.compare_texts(self.a, self.b, texts, known=self.known)
+        differing = text_probes.compare_texts(self.a, self.b, texts)
         for group, some in lines.items():
             differing += text_probes.compare_in_blocks(self.a, self.b, some, group)
-        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
+        self._add(*self.causes.explain(differing, "encode", self.progress))
         if not self._able("special", "special", "BOS and EOS"):
             return
         plain = text_probes.special_texts(self.a, self.b)
-        unlike = {difference.text for difference in text_probes.compare_texts(self.a, self.b, plain, known=self.known)}
+        unlike = {difference.text for difference in text_probes.compare_texts(self.a, self.b, plain)}
         agreed = {text: group for text, group in plain.items() if text not in unlike}
         self.tried["special"] = len(agreed)
         differing = text_probes.compare_texts(self.a, self.b, agreed, special=True)
-        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "special", special=True))
+        self._add(*self.causes.explain(differing, "special", special=True))
 
     def decoding(self) -> None:
         if not self._able("decode", "decode", "decoding"):
@@ -190,11 +189,7 @@ class _Run:
         if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
             texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
         listed = list(texts)
-        ids = (
-            text_probes.encoded(side, listed, known_ids)
-            for side, known_ids in zip((self.a, self.b), self.known, strict=True)
-        )
-        rows = zip(listed, *ids, strict=True)
+        rows = zip(listed, self.a.encode(listed), self.b.encode(listed), strict=True)
         sequences = {tuple(ids_a): texts[text] for text, ids_a, ids_b in rows if ids_a == ids_b and ids_a}
         if not (self.a.is_server or self.b.is_server):
             alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))
@@ -222,7 +217,7 @@ class _Run:
         if statistics.differing > len(differing):
             more = statistics.differing - len(differing)
             self.notes.append(f"{more} more documents differ; only {len(differing)} were kept for explanation")
-        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
+        self._add(*self.causes.explain(differing, "corpus", self.progress))
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
     def loading(self) -> None:

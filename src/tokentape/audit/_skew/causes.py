@@ -9,7 +9,7 @@ cause must also keep the ids of texts on which the sides agree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import combinations
 from typing import Any
@@ -20,13 +20,14 @@ from tokentape.audit._skew import battery
 from tokentape.audit._skew import parts as tokenizer_parts
 from tokentape.audit._skew.backends import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
-from tokentape.audit._skew.findings import Cause, Encoder, Kind
-from tokentape.audit._skew.probing import smallest
+from tokentape.audit._skew.findings import Cause, Differing, Encoder, Kind, Probe, Skew
+from tokentape.audit._skew.probing import explain, result, smallest, smallest_text
 from tokentape.audit._skew.template_causes import OF_TEXT
 from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _MOST_SPELLED = 2
+_MOST_EXAMINED = 60
 SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare their hashes."
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
 _AROUND = 24
@@ -48,6 +49,45 @@ class TextCauses:
         self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
         specs_known = a.facts.spec is not None and b.facts.spec is not None
         self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if specs_known else {}
+
+    def explain(
+        self,
+        differing: Iterable[Differing],
+        probe: Probe,
+        progress: Callable[[str], None] = lambda _: None,
+        *,
+        special: bool = False,
+    ) -> tuple[list[Skew], int]:
+        """Return one finding per cause, and the number of texts beyond `_MOST_EXAMINED` that were left unexplained."""
+        a, b = self._a, self._b
+
+        def ids_of(text: str) -> tuple[list[int], list[int]]:
+            return a.encode([text], special=special)[0], b.encode([text], special=special)[0]
+
+        def differs(text: str) -> bool:
+            try:
+                a_ids, b_ids = ids_of(text)
+            except InvalidRequest:
+                return False
+            return a_ids != b_ids
+
+        def examine(first: Differing) -> tuple[str, Skew, Callable[[list[Differing]], Sequence[bool]]]:
+            small = smallest_text(first.text, differs)
+            a_ids, b_ids = ids_of(small)
+            cause = self.cause_of(small, a_ids, b_ids, special=special)
+
+            def explains(others: list[Differing]) -> Sequence[bool]:
+                if cause.encoder is None:
+                    return [False] * len(others)
+                outputs = cause.encoder([other.text for other in others])
+                targets = [other.b_ids if cause.gives == "b" else other.a_ids for other in others]
+                return [ids == expected for ids, expected in zip(outputs, targets, strict=True)]
+
+            finding = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
+            return cause.key, finding, explains
+
+        inputs = [(each.where, each) for each in sorted(differing, key=lambda each: len(each.text))]
+        return explain(inputs, _MOST_EXAMINED, examine, progress)
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
         """Return why a text's ids differ. With `special`, the ids include BOS and EOS."""

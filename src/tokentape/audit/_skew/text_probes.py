@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from tokentape.audit._skew.backends import Backend
-from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses
-from tokentape.audit._skew.findings import Kind, Probe, Skew
+from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES
+from tokentape.audit._skew.findings import Differing, Kind, Skew
 from tokentape.audit._skew.parts import brief, part_of
-from tokentape.audit._skew.probing import explain, result, smallest, smallest_text
-from tokentape.errors import InvalidRequest
-
-MOST_EXAMINED = 60
+from tokentape.audit._skew.probing import explain, result, smallest
 
 _BLOCKS = (200, 20, 1)
 _MOST_BLOCKS = 20
@@ -24,22 +21,10 @@ _NO_CLEAN_UP = (
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
-@dataclass(frozen=True, slots=True)
-class Differing:
-    """A text that the backends encode differently."""
-
-    text: str
-    where: str
-    """The text's group in the battery, or its file."""
-    a_ids: list[int]
-    b_ids: list[int]
-
-
-def unstable_finding(backend: Backend, letter: str, texts: Sequence[str], known: dict[str, list[int]]) -> Skew | None:
-    """Return a finding if a side's ids of a text change when repeated, or it has dropout. Store ids in `known`."""
+def unstable_finding(backend: Backend, letter: str, texts: Sequence[str]) -> Skew | None:
+    """Return a finding if a side's ids of a text change when repeated, or it has dropout."""
     dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
     first = backend.encode(texts)
-    known.update(zip(texts, first, strict=True))
     cause = f"{letter} disagrees with itself: it gives the same text different ids the second time"
     finding = Skew("unknown", "encode", cause, "Make this side deterministic before you compare anything with it.", 1)
     if dropout:
@@ -51,34 +36,15 @@ def unstable_finding(backend: Backend, letter: str, texts: Sequence[str], known:
         if unlike := [row for row in rows if row[1] != row[2]]:
             text, *ids = min(unlike, key=lambda row: len(row[0]))
             return replace(finding, example=text, a=result(backend, ids[0]), b=result(backend, ids[1]))
+    backend.remember(texts, first)
     return finding if dropout else None
 
 
-def encoded(
-    backend: Backend, texts: Sequence[str], known: Mapping[str, list[int]], *, special: bool = False
-) -> list[list[int]]:
-    """Return the ids of texts. Ask the backend only for texts that are not in `known`."""
-    new = [text for text in texts if text not in known]
-    ids_of = {**known, **dict(zip(new, backend.encode(new, special=special) if new else (), strict=True))}
-    return [ids_of[text] for text in texts]
-
-
-def compare_texts(
-    a: Backend,
-    b: Backend,
-    texts: Mapping[str, str],
-    *,
-    special: bool = False,
-    known: Sequence[Mapping[str, list[int]]] = ({}, {}),
-) -> list[Differing]:
-    """Return the texts whose ids differ. `texts` maps each text to its group; `known` has ids of both sides."""
+def compare_texts(a: Backend, b: Backend, texts: Mapping[str, str], *, special: bool = False) -> list[Differing]:
+    """Return the texts whose ids differ. `texts` maps each text to its group."""
     listed = list(texts)
-    ids = (encoded(side, listed, have, special=special) for side, have in zip((a, b), known, strict=True))
-    return [
-        Differing(text, texts[text], a_ids, b_ids)
-        for text, a_ids, b_ids in zip(listed, *ids, strict=True)
-        if a_ids != b_ids
-    ]
+    rows = zip(texts.items(), a.encode(listed, special=special), b.encode(listed, special=special), strict=True)
+    return [Differing(text, group, a_ids, b_ids) for (text, group), a_ids, b_ids in rows if a_ids != b_ids]
 
 
 def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) -> list[Differing]:
@@ -98,45 +64,6 @@ def compare_in_blocks(a: Backend, b: Backend, texts: Sequence[str], where: str) 
             else:
                 differences.append(block)
     return differences
-
-
-def explain_texts(
-    a: Backend,
-    b: Backend,
-    causes: TextCauses,
-    differing: Iterable[Differing],
-    probe: Probe,
-    progress: Callable[[str], None] = lambda _: None,
-    *,
-    special: bool = False,
-) -> tuple[list[Skew], int]:
-    """Return one finding per cause, and the number of texts beyond `MOST_EXAMINED` that were left unexplained."""
-
-    def differs(text: str) -> bool:
-        try:
-            return a.encode([text], special=special) != b.encode([text], special=special)
-        except InvalidRequest:
-            return False
-
-    def examine(first: Differing) -> tuple[str, Skew, Callable[[list[Differing]], Sequence[bool]]]:
-        small = smallest_text(first.text, differs)
-        a_ids, b_ids = a.encode([small], special=special)[0], b.encode([small], special=special)[0]
-        cause = causes.cause_of(small, a_ids, b_ids, special=special)
-
-        def explains(others: list[Differing]) -> Sequence[bool]:
-            if cause.encoder is None:
-                return [False] * len(others)
-            outputs = cause.encoder([difference.text for difference in others])
-            targets = [difference.b_ids if cause.gives == "b" else difference.a_ids for difference in others]
-            return [ids == expected for ids, expected in zip(outputs, targets, strict=True)]
-
-        finding = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
-        return cause.key, finding, explains
-
-    inputs = [
-        (difference.where, difference) for difference in sorted(differing, key=lambda difference: len(difference.text))
-    ]
-    return explain(inputs, MOST_EXAMINED, examine, progress)
 
 
 def special_texts(a: Backend, b: Backend) -> dict[str, str]:

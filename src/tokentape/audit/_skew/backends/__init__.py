@@ -110,6 +110,9 @@ class Backend:
         """Return the ids of each text. With `special`, include the BOS and EOS that the backend adds."""
         raise NotImplementedError
 
+    def remember(self, texts: Sequence[str], ids: Sequence[list[int]]) -> None:
+        """Keep the ids of plain texts that will be encoded again, if encoding sends requests."""
+
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence of ids, with control tokens spelled out."""
         raise NotImplementedError

@@ -232,10 +232,9 @@ class AutoBackend(backends.Backend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        ids: list[list[int]] = self._tokenizer(
-            list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
-        )["input_ids"]
-        return ids
+        how = {"add_special_tokens": special, "return_attention_mask": False, "return_token_type_ids": False}
+        # transformers raises an error for an empty list.
+        return list(self._tokenizer(list(texts), **how)["input_ids"]) if texts else []
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return [self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in sequences]
