@@ -21,7 +21,7 @@ from tokentape.audit._skew import parts as tokenizer_parts
 from tokentape.audit._skew.backends import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Cause, Differing, Encoder, Kind, Probe, Skew
-from tokentape.audit._skew.probing import explain, result, smallest, smallest_text
+from tokentape.audit._skew.probing import explain, result, smallest, smallest_text, token_strings
 from tokentape.audit._skew.template_causes import OF_TEXT
 from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -224,7 +224,7 @@ class TextCauses:
                     and self._keeps_agreed(encoder)
                 ):
                     return Cause("truncation", f"{letter} {what}", _WHOLE, f"{letter}:{what}", encoder, gives)
-        a_pieces, b_pieces = _pieces(a, a_ids), _pieces(b, b_ids)
+        a_pieces, b_pieces = token_strings(a, a_ids), token_strings(b, b_ids)
         if a_pieces and a_pieces == b_pieces:
             return Cause("vocabulary", "the same tokens have different ids", SAME_FILES, "vocabulary")
         what = f"the sides give this text different tokens: {_first_ids_apart(a_ids, b_ids)}"
@@ -329,11 +329,6 @@ def _first_ids_apart(a_ids: list[int], b_ids: list[int]) -> str:
     index = first_difference(a_ids, b_ids)
     shown = [str(ids[index]) if index < len(ids) else "no id" for ids in (a_ids, b_ids)]
     return f"the first ids that differ, at {index}, are {shown[0]} and {shown[1]}"
-
-
-def _pieces(backend: Backend, ids: list[int]) -> list[str]:
-    tokens = [backend.token(token_id) for token_id in ids]
-    return [piece for piece in tokens if piece is not None] if None not in tokens else []
 
 
 def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:

@@ -55,11 +55,16 @@ def as_text(token: str, facts: BackendFacts) -> str:
     return token.replace("\u2581", " ")
 
 
+def token_strings(backend: Backend, ids: Sequence[int]) -> list[str]:
+    """Return the token string of each id; [] if one is unknown."""
+    tokens = [backend.token(token_id) for token_id in ids]
+    return [token for token in tokens if token is not None] if None not in tokens else []
+
+
 def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> SkewResult:
     """Return a backend's result, with the token strings of its ids if all are known."""
-    tokens = [backend.token(token_id) for token_id in ids]
-    spelled = tuple(as_text(token, backend.facts) for token in tokens if token is not None)
-    return SkewResult(tuple(ids), spelled if len(spelled) == len(ids) else (), text)
+    spelled = tuple(as_text(token, backend.facts) for token in token_strings(backend, ids))
+    return SkewResult(tuple(ids), spelled, text)
 
 
 _PIECES = 200
