@@ -145,7 +145,7 @@ def bytes_logprob(
     """
     if not text:
         raise InvalidRequest("the text is empty; expected at least one byte")
-    stops = np.array(sorted(stop_ids), np.int64)
+    stops = sorted(stop_ids)
     # Prefixes to extend: minus the log-probability, the number of bytes, the ids.
     open_: list[tuple[float, int, tuple[int, ...]]] = [(-0.0, 0, ())]
     completed, lower, evaluations = 0, -math.inf, 0
@@ -164,17 +164,16 @@ def bytes_logprob(
         evaluations += len(batch)
         for (cost, offset, ids), row in zip(batch, model.next_logprobs([ids for _, _, ids in batch]), strict=True):
             rest = text[offset:]
-            last: Sequence[int] | npt.NDArray[np.int64] = ()
             if not rest:
                 last = stops
                 completed += 1
-            elif not len(stops):
-                last = [token_id for token_id in spellings.covering(rest) if allowed((*ids, token_id))]
+            else:
+                covering = () if stops else spellings.covering(rest)
+                last = [token_id for token_id in covering if allowed((*ids, token_id))]
                 completed += len(last)
-            if rest or len(stops):
-                lower = float(np.logaddexp.reduce([lower, *(row[list(last)] - cost)]))
+            lower = float(np.logaddexp.reduce([lower, *(row[last] - cost)]))
             for token_id, length in spellings.within(rest):
-                ends_it = length == len(rest) and not len(stops)  # already in `last`
+                ends_it = length == len(rest) and not stops  # already in `last`
                 if not ends_it and row[token_id] > -math.inf and allowed((*ids, token_id)):
                     heapq.heappush(open_, (cost - float(row[token_id]), offset + length, (*ids, token_id)))
     return Bounds(lower, upper() if open_ else lower, not open_, completed, evaluations)

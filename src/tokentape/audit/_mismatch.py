@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -88,10 +88,11 @@ class Doubt:
     start: int
     end: int
     positions: npt.NDArray[np.int64]
+    scored: list[_Tokens]
+    """Where to add the tokens after scoring."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     recorded: Values
     own: Values
     """The log-probabilities under the model's own distribution."""
@@ -120,8 +121,8 @@ class _Group:
         if not self.scored:
             return None
         width = min(tokens.top.shape[1] for tokens in self.scored)
-        parts = [(tokens.recorded, tokens.own, tokens.top[:, :width]) for tokens in self.scored]
-        return _Tokens(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        parts = [tokens._replace(top=tokens.top[:, :width]) for tokens in self.scored]
+        return _Tokens(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Mismatch:
@@ -191,7 +192,7 @@ class Mismatch:
             group.sequences.append((recorded, value))
         if apart.any() and len(group.doubts) < _LOOKED_AT:
             some = positions[:_TOKENS]
-            group.doubts.append(Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some))
+            group.doubts.append(Doubt(trajectory, int(some[0]), int(some[-1]) + 1, some, group.scored))
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield sequences to score again, with up to `LOOK_TOP` alternatives."""
@@ -202,8 +203,7 @@ class Mismatch:
         """Add the scores of a doubt, with alternatives. They begin at `doubt.start`."""
         offsets = doubt.positions - doubt.start
         recorded = doubt.trajectory.logprobs[doubt.positions].astype(np.float64)
-        tokens = _Tokens(recorded, scores.logprobs[offsets].astype(np.float64), scores.top[offsets])
-        next(group for group in self._groups.values() if doubt in group.doubts).scored.append(tokens)
+        doubt.scored.append(_Tokens(recorded, scores.logprobs[offsets].astype(np.float64), scores.top[offsets]))
 
     def causes(self) -> tuple[Attribution, ...]:
         attributions = []
@@ -214,25 +214,22 @@ class Mismatch:
         return tuple(attributions)
 
     def _causes_of(self, version: str, group: _Group) -> tuple[tuple[Cause, ...], str]:
-        joined = group.joined()
-        rule = None
-        if joined is not None:
+        if (joined := group.joined()) is not None:
             rule = _Explaining(joined, group, self._limits, self._vocab).rule()
-        if rule is not None:
-            causes: list[Cause] = []
-            if abs(rule.temperature - group.declared.temperature) > 1e-6:
-                causes.append("temperature")
-            if rule.truncates or group.declared.truncates:
-                causes.append("truncation")
-            cut = "a truncation to the likeliest tokens, with an unknown limit"
-            return tuple(causes), f"the recorded logprobs fit {cut if np.isnan(rule.top_p) else rule}"
-        for tried in group.sampled if joined is not None else ():
-            assert joined is not None
-            error = under(joined.own, joined.top, tried, self._vocab)[1]
-            # Every rule gives nearly the same logprob to a token that is nearly certain.
-            if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
-                few = f"this engine returns too few alternatives to try {tried}"
-                return ("temperature", "truncation", "weights"), f"{few}; use transformers to tell the causes apart"
+            if rule is not None:
+                causes: list[Cause] = []
+                if abs(rule.temperature - group.declared.temperature) > 1e-6:
+                    causes.append("temperature")
+                if rule.truncates or group.declared.truncates:
+                    causes.append("truncation")
+                cut = "a truncation to the likeliest tokens, with an unknown limit"
+                return tuple(causes), f"the recorded logprobs fit {cut if np.isnan(rule.top_p) else rule}"
+            for tried in group.sampled:
+                error = under(joined.own, joined.top, tried, self._vocab)[1]
+                # Every rule gives nearly the same logprob to a token that is nearly certain.
+                if (error[joined.own < -0.1] < 0.3).mean() < 0.5:
+                    few = f"this engine returns too few alternatives to try {tried}"
+                    return ("temperature", "truncation", "weights"), f"{few}; use transformers to tell the causes apart"
         others = [sibling.too_far(self._limits) for key, sibling in self._groups.items() if key[0] != version]
         if others and not any(others) and group.apart > group.tokens / 4:
             return ("weights",), "the logprobs of the other weight versions agree"

@@ -250,15 +250,11 @@ def _printed(block: Block) -> Sequence[RenderableType]:
         case TokenIds():
             return [_grid([(name, str(list(ids))) for name, ids in block.rows.items()])]
         case Bars():
-            rows = [
-                [
-                    bar.label,
-                    number(bar.value),
-                    "" if bar.low is None or bar.high is None else f"[{number(bar.low)}, {number(bar.high)}]",
-                ]
-                for bar in block.bars
-            ]
-            return [_table(Table(["", block.unit, "95 %" if any(row[2] for row in rows) else ""], rows, {1, 2}))]
+            ends = [[number(end) for end in (bar.low, bar.high) if end is not None] for bar in block.bars]
+            intervals = [f"[{', '.join(pair)}]" if len(pair) == 2 else "" for pair in ends]
+            pairs = zip(block.bars, intervals, strict=True)
+            rows = [[bar.label, number(bar.value), interval] for bar, interval in pairs]
+            return [_table(Table(["", block.unit, "95 %" if any(intervals) else ""], rows, {1, 2}))]
         case Details():
             return []
 
@@ -356,13 +352,12 @@ def _junit(tool: str, cases: Iterable[CiCase], fail_on: str) -> str:
 
 
 def _sarif(tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase]) -> dict[str, Any]:
-    names = list(rules)
     driver = {
         "name": tool,
         "semanticVersion": __version__,
         "rules": [{"id": rule, "shortDescription": {"text": meaning}} for rule, meaning in rules.items()],
     }
-    results = [_result(case, finding, uri, names) for case in cases for finding in case.findings]
+    results = [_sarif_result(case, finding, uri, list(rules)) for case in cases for finding in case.findings]
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -370,7 +365,7 @@ def _sarif(tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase
     }
 
 
-def _result(case: CiCase, finding: CiFinding, uri: str, rules: Sequence[str]) -> dict[str, Any]:
+def _sarif_result(case: CiCase, finding: CiFinding, uri: str, rules: Sequence[str]) -> dict[str, Any]:
     place = json.dumps([case.name, finding.rule, finding.properties or finding.text], default=str)
     return {
         "ruleId": finding.rule,

@@ -61,7 +61,8 @@ def test_conversations_of_the_corpus_are_rendered_and_counted(tmp_path: Path, mo
     monkeypatch.setattr(chat_probes, "conversations", lambda control=None: [])
     a, b = open_backend(str(MODEL)), open_backend(str(MODEL), BackendOptions(template=changed))
     own = list(conversations_of([path]))
-    found = chat_probes.chat_findings(a, b, TextCauses(a, b), lambda what: None, own)
+    found = chat_probes.ChatProbe(a, b, TextCauses(a, b))
+    found.compare(lambda what: None, own)
     assert [(one.name, one.generate) for one in own] == [
         ("c.jsonl conversation 1", True),
         ("c.jsonl conversation 2", True),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
-from tokentape.audit._skew.backends import auto
+from tokentape.audit._skew.backends import spec as spec_backend
 from tokentape.audit._skew.file_findings import _same_template
 from tokentape.audit._skew.findings import AuditReport, audit_cases
 from tokentape.demo import MODEL
@@ -100,7 +100,7 @@ def test_what_repeats_tokenizer_json_is_not_even_loaded(
     added = json.loads((sides[0] / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     decoder = {str(one["id"]): {key: one[key] for key in one if key != "id"} for one in added}
     put(sides[0], CONFIG, added_tokens_decoder=decoder, additional_special_tokens=["<|im_start|>"])
-    monkeypatch.setattr(auto, "AutoBackend", None)
+    monkeypatch.setattr(spec_backend, "AutoBackend", None)
     report = audit(*sides)
     assert (report.findings, report.notes) == ((), ())
 
@@ -112,7 +112,7 @@ def test_without_transformers_unlike_settings_are_not_called_the_same(
         raise TokenizerUnusable("transformers is not installed")
 
     put(sides[0], CONFIG, extra_special_tokens=["price"])
-    monkeypatch.setattr(auto, "AutoBackend", missing)
+    monkeypatch.setattr(spec_backend, "AutoBackend", missing)
     report = audit(*sides)
     assert skews(report) == [("unknown", None)]
     assert "transformers is not installed" in report.findings[0].cause

@@ -46,7 +46,7 @@ Key: TypeAlias = tuple[str, str]
 ALL: Key = ("all", "all")
 
 _OTHER = "other"
-_SEAMS = ("seams",)
+_SEAMS = ("seams", *ALL)
 
 
 @dataclass(slots=True)
@@ -98,9 +98,7 @@ class RowMeter:
         seams = iter(self._seams_held(completions))
         for row in rows:
             row_drift = RowDrift(row.session or row.name, sums=Counter(rows=1, tokens=len(row.ids)))
-            for span in row.spans:
-                if span.end == span.start:
-                    continue
+            for span in (span for span in row.spans if span.end > span.start):
                 trip, seam = next(trips), next(seams)
                 changes = self._retokenizer.compare(trip) if trip.drifted else None
                 self._count(row_drift, span, trip, changes)
@@ -160,14 +158,12 @@ class RowMeter:
         """Return for each completion if encoding again keeps the boundary before it; None if that was not tested."""
         windows: dict[int, tuple[TokenIds, int]] = {}
         for n, (row, span) in enumerate(completions):
-            context = row.ids[max(span.start - _SEAM, 0) : span.start]
-            controls = [
-                i for i, token in enumerate(context.tolist()) if self.tokenizer.control_by_id(token) is not None
-            ]
-            context = context[controls[-1] + 1 :] if controls else context
-            if len(context) and self.tokenizer.control_by_id(int(row.ids[span.start])) is None:
-                window = row.ids[span.start - len(context) : min(span.start + _SEAM, span.end)]
-                windows[n] = window, len(b"".join(self._retokenizer.pieces(context)))
+            start = max(span.start - _SEAM, 0)
+            around = row.ids[start : span.start + 1].tolist()
+            start += 1 + max((i for i, token in enumerate(around) if self.tokenizer.control_by_id(token)), default=-1)
+            if start < span.start:
+                window = row.ids[start : min(span.start + _SEAM, span.end)]
+                windows[n] = window, len(b"".join(self._retokenizer.pieces(row.ids[start : span.start])))
         keeps: list[bool | None] = [None] * len(completions)
         trips = self._retokenizer.round_trips([window for window, _ in windows.values()])
         for (n, (_, length)), trip in zip(windows.items(), trips, strict=True):
@@ -234,8 +230,6 @@ class DriftTally:
 
     def _key(self, key: tuple[str, ...]) -> tuple[str, ...]:
         """Return the key, with `_OTHER` as its value if the dimension already has `VALUES` values."""
-        if key == _SEAMS:
-            return key
         *before, dimension, value = key
         values = self._values.setdefault(dimension, set())
         if value not in values and len(values) >= VALUES:
@@ -249,9 +243,8 @@ class DriftTally:
             for key in sorted(((dimension, value) for value in {*values, _OTHER}), key=_by_value):
                 if key in keys and key != ALL:
                     whole = ("completions", *key)
-                    yield reports.Stratum(
-                        *key, self._shares.rate(key), self._shares.rate(whole) if whole in keys else None
-                    )
+                    completions = self._shares.rate(whole) if whole in keys else None
+                    yield reports.Stratum(*key, self._shares.rate(key), completions)
 
     def _logprob_change(self) -> reports.LogprobChange | None:
         if not self._logprobs:

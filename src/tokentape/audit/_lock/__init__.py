@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
     observed_ids: dict[str, tuple[int, ...] | None] = {}
     for golden in lock.goldens:
         if not golden.messages:
-            observed_ids[golden.name] = _ints(tokenizer(golden.text, add_special_tokens=golden.special)["input_ids"])
+            observed_ids[golden.name] = tuple(tokenizer(golden.text, add_special_tokens=golden.special)["input_ids"])
         elif template is not None:
             source = variants["tool_use" if golden.tools and "tool_use" in variants else "default"]
             observed_ids[golden.name] = _live_chat_ids(tokenizer, source, lock.date, template_kwargs, golden)
@@ -166,11 +166,21 @@ async def observe_server(
             kind, first = await introduced(http, kind)
             model = model or first
         for golden in lock.goldens:
-            why, ids = await _server_ids(kind, http, model, lock, golden)
-            if why:
+            ids = None
+            if not golden.messages:
+                why = "the server has no tokenize endpoint"
+                ids = await server_text_ids(kind, http, model, golden.text, special=golden.special, controls=True)
+            elif lock.certificate.get("date printed"):
+                why = "the template prints the date, which a server takes from its clock"
+            elif golden.ids is None:
+                why = "the template refuses them"
+            else:
+                why, chat = "the server does not render them", (golden.messages, golden.tools)
+                ids = await server_chat_ids(kind, http, model, *chat, template_kwargs=lock.template_kwargs)
+            if ids is None:
                 unknown.setdefault(why, []).append(golden.name)
             else:
-                observed_ids[golden.name] = ids
+                observed_ids[golden.name] = tuple(ids)
     finally:
         await http.close()
     if not observed_ids:
@@ -180,21 +190,6 @@ async def observe_server(
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         not_compared.append(f"{len(names)} inputs ({some}): {why}")
     return Observed(f"the {kind} server", observed_ids, versions={}, not_compared=not_compared)
-
-
-async def _server_ids(
-    kind: str, http: HttpClient, model: str, lock: Lock, golden: LockGolden
-) -> tuple[str, tuple[int, ...] | None]:
-    """Return the reason why a golden input can't be compared (else an empty string), and its ids."""
-    if not golden.messages:
-        ids = await server_text_ids(kind, http, model, golden.text, special=golden.special, controls=True)
-        return "" if ids is not None else "the server has no tokenize endpoint", _ints(ids)
-    if lock.certificate.get("date printed"):
-        return "the template prints the date, which a server takes from its clock", None
-    if golden.ids is None:
-        return "the template refuses them", None
-    ids = await server_chat_ids(kind, http, model, golden.messages, golden.tools, template_kwargs=lock.template_kwargs)
-    return "" if ids is not None else "the server does not render them", _ints(ids)
 
 
 def _live_chat_ids(
@@ -211,9 +206,5 @@ def _live_chat_ids(
         except Exception:  # a template raises any error
             continue
         # transformers 4 returns a list, 5 a mapping.
-        return _ints(rendered if isinstance(rendered, list) else rendered["input_ids"])
+        return tuple(rendered if isinstance(rendered, list) else rendered["input_ids"])
     return None
-
-
-def _ints(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(map(int, ids))

@@ -166,18 +166,14 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         changes += [LockChange("versions and files", notice, "`--strict` forbids it") for notice in notices]
     else:
         notes += notices
-    not_compared = *observed.not_compared, *_unlocked(old)
+    lacking = {
+        "config.json, truncation and padding": old.configuration is None,
+        "model_max_length": old.configuration is not None and model_files.MAX_LENGTH not in old.configuration,
+        "files besides tokenizer.json that transformers reads": old.loading is None,
+    }
+    unlocked = [f"{what}, which this older lock does not contain" for what, lacks in lacking.items() if lacks]
+    not_compared = *observed.not_compared, *unlocked
     return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), not_compared)
-
-
-def _unlocked(old: Components) -> Iterator[str]:
-    """Yield descriptions of the parts that an older version's lock lacks."""
-    if old.configuration is None:
-        yield "config.json, truncation and padding, which this older lock does not contain"
-    elif model_files.MAX_LENGTH not in old.configuration:
-        yield "model_max_length, which this older lock does not contain"
-    if old.loading is None:
-        yield "files besides tokenizer.json that transformers reads, which this older lock does not contain"
 
 
 def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

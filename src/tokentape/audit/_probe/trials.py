@@ -19,7 +19,6 @@ from typing import Literal, TypeAlias
 
 from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.audit._tokendiff.kinds import boundary_artifact, text_artifact
-from tokentape.audit._tokendiff.retokenizing import is_canonical
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NothingToMeasure
 from tokentape.types import Message
@@ -149,7 +148,7 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
     ours, theirs = ([tokenizer.token_bytes(token_id) for token_id in ids] for ids in (source, completion))
     # Some tokenizers put a space before a text, so find the word in the decoded bytes.
     text, spelled, target = b"".join(ours), b"".join(theirs), trial.target.encode()
-    canonical = is_canonical(completion, tokenizer)
+    canonical = tokenizer.encode_plain(tokenizer.decode(completion)) == list(completion)
     place = _place(trial, spelled)
     if place is None:
         return Outcome("other", canonical=canonical)

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_FILES, settings_apart
-from tokentape.audit._skew import battery, text_probes
+from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends import Ability, Backend, BackendOptions, SkewChat, open_backend
-from tokentape.audit._skew.causes import TextCauses
-from tokentape.audit._skew.chat_probes import chat_findings, echo_findings
+from tokentape.audit._skew.backends import spec as spec_backend
+from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses
+from tokentape.audit._skew.chat_probes import ChatProbe
 from tokentape.audit._skew.corpus import compare_corpus, conversations_of, corpus_files
 from tokentape.audit._skew.file_findings import configuration_findings, file_findings, file_notes
-from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Probe, Skew
-from tokentape.audit._skew.parts import unlike_tokens
+from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Differing, Kind, Probe, Skew
+from tokentape.audit._skew.parts import brief, part_of, unlike_tokens
+from tokentape.audit._skew.probing import explain, result, smallest
 from tokentape.errors import TokenizerUnusable
 
 CompareCorpus: TypeAlias = Callable[
     [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]],
-    tuple[CorpusStatistics, list[text_probes.Differing]],
+    tuple[CorpusStatistics, list[Differing]],
 ]
+
+_BLOCKS = (200, 20, 1)
+_MOST_BLOCKS = 20
+"""The maximum number of differing blocks of one size that are searched further."""
+
+_NO_CLEAN_UP = (
+    "Set clean_up_tokenization_spaces to false, and record ids: text that was cleaned up encodes differently."
+)
+_CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 _SAME_SETTINGS = "Use the tokenizer files that the weights were trained with on both sides, not tokenizer.json alone."
 
@@ -100,25 +111,24 @@ def loaded_findings(
     a: Path, b: Path, difference: str, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Skew], str]:
     """Load two folders with transformers. Return findings or a note, which quote `difference`, found in their files."""
-    from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
-
     progress("loading both folders with transformers")
-    ours, theirs = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
+    ours, theirs = (spec_backend.AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
     run = _Run(ours, theirs, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
-    if sides := "; ".join(unlike_sides(ours, theirs)):
+    if sides := "; ".join(spec_backend.unlike_sides(ours, theirs)):
         cause = f"{sides}: ids differ if padding or truncation is enabled"
         run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
-    elif same_tokenizer(ours, theirs):
+    elif spec_backend.same_tokenizer(ours, theirs):
         return [], f"{difference}: {by} loads the same tokenizer from both"
     run.texts()
     run.decoding()
     run.findings += file_findings(run.a, run.b, run.causes, run.findings, templates=False)
-    findings = [replace(x, cause=f"loaded by {by}, {x.cause} ({difference})", fix=_SAME_SETTINGS) for x in run.findings]
-    return (
-        findings,
-        "" if findings else f"{difference}: the tokenizers that {by} loads agree on everything that was tried",
-    )
+    if not run.findings:
+        return [], f"{difference}: the tokenizers that {by} loads agree on everything that was tried"
+    return [
+        replace(found, cause=f"loaded by {by}, {found.cause} ({difference})", fix=_SAME_SETTINGS)
+        for found in run.findings
+    ], ""
 
 
 class _Run:
@@ -131,8 +141,6 @@ class _Run:
         self.skipped: dict[Probe, str] = {}
         self.notes: list[str] = []
         self.causes = TextCauses(a, b)
-        self.known: tuple[dict[str, list[int]], dict[str, list[int]]] = {}, {}
-        """Both sides' ids of battery texts, which servers are not asked for again."""
         self.longest = 0
         self.own = 0, 0
         """The number of the user's conversations that were rendered, and that were rendered differently."""
@@ -140,12 +148,11 @@ class _Run:
     def stability(self) -> bool:
         """Encode the battery twice with each side. Add a finding and return False if a side's ids change."""
         texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
-        sides = zip("AB", (self.a, self.b), self.known, strict=True)
-        unstable = [text_probes.unstable_finding(side, letter, texts, known_ids) for letter, side, known_ids in sides]
+        unstable = (_unstable_finding(side, letter, texts) for letter, side in (("A", self.a), ("B", self.b)))
         self.findings += filter(None, unstable)
-        if any(unstable):
+        if self.findings:
             self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
-        return not any(unstable)
+        return not self.findings
 
     def texts(self) -> None:
         """Probe plain texts, control tokens, BOS and EOS."""
@@ -169,18 +176,48 @@ class _Run:
         texts = battery.by_text(groups)
         self.tried["encode"] = len(texts) + sum(map(len, lines.values()))
         self.longest = max(map(len, texts))
-        differing = text_probes.compare_texts(self.a, self.b, texts, known=self.known)
+        differing = self._compared(texts)
         for group, some in lines.items():
-            differing += text_probes.compare_in_blocks(self.a, self.b, some, group)
-        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
+            differing += self._compared_in_blocks(some, group)
+        self._add(*self.causes.explain(differing, "encode", self.progress))
         if not self._able("special", "special", "BOS and EOS"):
             return
-        plain = text_probes.special_texts(self.a, self.b)
-        unlike = {difference.text for difference in text_probes.compare_texts(self.a, self.b, plain, known=self.known)}
+        special_tokens = [side.facts.special_tokens for side in (self.a, self.b)]
+        ends = [tokens[name] for tokens in special_tokens for name in ("bos_token", "eos_token") if tokens.get(name)]
+        plain = dict.fromkeys(
+            ["a", "a b", "", "\n", *(text for end in ends for text in (f"{end}a", f"a{end}"))], "BOS and EOS"
+        )
+        unlike = {difference.text for difference in self._compared(plain)}
         agreed = {text: group for text, group in plain.items() if text not in unlike}
         self.tried["special"] = len(agreed)
-        differing = text_probes.compare_texts(self.a, self.b, agreed, special=True)
-        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "special", special=True))
+        differing = self._compared(agreed, special=True)
+        self._add(*self.causes.explain(differing, "special", special=True))
+
+    def _compared(self, texts: Mapping[str, str], *, special: bool = False) -> list[Differing]:
+        """Return the texts whose ids differ. `texts` maps each text to its group."""
+        listed = list(texts)
+        a, b = (side.encode(listed, special=special) for side in (self.a, self.b))
+        rows = zip(texts.items(), a, b, strict=True)
+        return [Differing(text, group, a_ids, b_ids) for (text, group), a_ids, b_ids in rows if a_ids != b_ids]
+
+    def _compared_in_blocks(self, texts: Sequence[str], where: str) -> list[Differing]:
+        """Return texts whose ids differ, with few requests: encode blocks of lines, and split blocks that differ."""
+        differences: list[Differing] = []
+        groups = [texts[start : start + _BLOCKS[0]] for start in range(0, len(texts), _BLOCKS[0])]
+        for size in (*_BLOCKS[1:], 0):
+            blocks = {"\n".join(group): group for group in groups}
+            differing = self._compared(dict.fromkeys(blocks, where))[:_MOST_BLOCKS]
+            if not size:
+                return differences + differing
+            groups = []
+            for block in differing:
+                lines = blocks[block.text]
+                smaller = [lines[start : start + size] for start in range(0, len(lines), size)]
+                if self._compared(dict.fromkeys(map("\n".join, smaller), where)):
+                    groups += smaller
+                else:
+                    differences.append(block)
+        return differences
 
     def decoding(self) -> None:
         if not self._able("decode", "decode", "decoding"):
@@ -190,11 +227,7 @@ class _Run:
         if {"controls"} <= self.a.facts.abilities & self.b.facts.abilities:
             texts |= dict.fromkeys({**self.a.facts.added, **self.b.facts.added}, "control tokens")
         listed = list(texts)
-        ids = (
-            text_probes.encoded(side, listed, known_ids)
-            for side, known_ids in zip((self.a, self.b), self.known, strict=True)
-        )
-        rows = zip(listed, *ids, strict=True)
+        rows = zip(listed, self.a.encode(listed), self.b.encode(listed), strict=True)
         sequences = {tuple(ids_a): texts[text] for text, ids_a, ids_b in rows if ids_a == ids_b and ids_a}
         if not (self.a.is_server or self.b.is_server):
             alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))
@@ -202,23 +235,19 @@ class _Run:
                 (token_id,): "vocabulary" for token_id in alone if self.a.token(token_id) == self.b.token(token_id)
             }
         self.tried["decode"] = len(sequences)
-        self.findings += text_probes.decode_findings(self.a, self.b, sequences)
+        self.findings += _decode_findings(self.a, self.b, sequences)
 
     def conversations(self, own: Sequence[SkewChat]) -> None:
         """Compare renderings and loss masks of built-in and the user's `own` conversations, and servers' prompts."""
+        probe = ChatProbe(self.a, self.b, self.causes)
         if self._able("render", "render", "rendering"):
             self.progress("rendering conversations")
-            result = chat_findings(self.a, self.b, self.causes, self.progress, own)
-            self._add(result.findings, result.left)
-            self.own = result.counts["own"], result.counts["own differing"]
-            self.tried["render"] = result.counts["render"]
-            if result.counts["masks"]:
-                self.tried["masks"] = result.counts["masks"]
-        for letter, backend in (("A", self.a), ("B", self.b)):
-            if backend.echoes:
-                tried, new = echo_findings(backend, letter)
-                self.tried["echo"] = self.tried.get("echo", 0) + tried
-                self.findings += new
+            probe.compare(self.progress, own)
+        probe.compare_echoes()
+        self._add(probe.findings, probe.left)
+        self.own = probe.counts["own"], probe.counts["own differing"]
+        probes: tuple[Probe, ...] = ("render", "masks", "echo")
+        self.tried |= {name: probe.counts[name] for name in probes if name in probe.counts}
 
     def corpus(self, paths: Sequence[Path], workers: int | None, compare: CompareCorpus) -> CorpusStatistics:
         statistics, differing = compare(self.a, self.b, paths, workers, self.progress)
@@ -226,7 +255,7 @@ class _Run:
         if statistics.differing > len(differing):
             more = statistics.differing - len(differing)
             self.notes.append(f"{more} more documents differ; only {len(differing)} were kept for explanation")
-        self._add(*text_probes.explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
+        self._add(*self.causes.explain(differing, "corpus", self.progress))
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
     def loading(self) -> None:
@@ -289,3 +318,67 @@ class _Run:
             reason = f"{what}: not supported by {' and '.join(lacking)}"
             self.skipped[probe] = f"{self.skipped[probe]}; {reason}" if probe in self.skipped else reason
         return not lacking
+
+
+def _unstable_finding(backend: Backend, letter: str, texts: Sequence[str]) -> Skew | None:
+    """Return a finding if a side's ids of a text change when repeated, or it has dropout."""
+    dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
+    first = backend.encode(texts)
+    cause = f"{letter} disagrees with itself: it gives the same text different ids the second time"
+    finding = Skew("unknown", "encode", cause, "Make this side deterministic before you compare anything with it.", 1)
+    if dropout:
+        cause = f"{cause}, since model.dropout is {dropout} in its tokenizer.json"
+        fix = "Remove dropout from tokenizer.json: it is meant for training a model, and makes ids random."
+        finding = Skew("model settings", "encode", cause, fix, 1)
+    for _ in range(20 if dropout else 1):
+        rows = zip(texts, first, backend.encode(texts), strict=True)
+        if unlike := [row for row in rows if row[1] != row[2]]:
+            text, *ids = min(unlike, key=lambda row: len(row[0]))
+            return replace(finding, example=text, a=result(backend, ids[0]), b=result(backend, ids[1]))
+    backend.remember(texts, first)
+    return finding if dropout else None
+
+
+def _decode_findings(a: Backend, b: Backend, sequences: Mapping[tuple[int, ...], str]) -> list[Skew]:
+    """Return one finding for each way in which the backends decode the same ids to different texts."""
+    listed = list(sequences)
+    rows = zip(listed, zip(a.decode(listed), b.decode(listed), strict=True), strict=True)
+    texts = {ids: pair for ids, pair in rows if pair[0] != pair[1]}
+
+    def examine(ids: tuple[int, ...]) -> tuple[str, Skew, Callable[[list[tuple[int, ...]]], Sequence[bool]]]:
+        kind, what, fix = _decode_cause(a, b, *texts[ids])
+
+        def same_way(ids: Sequence[int]) -> bool:
+            a_text, b_text = a.decode([ids])[0], b.decode([ids])[0]
+            return a_text != b_text and _decode_cause(a, b, a_text, b_text)[0] == kind
+
+        small = tuple(smallest(ids, same_way))
+        results = result(a, small, a.decode([small])[0]), result(b, small, b.decode([small])[0])
+        finding = Skew(kind, "decode", what, fix, 1, (), small, *results)
+        return kind, finding, lambda others: [_decode_cause(a, b, *texts[other])[0] == kind for other in others]
+
+    inputs = [(sequences[ids], ids) for ids in sorted(texts, key=len)]
+    return explain(inputs, len(inputs), examine, lambda _: None)[0]
+
+
+def _decode_cause(a: Backend, b: Backend, a_text: str, b_text: str) -> tuple[Kind, str, str]:
+    ours, theirs = (part_of(side.facts.spec, "decoder") if side.facts.spec else None for side in (a, b))
+    specs_known = a.facts.spec is not None and b.facts.spec is not None
+    if specs_known and ours != theirs and a.facts.cleans_up == b.facts.cleans_up:
+        what = f"the decoder is {brief(ours)} in A and {brief(theirs)} in B"
+        return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
+    if _cleaned(a_text) == b_text or _cleaned(b_text) == a_text:
+        letter = "B" if _cleaned(a_text) == b_text else "A"
+        what = f"{letter} removes spaces before punctuation when decoding (clean_up_tokenization_spaces)"
+        return "decode clean-up", what, _NO_CLEAN_UP
+    if a_text.strip(" ") == b_text.strip(" "):
+        return "decoder", "one side drops or adds a space at an end of the decoded text", LOAD_THE_FILE
+    if "�" in a_text + b_text:
+        return "decoder", "the sides decode bytes of incomplete characters differently", LOAD_THE_FILE
+    return "decoder", "the sides decode the same ids to different texts", SAME_FILES
+
+
+def _cleaned(text: str) -> str:
+    for spaced in _CLEAN_UP:
+        text = text.replace(spaced, spaced.strip())
+    return text

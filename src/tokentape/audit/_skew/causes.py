@@ -9,7 +9,7 @@ cause must also keep the ids of texts on which the sides agree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import combinations
 from typing import Any
@@ -20,14 +20,14 @@ from tokentape.audit._skew import battery
 from tokentape.audit._skew import parts as tokenizer_parts
 from tokentape.audit._skew.backends import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
-from tokentape.audit._skew.findings import Cause, Encoder, Kind
-from tokentape.audit._skew.probing import smallest
+from tokentape.audit._skew.findings import Cause, Differing, Encoder, Kind, Probe, Skew
+from tokentape.audit._skew.probing import explain, result, smallest, smallest_text, token_strings
 from tokentape.audit._skew.template_causes import OF_TEXT
 from tokentape.audit._tokendiff.alignment import first_difference
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
-_ADDED = "added"
 _MOST_SPELLED = 2
+_MOST_EXAMINED = 60
 SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare their hashes."
 _WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
 _AROUND = 24
@@ -44,13 +44,50 @@ class TextCauses:
     def __init__(self, a: Backend, b: Backend) -> None:
         self._a, self._b = a, b
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
-        self._trials: Trials | None = None
         self._known: list[Cause] = []
-        specs_known = a.facts.spec is not None and b.facts.spec is not None
         self.differing = tokenizer_parts.differing_parts(a.facts, b.facts)
         self.tables = tokenizer_parts.differing_tables(a.facts, b.facts)
-        self._differing = [name for name in self.differing if name not in ("post_processor", "decoder")]
+        specs_known = a.facts.spec is not None and b.facts.spec is not None
         self._added = tokenizer_parts.unlike_tokens(a.facts, b.facts) if specs_known else {}
+
+    def explain(
+        self,
+        differing: Iterable[Differing],
+        probe: Probe,
+        progress: Callable[[str], None] = lambda _: None,
+        *,
+        special: bool = False,
+    ) -> tuple[list[Skew], int]:
+        """Return one finding per cause, and the number of texts beyond `_MOST_EXAMINED` that were left unexplained."""
+        a, b = self._a, self._b
+
+        def ids_of(text: str) -> tuple[list[int], list[int]]:
+            return a.encode([text], special=special)[0], b.encode([text], special=special)[0]
+
+        def differs(text: str) -> bool:
+            try:
+                a_ids, b_ids = ids_of(text)
+            except InvalidRequest:
+                return False
+            return a_ids != b_ids
+
+        def examine(first: Differing) -> tuple[str, Skew, Callable[[list[Differing]], Sequence[bool]]]:
+            small = smallest_text(first.text, differs)
+            a_ids, b_ids = ids_of(small)
+            cause = self.cause_of(small, a_ids, b_ids, special=special)
+
+            def explains(others: list[Differing]) -> Sequence[bool]:
+                if cause.encoder is None:
+                    return [False] * len(others)
+                outputs = cause.encoder([other.text for other in others])
+                targets = [other.b_ids if cause.gives == "b" else other.a_ids for other in others]
+                return [ids == expected for ids, expected in zip(outputs, targets, strict=True)]
+
+            finding = Skew(cause.kind, probe, cause.what, cause.fix, 1, (), small, result(a, a_ids), result(b, b_ids))
+            return cause.key, finding, explains
+
+        inputs = [(each.where, each) for each in sorted(differing, key=lambda each: len(each.text))]
+        return explain(inputs, _MOST_EXAMINED, examine, progress)
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
         """Return why a text's ids differ. With `special`, the ids include BOS and EOS."""
@@ -65,7 +102,11 @@ class TextCauses:
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
         a, b = self._a.facts, self._b.facts
-        names = self.tables or [*self._differing, *(f"{_ADDED}:{description}" for description in self._added)]
+        kinds: dict[str, Kind] = {name: tokenizer_parts.TABLES[name] for name in self.tables}
+        if not kinds:
+            parts = [name for name in self.differing if name not in ("post_processor", "decoder")]
+            kinds = {name: tokenizer_parts.PARTS[name] for name in parts} | dict.fromkeys(self._added, "added token")
+        names = list(kinds)
 
         def explains(group: Sequence[str]) -> bool:
             encoder = self._exchange(tuple(group))
@@ -79,9 +120,7 @@ class TextCauses:
             group = tuple(smallest(names, explains))
         if group is None:
             return None
-        kind = (tokenizer_parts.TABLES if self.tables else tokenizer_parts.PARTS).get(
-            group[0].partition(":")[0], "added token"
-        )
+        kind = kinds[group[0]]
         what = " and ".join(map(self.words, group))
         return Cause(kind, what, _fix(kind, a, b), "+".join(group), self._exchange(group))
 
@@ -108,12 +147,10 @@ class TextCauses:
         elif names not in self._exchanged:
             spec, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
-                kind, _, description = name.partition(":")
-                spec = (
-                    tokenizer_parts.with_tokens(spec, b, self._added[description])
-                    if kind == _ADDED
-                    else tokenizer_parts.with_part(spec, name, b)
-                )
+                if name in self._added:
+                    spec = tokenizer_parts.with_tokens(spec, b, self._added[name])
+                else:
+                    spec = tokenizer_parts.with_part(spec, name, b)
             try:
                 self._exchanged[names] = encoder_of(load_spec(spec))
             except TokenizerUnusable:
@@ -121,15 +158,13 @@ class TextCauses:
         return self._exchanged[names]
 
     def words(self, name: str) -> str:
-        kind, _, description = name.partition(":")
+        """Describe how a part, a table or a group of added tokens differs."""
         a, b = self._a.facts, self._b.facts
         if self.tables:
             return tokenizer_parts.table_words(name, a, b)
-        return (
-            tokenizer_parts.added_words(self._added[description], a, b)
-            if kind == _ADDED
-            else tokenizer_parts.part_words(name, a, b)
-        )
+        if name in self._added:
+            return tokenizer_parts.added_words(self._added[name], a, b)
+        return tokenizer_parts.part_words(name, a, b)
 
     @cached_property
     def _tried(self) -> list[tuple[str, list[int], list[int]]]:
@@ -151,10 +186,10 @@ class TextCauses:
         for cause in self._known:
             if cause.gives == gives and cause.encoder and _gives(cause.encoder, [text], [expected]):
                 return cause
-        self._trials = self._trials or Trials(known_side.facts.spec)
         letter, other_letter = ("B", "A") if gives == "b" else ("A", "B")
-        around = _around_tokens(text, known_side.facts)
-        for kind, what, encoder in self._trials.of(text):
+        spelled = sorted((token for token in known_side.facts.added if token in text), key=len, reverse=True)
+        around = [piece for piece in re.split("|".join(map(re.escape, spelled)), text) if piece] if spelled else []
+        for kind, what, encoder in self._variants.of(text):
             if kind == "added token" and self._a.encode(around) != self._b.encode(around):
                 continue  # the text around the token differs too, so the token is not the cause
             if _gives(encoder, [text], [expected]) and self._keeps_agreed(encoder):
@@ -163,6 +198,10 @@ class TextCauses:
                 self._known.append(Cause(kind, description, fix, f"{kind}:{what}", encoder, gives))
                 return self._known[-1]
         return None
+
+    @cached_property
+    def _variants(self) -> Variants:
+        return Variants(self._a.facts.spec or self._b.facts.spec or {})
 
     def _keeps_agreed(self, encoder: Encoder) -> bool:
         """Return True if an encoder gives the ids on which the backends agree."""
@@ -185,19 +224,13 @@ class TextCauses:
                     and self._keeps_agreed(encoder)
                 ):
                     return Cause("truncation", f"{letter} {what}", _WHOLE, f"{letter}:{what}", encoder, gives)
-        a_pieces, b_pieces = _pieces(a, a_ids), _pieces(b, b_ids)
+        a_pieces, b_pieces = token_strings(a, a_ids), token_strings(b, b_ids)
         if a_pieces and a_pieces == b_pieces:
             return Cause("vocabulary", "the same tokens have different ids", SAME_FILES, "vocabulary")
         what = f"the sides give this text different tokens: {_first_ids_apart(a_ids, b_ids)}"
         if a_pieces and "".join(a_pieces) == "".join(b_pieces):
             what = f"the sides split this text into different tokens: {_first_ids_apart(a_ids, b_ids)}"
         return Cause("unknown", what, SAME_FILES, "unknown")
-
-
-def _around_tokens(text: str, facts: BackendFacts) -> list[str]:
-    spelled = sorted((token for token in facts.added if token in text), key=len, reverse=True)
-    pieces = re.split("|".join(map(re.escape, spelled)), text) if spelled else ()
-    return [piece for piece in pieces if piece]
 
 
 def _differ_by_special_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
@@ -276,19 +309,16 @@ def _cut(
     """Yield descriptions and encoders that cut `plain`'s ids or text. `most`: the cutting side's most ids so far."""
     limit = len(expected)
 
-    def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
-        return [ids[:limit] for ids in plain.encode(list(texts))]
-
-    def ids_from(texts: Sequence[str]) -> list[list[int]]:
-        return [ids[-limit:] for ids in plain.encode(list(texts))]
+    def kept(part: slice, texts: Sequence[str]) -> list[list[int]]:
+        return [ids[part] for ids in plain.encode(list(texts))]
 
     def in_pieces(size: int, texts: Sequence[str]) -> list[list[int]]:
         pieces = [[whole[start : start + size] for start in range(0, len(whole), size)] for whole in texts]
         return [[i for ids in plain.encode(some) for i in ids] if some else [] for some in pieces]
 
     if most <= limit < len(b_ids if expected is a_ids else a_ids):
-        yield f"cuts texts to their first {limit} ids", ids_up_to
-        yield f"cuts texts to their last {limit} ids", ids_from
+        yield f"cuts texts to their first {limit} ids", partial(kept, slice(limit))
+        yield f"cuts texts to their last {limit} ids", partial(kept, slice(-limit, None))
     shared = first_difference(a_ids, b_ids)
     about = len(plain.decode([expected[:shared]])[0]) if shared and "decode" in plain.facts.abilities else 0
     for size in range(max(about - _AROUND, 2), min(about + _AROUND, len(text))):
@@ -301,11 +331,6 @@ def _first_ids_apart(a_ids: list[int], b_ids: list[int]) -> str:
     return f"the first ids that differ, at {index}, are {shown[0]} and {shown[1]}"
 
 
-def _pieces(backend: Backend, ids: list[int]) -> list[str]:
-    tokens = [backend.token(token_id) for token_id in ids]
-    return [piece for piece in tokens if piece is not None] if None not in tokens else []
-
-
 def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -313,7 +338,7 @@ def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
     return encode
 
 
-class Trials:
+class Variants:
     """Variants of a known tokenizer, each with one change, built on first use."""
 
     def __init__(self, spec: tokenizer_parts.Spec) -> None:
@@ -330,7 +355,7 @@ class Trials:
             changes = {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
             yield "pre-tokenizer", what, partial(self._swapped, changes)
         added = self._spec.get("added_tokens") or []
-        for what, tokens in _added_trials(added, text).items():
+        for what, tokens in _added_variants(added, text).items():
             if tokens != added:
                 yield "added token", what, self._loaded(what, added_tokens=tokens)
         model = self._spec["model"]
@@ -348,11 +373,8 @@ class Trials:
         own = {name: getattr(self._tokenizer, name) for name in parts}
         try:
             for name, part in parts.items():
-                setattr(
-                    self._tokenizer,
-                    name,
-                    None if part is None else getattr(tokenizer_parts.with_only(name, part), name),
-                )
+                value = None if part is None else getattr(tokenizer_parts.with_only(name, part), name)
+                setattr(self._tokenizer, name, value)
             return encoder_of(self._tokenizer)(texts)
         finally:
             for name, part in own.items():
@@ -364,16 +386,11 @@ class Trials:
         return self._made[what]
 
 
-def _added_trials(added: list[Any], text: str) -> dict[str, list[Any]]:
-    spelled = [token["content"] for token in added if token["content"] in text]
-    changes = {
-        **{
-            f"{content!r} read as text": [t for t in added if t["content"] != content]
-            for content in spelled[:_MOST_SPELLED]
-        },
-        "its added tokens read as text": [],
-        "only those of its added tokens that are special": [token for token in added if token["special"]],
-    }
+def _added_variants(added: list[Any], text: str) -> dict[str, list[Any]]:
+    spelled = [token["content"] for token in added if token["content"] in text][:_MOST_SPELLED]
+    changes = {f"{content!r} read as text": [t for t in added if t["content"] != content] for content in spelled}
+    changes["its added tokens read as text"] = []
+    changes["only those of its added tokens that are special"] = [token for token in added if token["special"]]
     for flag in ("lstrip", "rstrip", "normalized", "single_word"):
         for value in (True, False):
             changes[f"{flag}={value} on its added tokens"] = [{**token, flag: value} for token in added]

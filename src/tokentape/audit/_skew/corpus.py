@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 
 from tokentape._session.arrow import open_parquet
 from tokentape.audit._skew.backends import Backend, SkewChat, open_backend
-from tokentape.audit._skew.findings import CorpusStatistics
-from tokentape.audit._skew.text_probes import Differing
+from tokentape.audit._skew.findings import CorpusStatistics, Differing
 from tokentape.errors import InvalidRequest, NothingToMeasure
 
 RANGE_BYTES = 4 << 20

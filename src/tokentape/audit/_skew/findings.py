@@ -84,6 +84,17 @@ class Skew:
 
 
 @dataclass(frozen=True, slots=True)
+class Differing:
+    """A text that the backends encode differently."""
+
+    text: str
+    where: str
+    """The text's group in the battery, or its file."""
+    a_ids: list[int]
+    b_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class CorpusStatistics:
     """How much of a corpus was compared, and how fast."""
 

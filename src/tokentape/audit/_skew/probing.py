@@ -10,7 +10,7 @@ from tokentape.audit._skew.backends import Backend, BackendFacts, SkewChat
 from tokentape.audit._skew.findings import Skew, SkewResult
 from tokentape.chat._byte_level import BYTE_OF
 
-WHERE = 5
+_WHERE = 5
 """The maximum number of groups, conversations or files that a finding lists."""
 
 
@@ -41,7 +41,7 @@ def explain(
         where += [name, *(label for (label, _), is_explained in explained if is_explained)]
         remaining = [pair for pair, is_explained in explained if not is_explained]
     return [
-        replace(finding, count=len(where), where=tuple(dict.fromkeys(where))[:WHERE])
+        replace(finding, count=len(where), where=tuple(dict.fromkeys(where))[:_WHERE])
         for finding, where in groups.values()
     ], len(remaining)
 
@@ -55,11 +55,16 @@ def as_text(token: str, facts: BackendFacts) -> str:
     return token.replace("\u2581", " ")
 
 
+def token_strings(backend: Backend, ids: Sequence[int]) -> list[str]:
+    """Return the token string of each id; [] if one is unknown."""
+    tokens = [backend.token(token_id) for token_id in ids]
+    return [token for token in tokens if token is not None] if None not in tokens else []
+
+
 def result(backend: Backend, ids: Sequence[int], text: str | None = None) -> SkewResult:
     """Return a backend's result, with the token strings of its ids if all are known."""
-    tokens = [backend.token(token_id) for token_id in ids]
-    spelled = tuple(as_text(token, backend.facts) for token in tokens if token is not None)
-    return SkewResult(tuple(ids), spelled if len(spelled) == len(ids) else (), text)
+    spelled = tuple(as_text(token, backend.facts) for token in token_strings(backend, ids))
+    return SkewResult(tuple(ids), spelled, text)
 
 
 _PIECES = 200

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import TypeAlias
@@ -154,8 +154,7 @@ class TemplateCauses:
         self, a: BackendFacts, b: BackendFacts, date: str, write: Callable[[SkewChat], tuple[str | None, str | None]]
     ) -> None:
         self._a, self._b, self._date, self._write = a, b, date, write
-        self._exchanges: dict[tuple[str, str], list[tuple[str, Writer]]] = {}
-        self._writers: dict[str, Writer | None] = {}
+        self._writers: dict[tuple[str, str], Writer | None] = {}
         self.agreed: list[SkewChat] = []
         """Conversations that both sides render equally. A cause must not change their text."""
 
@@ -188,9 +187,7 @@ class TemplateCauses:
             return None
         index = 0 if sources[0] is not None else 1
         source, letter, expected = sources[index] or "", "BA"[index], (b_text, a_text)[index]
-        if source not in self._writers:
-            self._writers[source] = self._writer(source, (self._a, self._b)[index].template_variables)
-        write = self._writers[source]
+        write = self._writer(source, (self._a, self._b)[index].template_variables)
         if write is None:
             return None
 
@@ -214,7 +211,7 @@ class TemplateCauses:
     def _by_texts(self, conversation: SkewChat, a_text: str, b_text: str) -> Cause | None:
         """Return the cause if the two texts alone show it."""
         for token in {side.special_tokens.get("bos_token") for side in (self._a, self._b)} - {None}:
-            strip = partial(_without_leading, token or "")
+            strip = partial(re.compile(rf"\A(?:{re.escape(token or '')})+").sub, "")
             counts = [(len(text) - len(strip(text))) // len(token or "") for text in (a_text, b_text)]
             if counts[0] != counts[1] and strip(a_text) == strip(b_text):
                 what = f"{token} begins the prompt {counts[0]} times in A and {counts[1]} times in B"
@@ -271,25 +268,20 @@ class TemplateCauses:
             )
             kind: Kind = "special tokens" if all(n.endswith("_token") for n in changed) else "template kwargs"
             return Cause(kind, description, "Use the same values on both sides.", "variables", explains=_writes(writer))
-        for description, writer in self._pieces(template, put):
-            if writer(conversation) == b_text:
+        for description, source in _exchanges(template, put):
+            writer = self._writer(source, ours)
+            if writer is not None and writer(conversation) == b_text:
                 return Cause("template", description, _SAME_TEMPLATE, description, explains=_writes(writer))
         whole = self._writer(put, theirs) if template != put else None
         if whole is not None and whole(conversation) == b_text:
             return Cause("template", "the templates differ in several pieces at once", _SAME_TEMPLATE, _SEVERAL)
         return None
 
-    def _pieces(self, template: str, other: str) -> list[tuple[str, Writer]]:
-        """Return a description and a writer for each way to put one piece of B's template into A's."""
-        if (template, other) not in self._exchanges:
-            # A list, not a dict, because the same change in two places has the same description.
-            variables = self._a.template_variables
-            pieces = [(what, self._writer(put, variables)) for what, put in _exchanges(template, other)]
-            self._exchanges[template, other] = [(what, writer) for what, writer in pieces if writer]
-        return self._exchanges[template, other]
-
     def _writer(self, source: str, variables: Mapping[str, object]) -> Writer | None:
-        return template_writer(source, variables, self._date)
+        key = source, repr(variables)
+        if key not in self._writers:
+            self._writers[key] = template_writer(source, variables, self._date)
+        return self._writers[key]
 
 
 def template_writer(source: str, variables: Mapping[str, object], date: str) -> Writer | None:
@@ -324,32 +316,26 @@ def _same_form(forms: tuple[_Form, ...], a_text: str, b_text: str) -> Cause | No
     return None
 
 
-def _exchanges(a_template: str, b_template: str) -> Iterator[tuple[str, str]]:
-    """Yield a description of each piece that differs, and `a_template` with that piece from `b_template`."""
+@lru_cache(4)
+def _exchanges(a_template: str, b_template: str) -> list[tuple[str, str]]:
+    """Return a description of each piece that differs, and `a_template` with that piece from `b_template`."""
     ours, theirs = ([part for part in _TAGS.split(source) if part] for source in (a_template, b_template))
     changes = [c for c in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes() if c[0] != "equal"]
+    exchanges = []
     for _, start, end, from_, to in changes if len(changes) <= _MOST_PIECES else ():
         mine, put = _quoted("".join(ours[start:end]), "".join(theirs[from_:to]))
         source = "".join([*ours[:start], *theirs[from_:to], *ours[end:]])
-        yield f"the template has {mine} in A and {put} in B", source
+        exchanges.append((f"the template has {mine} in A and {put} in B", source))
+    return exchanges
 
 
 def _quoted(*texts: str) -> list[str]:
     """Return two texts in quotes, cut around their first difference."""
     start = max(first_difference(*texts) - _SHOWN, 0)
-    cut = [text[start : start + 2 * _SHOWN] for text in texts]
-    pairs = zip(texts, cut, strict=True)
-    shown = [
-        f"{'...' if start else ''}{excerpt}{'...' if start + len(excerpt) < len(text) else ''}"
-        for text, excerpt in pairs
+    end, before = start + 2 * _SHOWN, "..." if start else ""
+    return [
+        repr(f"{before}{text[start:end]}{'...' if end < len(text) else ''}") if text else "nothing" for text in texts
     ]
-    return [repr(excerpt) if text else "nothing" for excerpt, text in zip(shown, texts, strict=True)]
-
-
-def _without_leading(token: str, text: str) -> str:
-    while text.startswith(token):
-        text = text.removeprefix(token)
-    return text
 
 
 def _apart(a_text: str, b_text: str) -> str:

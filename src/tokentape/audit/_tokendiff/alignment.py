@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 Block: TypeAlias = tuple[int, int, int]
@@ -22,6 +21,16 @@ class Segment(NamedTuple):
     end: int
     other_start: int
     other_end: int
+
+    @property
+    def size(self) -> int:
+        """The length of the longer range."""
+        return max(self.end - self.start, self.other_end - self.other_start)
+
+    @property
+    def one_sided(self) -> bool:
+        """True if one range is empty."""
+        return self.start == self.end or self.other_start == self.other_end
 
 
 _Path: TypeAlias = "tuple[Block, _Path] | None"
@@ -42,8 +51,8 @@ def common_blocks(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> li
     >>> common_blocks("abcabba", "cbabac", most=10)
     [(2, 0, 1), (3, 2, 2), (6, 4, 1)]
     """
-    head = _same(zip(a, b, strict=False))
-    tail = _same(zip(reversed(a[head:]), reversed(b[head:]), strict=False))
+    head = first_difference(a, b)
+    tail = first_difference(a[head:][::-1], b[head:][::-1])
     n, m = len(a) - tail, len(b) - tail
     # The furthest position in `a` reached on each diagonal (x - y), with the runs on the way there.
     reached: dict[int, tuple[int, _Path]] = {1: (head, None)}
@@ -93,10 +102,6 @@ def aligned(a: Sequence[Hashable], b: Sequence[Hashable], most: int) -> Iterator
         a_end, b_end = start + length, other_start + length
         if length:
             yield Segment(start, a_end, other_start, b_end), True
-
-
-def _same(pairs: Iterable[tuple[Hashable, Hashable]]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _in_order(path: _Path) -> list[Block]:

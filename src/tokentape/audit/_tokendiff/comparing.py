@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -195,31 +196,24 @@ class _Sequence:
         code = Provenance.SAMPLED if (codes == Provenance.SAMPLED).any() else codes[0]
         return Provenance(int(code)).name.lower()
 
-    def source_at(self, position: int) -> str | None:
-        """Return the provenance of the token at a position, or of the last token if the position is the end."""
-        position = min(position, len(self.ids) - 1)
-        return self.source(position, position + 1) if position >= 0 else None
-
 
 def _spelled(tokenizer: Tokenizer, token_id: int) -> tuple[bytes, bool]:
     """Return the bytes of an id, and True if it is a special token. Ids outside of the vocabulary count as special."""
-    if 0 <= token_id < tokenizer.vocab_size:
-        try:
+    with suppress(InvalidRequest):
+        if 0 <= token_id < tokenizer.vocab_size:
             return tokenizer.token_bytes(token_id), tokenizer.control_by_id(token_id) is not None
-        except InvalidRequest:
-            pass
     return f"<no token {token_id}>".encode(), True
 
 
+@dataclass(frozen=True, slots=True)
 class _Comparer:
-    def __init__(self, expected: _Sequence, recorded: _Sequence) -> None:
-        self.expected = expected
-        self.recorded = recorded
+    expected: _Sequence
+    recorded: _Sequence
 
     def differences(self) -> Iterator[Difference]:
         expected, recorded = self.expected, self.recorded
         whole = self._trimmed()
-        if expected.content(whole.start, whole.end) == recorded.content(whole.other_start, whole.other_end):
+        if self._same_bytes(whole):
             yield from self._id_differences(whole)
             return
         bounds, keys = expected.segments(whole.start, whole.end)
@@ -227,6 +221,14 @@ class _Comparer:
         for (start, end, other_start, other_end), same in aligned(keys, other_keys, SEGMENTS):
             part = Segment(bounds[start], bounds[end], other_bounds[other_start], other_bounds[other_end])
             yield from self._id_differences(part) if same else self._in_gap(part)
+
+    def _same_bytes(self, part: Segment) -> bool:
+        start, end, other_start, other_end = part
+        return self.expected.content(start, end) == self.recorded.content(other_start, other_end)
+
+    def _has_control(self, part: Segment) -> bool:
+        start, end, other_start, other_end = part
+        return bool(self.expected.control[start:end].any() or self.recorded.control[other_start:other_end].any())
 
     def _trimmed(self) -> Segment:
         """Return the ranges that remain without the equal segments at the start and at the end."""
@@ -262,7 +264,7 @@ class _Comparer:
     def _moved(self, part: Segment) -> Difference:
         expected, recorded = self.expected, self.recorded
         start, end, other_start, other_end = part
-        if expected.control[start:end].any() or recorded.control[other_start:other_end].any():
+        if self._has_control(part):
             return self._difference(part, "forged")
         first = max(start - _AROUND, 0)
         before = np.flatnonzero(expected.control[first:start])
@@ -276,21 +278,18 @@ class _Comparer:
         return self._difference(part, "ids", artifact)
 
     def _in_gap(self, gap: Segment) -> Iterator[Difference]:
-        expected, recorded = self.expected, self.recorded
-        start, end, other_start, other_end = gap
-        region, other_region = expected.region(start, end), recorded.region(other_start, other_end)
-        if region.content == other_region.content:
+        if self._same_bytes(gap):
             yield from self._id_differences(gap)
             return
+        region = self.expected.region(gap.start, gap.end)
+        other_region = self.recorded.region(gap.other_start, gap.other_end)
         parts = self._parts(gap)
-        if not expected.control[start:end].any() and not recorded.control[other_start:other_end].any():
-            kind = kinds.kind_of_values(region, other_region)
-            if kind is not None:
-                whole = Segment(parts[0].start, parts[-1].end, parts[0].other_start, parts[-1].other_end)
-                yield self._difference(whole, kind)
-                return
+        if not self._has_control(gap) and (kind := kinds.kind_of_values(region, other_region)):
+            whole = Segment(parts[0].start, parts[-1].end, parts[0].other_start, parts[-1].other_end)
+            yield self._difference(whole, kind)
+            return
         for part in parts:
-            if expected.content(part.start, part.end) == recorded.content(part.other_start, part.other_end):
+            if self._same_bytes(part):
                 yield from self._id_differences(part)
             else:
                 yield self._difference(part, self._kind(part, gap, region, other_region))
@@ -310,7 +309,7 @@ class _Comparer:
                 gap.start + start, gap.start + end, gap.other_start + other_start, gap.other_start + other_end
             )
             last = parts[-1] if parts else part
-            near = min(_size(last), _size(part)) + (_one_sided(last) or _one_sided(part))
+            near = min(last.size, part.size) + (last.one_sided or part.one_sided)
             if parts and part.start - last.end < near and not self.expected.control[last.end : part.start].any():
                 part = Segment(last.start, part.end, last.other_start, part.other_end)
                 parts.pop()
@@ -322,12 +321,10 @@ class _Comparer:
         start, end, other_start, other_end = part
         if other_start == other_end == len(recorded.ids) and end == len(expected.ids):
             return "cut"
-        if expected.control[start:end].any() or recorded.control[other_start:other_end].any():
-            text, other_text = expected.text(start, end), recorded.text(other_start, other_end)
-            dropped = (kinds.is_reasoning(text) and not other_text.strip()) or (
-                kinds.is_reasoning(other_text) and not text.strip()
-            )
-            return "reasoning" if dropped else "control"
+        if self._has_control(part):
+            texts = expected.text(start, end), recorded.text(other_start, other_end)
+            one_sided = not all(map(str.strip, texts))
+            return "reasoning" if one_sided and kinds.REASONING.search("\n".join(texts)) else "control"
         left, right = len(expected.content(gap.start, start)), len(recorded.content(gap.other_start, other_start))
         return kinds.kind_of_text(
             region,
@@ -339,7 +336,9 @@ class _Comparer:
     def _difference(self, part: Segment, kind: str, artifact: str | None = None) -> Difference:
         start, end, other_start, other_end = part
         expected, recorded = self.expected, self.recorded
-        source = expected.source(start, end) or recorded.source(other_start, other_end) or expected.source_at(start)
+        position = min(start, len(expected.ids) - 1)
+        here = expected.source(max(position, 0), position + 1)
+        source = expected.source(start, end) or recorded.source(other_start, other_end) or here
         by_assistant = source is None or Provenance[source.upper()] in _ASSISTANT
         mild = (kind in _MILD and not by_assistant) or (kind == "cut" and source is None)
         return Difference(
@@ -353,11 +352,3 @@ class _Comparer:
             source=source,
             artifact=artifact,
         )
-
-
-def _size(part: Segment) -> int:
-    return max(part.end - part.start, part.other_end - part.other_start)
-
-
-def _one_sided(part: Segment) -> bool:
-    return part.start == part.end or part.other_start == part.other_end

@@ -19,24 +19,13 @@ from unicodedata import normalize
 
 import numpy as np
 
-CLASSES = {
-    "control": "letters of a control token on one side, the token itself on the other",
-    "bytes": "within a character",
-    "whitespace": "whitespace joins a different token",
-    "digits": "within a number",
-    "word": "within a word",
-    "punctuation": "between other characters",
-    "spacing": "different whitespace, otherwise the same text",
-    "text": "different text",
-}
-"""Classes of changed stretches. The last two are for text drift, the others for id drift."""
-
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A finer class of change."""
+    """A way in which a stretch changed."""
 
     kind: str
+    """Its class. In `spacing` and `text` the text drifted, in all others only the ids."""
     meaning: str
     phantom: int | None = None
     """The number of its phantom-edit class in the paper."""
@@ -166,7 +155,9 @@ KINDS = {
 Stretch: TypeAlias = tuple[int, int]
 """A half-open range of a region's bytes."""
 
-_REASONING = re.compile(r"think|reason|thought|channel\|>analysis", re.IGNORECASE)
+REASONING = re.compile(r"think|reason|thought|channel\|>analysis", re.IGNORECASE)
+"""Finds a reasoning delimiter in a text with special tokens spelled out."""
+
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _OBJECT_ENDS = 4
 _DICTIONARY = re.compile(r"\{\s*['\"}]")
@@ -174,12 +165,13 @@ _READ_AGAIN = 20
 """Limit on characters read after braces that do not begin an object, as a multiple of the text's length."""
 
 
+@dataclass(frozen=True)
 class Region:
     """A run of whole segments of one sequence that contains differences."""
 
-    def __init__(self, content: bytes, opened_by: str = "") -> None:
-        self.content = content
-        self.opened_by = opened_by
+    content: bytes
+    opened_by: str = ""
+    """The special token before the region; empty if there is none."""
 
     @cached_property
     def text(self) -> str:
@@ -221,8 +213,7 @@ def kind_of_text(expected: Region, recorded: Region, left: Stretch, right: Stret
     if expected.text == recorded.text:
         return "bytes"
     value, other_value = expected.value_around(left), recorded.value_around(right)
-    kind = None if value is None or other_value is None else _same_value(value, other_value)
-    if kind is not None:
+    if value is not None and other_value is not None and (kind := _same_value(value, other_value)):
         return kind
     word = _WORDS.get(expected.word_around(left).lower())
     if word is not None and word == _WORDS.get(recorded.word_around(right).lower()):
@@ -235,18 +226,8 @@ def kind_of_text(expected: Region, recorded: Region, left: Stretch, right: Stret
 def kind_of_values(expected: Region, recorded: Region) -> str | None:
     """Return `json` or `boolean` if the regions differ only in how their objects are written, else None."""
     expected_values, recorded_values = ([value for _, _, value in region.values] for region in (expected, recorded))
-    if (
-        not expected_values
-        or len(expected_values) != len(recorded_values)
-        or expected.between_values() != recorded.between_values()
-    ):
-        return None
-    return _same_value(expected_values, recorded_values)
-
-
-def is_reasoning(text: str) -> bool:
-    """Return True if a text, with special tokens spelled out, contains a reasoning delimiter."""
-    return _REASONING.search(text) is not None
+    alike = len(expected_values) == len(recorded_values) and expected.between_values() == recorded.between_values()
+    return _same_value(expected_values, recorded_values) if expected_values and alike else None
 
 
 def _reasoning_of(region: Region, own: bytes, other: Region) -> bool:
@@ -256,7 +237,7 @@ def _reasoning_of(region: Region, own: bytes, other: Region) -> bool:
     # If the reasoning delimiters are not special tokens, they are part of `own`.
     if re.search(rb"<think(ing)?>.*</think(ing)?>", own, re.DOTALL) is not None:
         return True
-    opened = is_reasoning(region.opened_by) and "/" not in region.opened_by
+    opened = REASONING.search(region.opened_by) is not None and "/" not in region.opened_by
     return opened and not other.content.strip()
 
 

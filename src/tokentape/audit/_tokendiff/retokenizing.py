@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
@@ -24,7 +25,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import TokenIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundTrip:
     """A completion that was decoded and encoded again."""
 
@@ -68,27 +69,25 @@ class Retokenizer:
 
     def round_trips(self, completions: Sequence[TokenIds]) -> list[RoundTrip]:
         """Decode and encode each completion. They are encoded in one batch, so pass at most about 100k tokens."""
-        parts = [self._known(ids) for ids in completions]
-        texts = [self._text(ids, content) for ids, content, _, _ in parts]
+        trips = [self._known(ids) for ids in completions]
+        texts = [self._text(trip) for trip in trips]
         encoded = self._encoded([anchor + text for anchor, text in texts])
-        trips = []
-        for (ids, content, head, tail), (anchor, _), again in zip(parts, texts, encoded, strict=True):
-            back = np.array(again[1:] if anchor else again, np.int32)
-            trips.append(RoundTrip(ids, ids if np.array_equal(ids, back) else back, content, head, tail))
+        for trip, (anchor, _), ids in zip(trips, texts, encoded, strict=True):
+            again = np.array(ids[1:] if anchor else ids, np.int32)
+            if not np.array_equal(trip.ids, again):
+                trip.again = again
         return trips
 
     def compare(self, trip: RoundTrip) -> Comparison:
         return compare(trip.ids, trip.again, self.tokenizer)
 
-    def _known(self, ids: TokenIds) -> tuple[TokenIds, bytes, int, int]:
-        """Return ids without unknown tokens, their bytes, and the number of tokens removed at the start and the end."""
+    def _known(self, ids: TokenIds) -> RoundTrip:
+        """Return ids without unknown tokens, not encoded again yet."""
         pieces = self.pieces(ids)
         content = b"".join(pieces)
-        try:
+        with suppress(UnicodeDecodeError):
             content.decode()
-            return ids, content, 0, 0
-        except UnicodeDecodeError:
-            pass
+            return RoundTrip(ids, ids, content, 0, 0)
         head = 0
         while head < len(pieces) and pieces[head] and pieces[head][0] & 0xC0 == 0x80:
             head += 1
@@ -99,25 +98,25 @@ class Retokenizer:
         while pending > 0 and end > head:
             end -= 1
             pending -= len(pieces[end])
-        return ids[head:end], b"".join(pieces[head:end]), head, len(pieces) - end
+        known = ids[head:end]
+        return RoundTrip(known, known, b"".join(pieces[head:end]), head, len(pieces) - end)
 
-    def _text(self, ids: TokenIds, content: bytes) -> tuple[str, str]:
+    def _text(self, trip: RoundTrip) -> tuple[str, str]:
         """Return a special token to put before the text, or an empty string, and the text to encode."""
-        text = self._marked(ids) if self._apart else content.decode("utf-8", "replace")
+        text = trip.content.decode("utf-8", "replace")
+        if self._apart:
+            runs = groupby(trip.ids.tolist(), self.tokenizer.control_by_id)
+            text = "".join(
+                b"".join(map(self.tokenizer.token_bytes, run)).decode("utf-8", "replace")
+                if control is None
+                else control.mark * len(list(run))
+                for control, run in runs
+            )
         if not self._adds_space:
             return "", text
         if not text.startswith(" "):
             return self._anchor, text
         return "", text[1:] if self._adds_to_space else text
-
-    def _marked(self, ids: TokenIds) -> str:
-        runs = groupby(ids.tolist(), self.tokenizer.control_by_id)
-        return "".join(
-            b"".join(map(self.tokenizer.token_bytes, run)).decode("utf-8", "replace")
-            if control is None
-            else control.mark * len(list(run))
-            for control, run in runs
-        )
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         if self._apart:
@@ -128,14 +127,6 @@ class Retokenizer:
 def retokenized(tokenizer: Tokenizer, ids: TokenIds) -> TokenIds:
     """Decode ids and encode the text, as a trainer would."""
     return tokenizer.array(tokenizer.encode_plain(tokenizer.decode(ids.tolist())))
-
-
-def is_canonical(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Return True if decoding and encoding ids returns the same ids. Ids that don't spell UTF-8 are never canonical."""
-    try:
-        return tokenizer.encode_plain(b"".join(map(tokenizer.token_bytes, ids)).decode()) == list(ids)
-    except UnicodeDecodeError:
-        return False
 
 
 def check_vocabulary(ids: TokenIds, tokenizer: Tokenizer, where: str) -> None:
@@ -180,7 +171,7 @@ class TokenDrift:
     tokens: int = 0
     changed_tokens: int = 0
     classes: Mapping[str, int] = field(default_factory=dict)
-    """The number of changed stretches by class, a key of `CLASSES`."""
+    """The number of changed stretches by class, the `kind` of an `Artifact`."""
 
     def added(self, mask: npt.NDArray[np.bool_], pairing: Pairing | None) -> TokenDrift:
         """Return the counts with one more sequence. `mask`: its trained tokens; `pairing`: None without drift."""

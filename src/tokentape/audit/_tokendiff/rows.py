@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from tokentape.audit._report import escape_invisible as shown
 from tokentape.audit._tokendiff.comparing import Comparison, Difference, compare
 from tokentape.audit._tokendiff.kinds import ARTIFACTS, KINDS
 from tokentape.chat._tokenizer import Tokenizer
+
+_Values: TypeAlias = npt.NDArray[Any]
 
 _TEXT = 60
 _MOST_IDS = 256
@@ -86,28 +88,28 @@ def compare_rows(
             codes = {"provenance": expected_row.provenance, "recorded_provenance": recorded_row.provenance}
             comparison = compare(expected_row.ids, recorded_row.ids, tokenizer, **codes)
         pairs = comparison.partners()
-        positions = np.flatnonzero(pairs >= 0)
-        mask = None
-        if expected_row.mask is not None and recorded_row.mask is not None:
-            sides = expected_row.mask[positions].astype(float), recorded_row.mask[pairs[positions]].astype(float)
-            mask = _changed(*sides, pairs[positions], 0)
-        positions = positions if expected_row.mask is None else positions[expected_row.mask[positions]]
-        positions = positions if recorded_row.mask is None else positions[recorded_row.mask[pairs[positions]]]
-        logprobs = None
-        if expected_row.logprobs is not None and recorded_row.logprobs is not None:
-            sides = expected_row.logprobs[positions], recorded_row.logprobs[pairs[positions]]
-            logprobs = _changed(*sides, pairs[positions], max_delta)
+        ours = np.flatnonzero(pairs >= 0)
+        theirs = pairs[ours]
+        mask = _changed(expected_row.mask, recorded_row.mask, ours, theirs, 0)
+        trained = np.ones(len(ours), np.bool_)
+        trained &= True if expected_row.mask is None else expected_row.mask[ours]
+        trained &= True if recorded_row.mask is None else recorded_row.mask[theirs]
+        logprobs = _changed(expected_row.logprobs, recorded_row.logprobs, ours[trained], theirs[trained], max_delta)
         yield RowComparison(expected_row.name, recorded_row.line, comparison, None, mask, logprobs)
 
 
 def _changed(
-    expected: npt.NDArray[Any], recorded: npt.NDArray[Any], places: npt.NDArray[Any], most: float
-) -> ValueChange:
-    apart = np.abs(expected.astype(np.float64) - recorded)
+    expected: _Values | None, recorded: _Values | None, ours: _Values, theirs: _Values, most: float
+) -> ValueChange | None:
+    """Compare values at the positions `ours` and `theirs`. Return None if a side has no values."""
+    if expected is None or recorded is None:
+        return None
+    left, right = expected[ours].astype(np.float64), recorded[theirs].astype(np.float64)
+    apart = np.abs(left - right)
     # NaN on both sides counts as equal, NaN on one side as different.
-    differ = ~(apart <= most) & ~(np.isnan(expected) & np.isnan(recorded))
-    first = int(places[differ][0]) if differ.any() else -1
-    return ValueChange(len(expected), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
+    differ = ~(apart <= most) & ~(np.isnan(left) & np.isnan(right))
+    first = int(theirs[differ][0]) if differ.any() else -1
+    return ValueChange(len(left), int(differ.sum()), first, float(np.nanmax(apart, initial=0.0)))
 
 
 def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tuple[IdRow | None, IdRow | None]]:
@@ -124,17 +126,15 @@ def _pairs(expected: Iterable[IdRow], recorded: Iterable[IdRow]) -> Iterator[tup
                 matched = True
             else:
                 waiting[side][row.name].append(row)
-    unmatched = [[row for rows in side.values() for row in rows] for side in waiting]
-    if not matched and len(unmatched[0]) == len(unmatched[1]) == 1:
-        yield unmatched[0][0], unmatched[1][0]
+    ours, theirs = ([row for rows in side.values() for row in rows] for side in waiting)
+    if not matched and len(ours) == len(theirs) == 1:
+        yield ours[0], theirs[0]
         return
-    paired: set[int] = set()
-    for side in (0, 1):
-        for row, partner in _by_prefix(unmatched[side], unmatched[1 - side]):
-            paired |= {id(row), id(partner)}
-            yield (row, partner) if side == 0 else (partner, row)
-    yield from ((row, None) for row in unmatched[0] if id(row) not in paired)
-    yield from ((None, row) for row in unmatched[1] if id(row) not in paired)
+    pairs = [*_by_prefix(ours, theirs), *((row, partner) for partner, row in _by_prefix(theirs, ours))]
+    yield from pairs
+    paired = {id(row) for pair in pairs for row in pair}
+    yield from ((row, None) for row in ours if id(row) not in paired)
+    yield from ((None, row) for row in theirs if id(row) not in paired)
 
 
 def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[IdRow, IdRow]]:

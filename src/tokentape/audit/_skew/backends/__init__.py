@@ -36,6 +36,8 @@ class Rendering:
     text: str | None
     """The text that the template wrote; None for servers, which return only ids."""
     mask: list[bool] | None = None
+    refused: str | None = None
+    """Why the conversation was refused; then the other fields are empty. `Backend.render` raises an error instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,9 @@ class Backend:
         """Return the ids of each text. With `special`, include the BOS and EOS that the backend adds."""
         raise NotImplementedError
 
+    def remember(self, texts: Sequence[str], ids: Sequence[list[int]]) -> None:
+        """Keep the ids of plain texts that will be encoded again, if encoding sends requests."""
+
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence of ids, with control tokens spelled out."""
         raise NotImplementedError
@@ -162,30 +167,16 @@ class BackendOptions:
 
 
 PREFIXES: Mapping[str, str] = {
-    "json": "tokenizer.json run by `tokenizers`, with the folder's chat template",
-    "auto": "a folder loaded with transformers' AutoTokenizer",
-    "slow": "a folder loaded with AutoTokenizer and use_fast=False",
-    "spm": "a SentencePiece model",
-    "tiktoken": "tiktoken ranks; #NAME names the split (cl100k_base, o200k_base...)",
-    "mistral": "tekken.json or a SentencePiece model, run by mistral-common",
-    "gguf": "the vocabulary of a GGUF file",
-    "vllm": "a running vLLM server, http://...",
-    "sglang": "a running SGLang server",
-    "llamacpp": "a running llama.cpp server",
-    "gateway": "a running Tokentape gateway",
+    "json": "spec:open_json",  # tokenizer.json run by `tokenizers`, with the folder's chat template
+    "auto": "spec:AutoBackend",  # a folder loaded with transformers' AutoTokenizer
+    "slow": "spec:SlowBackend",  # a folder loaded with AutoTokenizer and use_fast=False
+    "spm": "native:SentencePieceBackend",  # a SentencePiece model
+    "tiktoken": "native:TiktokenBackend",  # tiktoken ranks; #NAME names the split (cl100k_base, o200k_base...)
+    "mistral": "native:MistralBackend",  # tekken.json or a SentencePiece model, run by mistral-common
+    "gguf": "gguf:open_gguf",  # the vocabulary of a GGUF file
+    **dict.fromkeys(("vllm", "sglang", "llamacpp", "gateway"), ""),
 }
-
-_SERVERS = ("vllm", "sglang", "llamacpp", "gateway", "server")
-_OPENERS = {
-    "json": "spec:open_json",
-    "auto": "auto:AutoBackend",
-    "slow": "auto:SlowBackend",
-    "spm": "native:SentencePieceBackend",
-    "tiktoken": "native:TiktokenBackend",
-    "mistral": "native:MistralBackend",
-    "gguf": "gguf:open_gguf",
-}
-"""Module and callable by prefix. Each callable takes the name, the path with its `#detail`, and options."""
+"""By prefix: module and callable, which takes the name, the path with its `#detail`, and options; empty for servers."""
 
 _FILES = {"tokenizer.json": "json", "tekken.json": "mistral", "tokenizer.model": "spm", "tiktoken.model": "tiktoken"}
 _SUFFIXES = {".gguf": "gguf", ".tiktoken": "tiktoken", ".json": "json", ".model": "spm"}
@@ -205,13 +196,13 @@ def open_backend(name: str, options: BackendOptions | None = None) -> Backend:
     if not colon or prefix not in PREFIXES:
         is_url = name.startswith(("http://", "https://"))
         prefix, rest = "server" if is_url else _detected(Path(name.partition("#")[0])), name
-    if prefix in _SERVERS:
+    if not PREFIXES.get(prefix):
         from tokentape.audit._skew.backends.server import open_server
 
         return open_server(name, prefix, rest, options)
     if not Path(rest.partition("#")[0]).exists():
         raise InvalidRequest(_nothing_at(rest))
-    module, _, function = _OPENERS[prefix].partition(":")
+    module, _, function = PREFIXES[prefix].partition(":")
     backend: Backend = getattr(import_module(f"{__name__}.{module}"), function)(name, rest, options)
     return backend
 

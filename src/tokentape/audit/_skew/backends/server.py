@@ -48,6 +48,7 @@ class ServerBackend(backends.Backend):
         self._http, self._loop = http, loop
         self._kwargs = options.kwargs
         self._texts: dict[tuple[int, ...], str] = {}
+        self._remembered: dict[str, list[int]] = {}
         self.refused: set[str] = set()
         self._kind, self._model = loop.run(introduced(http, None if kind == "server" else kind))
         info = loop.run(_server_info(self._kind, http))
@@ -73,9 +74,15 @@ class ServerBackend(backends.Backend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        answers = self._loop.run(_all(self._asked(text, special=special) for text in texts))
-        self.refused |= {text for text, ids in zip(texts, answers, strict=True) if ids is None}
-        return [ids if ids is not None else [] for ids in answers]
+        known = {} if special else self._remembered
+        new = [text for text in texts if text not in known]
+        answers = dict(zip(new, self._loop.run(_all(self._asked(text, special=special) for text in new)), strict=True))
+        self.refused |= {text for text, ids in answers.items() if ids is None}
+        return [known[text] if text in known else answers[text] or [] for text in texts]
+
+    def remember(self, texts: Sequence[str], ids: Sequence[list[int]]) -> None:
+        """See `Backend`."""
+        self._remembered = dict(zip(texts, ids, strict=True))
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         keys = [tuple(ids) for ids in sequences]
