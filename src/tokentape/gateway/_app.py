@@ -24,7 +24,8 @@ from tokentape.gateway import _sessions as sessions
 from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
-from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
+from tokentape.gateway._dialect import Dialect
+from tokentape.gateway._endpoint import AnonymousSessions, Endpoint, Gateway
 from tokentape.gateway._http import ClientLeft, error_response, json_response, unexpected
 from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
