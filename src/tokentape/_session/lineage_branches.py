@@ -1,4 +1,4 @@
-"""Index a session's branches for the rules in `lineage_rules`. Everything is computed at most once."""
+"""Index a session's branches for the rules in `lineage`. Everything is computed at most once."""
 
 from __future__ import annotations
 

@@ -160,13 +160,8 @@ def check_depth(value: Any, where: str) -> None:
         ]
         if not level:
             return
-    raise too_deep(where)
-
-
-def too_deep(where: str) -> InvalidRequest:
-    """Return the error for the value at the path `where` if it is nested deeper than `MAX_DEPTH`."""
     reason = f"{where} is nested too deeply; expected at most {MAX_DEPTH} levels, so flatten it"
-    return InvalidRequest(reason, param_of(where))
+    raise InvalidRequest(reason, param_of(where))
 
 
 def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before: int = 0) -> int:

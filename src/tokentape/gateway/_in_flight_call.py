@@ -32,8 +32,7 @@ class InFlightCall:
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
-        self._waiting: list[asyncio.Future[None]] = []
-        """Futures that wait for the next change."""
+        self._changed = asyncio.Event()
         self._readers = 0
         self._read = False
         self._read_to_end = False
@@ -54,7 +53,7 @@ class InFlightCall:
 
     async def wait_for_reader(self) -> None:
         while not self._readers:
-            await self._change()
+            await self._changed.wait()
 
     def begin_commit(self) -> None:
         """Forbid aborts from now on, because only recording remains, and a retry will find the reply."""
@@ -93,7 +92,7 @@ class InFlightCall:
                     self._read = self._read or (self._stream and isinstance(self._events[index], TurnDelta))
                     index += 1
                     continue
-                await self._change()
+                await self._changed.wait()
             self._read_to_end = True
         finally:
             self._readers -= 1
@@ -116,13 +115,7 @@ class InFlightCall:
         on_end(None if task.cancelled() else task.exception())
         self._wake()
 
-    def _change(self) -> asyncio.Future[None]:
-        change = asyncio.get_running_loop().create_future()
-        self._waiting.append(change)
-        return change
-
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for change in waiting:
-            if not change.done():
-                change.set_result(None)
+        # Only what waits now continues.
+        self._changed.set()
+        self._changed.clear()

@@ -12,7 +12,6 @@ import numpy as np
 from msgspec import Struct, field, structs
 
 from tokentape._canonical import canonical_json, digest_of, json_in_order
-from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
 from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session, SharedMessages
@@ -408,12 +407,3 @@ class PromptBuilder:
 def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
     """Return the messages before the reply that a request continues. They are decoded only when accessed."""
     return LazyMessages(lambda: request.messages[: -len(point.new_messages) - 1])
-
-
-def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
-    """Add notes to the prompt: the caller's values that pins have overridden, and the client headers."""
-    if not (request.overridden or request.client_session or request.client):
-        return prompt
-    overridden = {name: value for name, (value, _) in request.overridden.items()}
-    notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
-    return structs.replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

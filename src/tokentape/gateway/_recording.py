@@ -18,6 +18,7 @@ from msgspec import structs
 
 from tokentape._session.chain import seal
 from tokentape._session.invariants import check_completion, check_turn
+from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.payloads import turn_payload
 from tokentape._session.tree import Session
 from tokentape._supports import SUPPORTS, is_known
@@ -59,7 +60,7 @@ class Recorder:
                     raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
                 if self.store.shared and request.attempt is not None and opened.answer_to(request.attempt) is not None:
                     raise CommitRace("another gateway has answered this call; send it again to get its reply")
-                turns = self._turns(opened.session, prompt, choices)
+                turns = self._turns(opened.session, prompt, choices, request)
                 for turn in turns:
                     check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
                     check_turn(turn, prompt.context_ids, prompt.ids)
@@ -100,18 +101,26 @@ class Recorder:
                 choice.finish_reason, choice.stop = "abort", None
             try:
                 while not opened.deleted:
-                    turns = self._turns(opened.session, prompt, choices, abort_cause=cause)
+                    turns = self._turns(opened.session, prompt, choices, request, cause)
                     if await self._write(opened, prompt, turns, None):
                         break
             except TokentapeError as error:
                 _log.warning("an aborted turn could not be recorded (%s)", error.code)
 
     def _turns(
-        self, session: Session, prompt: Prompt, choices: Sequence[Choice], abort_cause: str | None = None
+        self,
+        session: Session,
+        prompt: Prompt,
+        choices: Sequence[Choice],
+        request: TurnRequest,
+        abort_cause: str | None = None,
     ) -> list[Turn]:
         parent = prompt.parent
         parent_seq = None if parent is None else parent.seq
         fork = prompt.fork or session.fork_cause(parent_seq, prompt.messages, prompt.setup.digest)
+        asked = {name: value for name, (value, _) in request.overridden.items()}
+        of_request = {"asked": asked, "client_session": request.client_session, CLIENT: request.client}
+        of_request = {name: note for name, note in of_request.items() if note}
         turns = []
         for choice in choices:
             assert choice.finish_reason is not None
@@ -122,7 +131,7 @@ class Recorder:
             pairs = itertools.product((engine, *later), has_supports)
             meanings = {logprobs_of(name, choice.sampling, supports=reported) for name, reported in pairs}
             sampling = _recorded_sampling(_values(choice.sampling))
-            notes = {**prompt.notes, **choice.notes}
+            notes = {**prompt.notes, **of_request, **choice.notes}
             if choice.reply.problem:
                 notes["parse_problem"] = choice.reply.problem
             if truncates(choice.sampling):

@@ -35,7 +35,7 @@ from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
 from tokentape.gateway._pausing import Gate, Pausing
 from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
-from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder, noting_request
+from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway._recording import Recorder, replayed
 from tokentape.gateway._resuming import CompletionSampler
 from tokentape.gateway._session_cache import OpenSession, SessionCache, UnreadMarks, not_found
@@ -238,21 +238,14 @@ class Turns:
         opened = await self.sessions.find_or_begin(request.session_id, request.owner, begin=request.begins_session)
         try:
             # Don't await anything before the call has started, so that a retry finds it.
-            return self._join_or_start(opened, request)
-        finally:
-            self.sessions.drop_unused(opened)
-
-    def _join_or_start(self, opened: OpenSession, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        session = opened.session
-        pins = self.pins.with_session(session.info.metadata)
-        if pins.pinned or pins.defaults:
-            sampling, overridden = pins.applied(request.sampling, request.given)
-            request = structs.replace(request, sampling=sampling, overridden=overridden)
-        attempt = request.attempt
-        call = None if attempt is None else opened.call_in_flight(attempt)
-        if call is None:
-            answer = None if attempt is None else opened.answer_to(attempt)
-            if answer is not None:
+            session, attempt = opened.session, request.attempt
+            pins = self.pins.with_session(session.info.metadata)
+            if pins.pinned or pins.defaults:
+                sampling, overridden = pins.applied(request.sampling, request.given)
+                request = structs.replace(request, sampling=sampling, overridden=overridden)
+            if attempt is not None and (call := opened.call_in_flight(attempt)) is not None:
+                return call.follow()
+            if attempt is not None and (answer := opened.answer_to(attempt)) is not None:
                 self.telemetry.metrics.replays.inc()
                 return _each(replayed(session, answer, partial(self._reader_again, session, request), request))
             if not self.store.healthy:
@@ -262,7 +255,9 @@ class Turns:
             opened.calls.append(call)
             call.start(self._run_call(call, opened, request), partial(self._ended, opened, call))
             self.calls_in_flight += 1
-        return call.follow()
+            return call.follow()
+        finally:
+            self.sessions.drop_unused(opened)
 
     def _ended(self, opened: OpenSession, call: InFlightCall, failure: BaseException | None) -> None:
         self.calls_in_flight -= 1
@@ -297,7 +292,6 @@ class Turns:
                     prompt = build() if quick else await asyncio.to_thread(build)
                 if prompt.media:
                     sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
-            prompt = noting_request(prompt, request)
             choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
             if captured is not None:
                 choices[0].request_id = captured.request_id
@@ -362,16 +356,12 @@ class Turns:
             # A turn is published only after it is durable, and committed only while a client waits for it.
             await call.wait_for_reader()
             call.begin_commit()
-        except asyncio.CancelledError:
-            call.begin_commit()
-            await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, call.abort_cause))
-            raise
-        except EngineContractError:
-            raise
-        except EngineError as error:
-            if any(choice.ids for choice in choices):
+        except (asyncio.CancelledError, EngineError) as error:
+            cause = error.code if isinstance(error, EngineError) else call.abort_cause
+            usable = any(choice.ids for choice in choices) and not isinstance(error, EngineContractError)
+            if usable or isinstance(error, asyncio.CancelledError):
                 call.begin_commit()
-                await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, error.code))
+                await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, cause))
             raise
         try:
             recorded = await self._recorder.commit(opened, prompt, choices, started, request)
