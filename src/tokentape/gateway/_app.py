@@ -71,8 +71,7 @@ def create_app(
         finally:
             await turns.abort_all()
             await turns.engine.close()
-            if turns.checks is not None:
-                await turns.checks.close()
+            await turns.checks.close()
             await asyncio.to_thread(turns.store.close)
             await asyncio.to_thread(telemetry.close)
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -230,19 +231,16 @@ class Endpoint:
         Messages known from an earlier body are decoded only when they are accessed.
         """
         prefix, read = body.prefix, self.dialect.read_messages
-        if prefix is not None and read is not None:
-            if span is not None:
-                try:
-                    decoded = await self.dialect.decode(parsed, context)
-                    messages = LazyMessages(
-                        lambda: read(body.data, context), decoded.turn.messages, prefix.key, prefix.setup
-                    )
-                    return decoded, {"messages": messages, "span": span}
-                except InvalidRequest:
-                    # Decode everything, so that the error names the right message index.
-                    pass
-            parsed, span = parse_json(body.data), None
-        return await self.dialect.decode(parsed, context), {"span": span}
+        if prefix is None or read is None:
+            return await self.dialect.decode(parsed, context), {"span": span}
+        if span is not None:
+            # If this fails, decode everything, so that the error names the right message index.
+            with suppress(InvalidRequest):
+                decoded = await self.dialect.decode(parsed, context)
+                tail = decoded.turn.messages
+                messages = LazyMessages(lambda: read(body.data, context), tail, prefix.key, prefix.setup)
+                return decoded, {"messages": messages, "span": span}
+        return await self.dialect.decode(parse_json(body.data), context), {}
 
 
 def address(request: Request, caller: Caller, id_in_body: str | None = None) -> str | None:

@@ -110,7 +110,7 @@ def routes(gateway: Gateway) -> list[Route]:
         verdicts = None if listed is None else [verdict.strip() for verdict in listed.split(",")]
         check_verdicts(verdicts or ())
         _, session_id = await addressed(gateway, request)
-        await turns.wait_checks([session_id], query_number(request, "wait_checks", range(61)) or 0)
+        await turns.checks.wait([session_id], query_number(request, "wait_checks", range(61)) or 0)
         await turns.unread.recorded(session_id)
         unread = query_flag(request, "unread")
         trajectories = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, verdicts, unread=unread)

@@ -27,10 +27,8 @@ from tokentape.engines._base import ChatServer, Engine, KeepsSessions, MediaEngi
 from tokentape.engines._distributions import truncates
 from tokentape.errors import CommitRace, EngineContractError, EngineError
 from tokentape.gateway._bridge_checks import BridgeChecks
-from tokentape.gateway._capturing import ServerRenderedCall
-from tokentape.gateway._choices import Choice, Sample, sample_choices
-from tokentape.gateway._events import TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway._in_flight_call import InFlightCall
+from tokentape.gateway._choices import Choice, Sample, ServerRenderedCall, sample_choices
+from tokentape.gateway._events import InFlightCall, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
 from tokentape.gateway._pausing import Gate, Pausing
 from tokentape.gateway._pins import Pins
@@ -40,7 +38,7 @@ from tokentape.gateway._recording import Recorder, replayed
 from tokentape.gateway._resuming import CompletionSampler
 from tokentape.gateway._session_cache import OpenSession, SessionCache, UnreadMarks, not_found
 from tokentape.gateway._telemetry import Telemetry
-from tokentape.store import Store, StoredSession
+from tokentape.store import Store
 from tokentape.types import Message, SessionInfo, Setup, TokenIds, Turn
 
 _log = logging.getLogger("tokentape.gateway")
@@ -107,13 +105,10 @@ class Turns:
         other_stop: StopMismatch = "keep" if capture is not None else stop_mismatch
         self._prompts = PromptBuilder(renderer, engine, history, store.load_media, other_stop)
         self._capture = capture
-        self.checks = (
-            None
-            if check_bridges is None or capture is not None
-            else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._prompts.revoke)
-        )
+        policy = None if capture is not None else check_bridges
+        self.checks = BridgeChecks(policy, renderer, store, self.telemetry.metrics, self._prompts.revoke)
         dropped = engine.close_session if isinstance(engine, KeepsSessions) else lambda _: None
-        self.sessions = SessionCache(store, self.limits, self._loaded, dropped)
+        self.sessions = SessionCache(store, self.limits, self.checks.loaded, dropped)
         self.unread = UnreadMarks(store, self.sessions, self.telemetry.metrics)
         self._recorder = Recorder(store, self.sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
@@ -138,16 +133,6 @@ class Turns:
         Raises `TemplateRefused` if the template can't render a question and an answer.
         """
         await asyncio.to_thread(self._prompts.certify)
-
-    async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Wait, at most `seconds`, for pending bridge checks of these sessions. None means all sessions."""
-        if self.checks is not None and seconds:
-            await self.checks.wait(session_ids, seconds)
-
-    def _loaded(self, opened: OpenSession, stored: StoredSession, whole: bool) -> None:
-        if self.checks is not None:
-            # The gateway that added a turn runs its checks.
-            self.checks.loaded(opened, stored.turns, stored.events, stored.setups if whole else {})
 
     async def abort_all(self, cause: str = "shutdown") -> None:
         """Abort every call in flight, and record the tokens as aborted turns with this `cause`."""
@@ -377,7 +362,7 @@ class Turns:
             changes["seed"] = sampling.seed + index
         if self._payloads:
             # The parent's last id has not been an input before, so this call returns its row.
-            changes["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
+            changes["payloads_from"] = max(len(prompt.point.context_ids) - 1, 0)
         if self._supports and truncates(sampling):
             changes["supports"] = self._supports
         if changes:
