@@ -95,7 +95,7 @@ class Responses(Dialect):
         ignored = (
             *(["tools"] if tools.left_out or (rule is None and tools.strict) else []),
             *shared.unenforced(choice, read.parallel_tool_calls, rule),
-            *_unheeded(read),
+            *_without_effect(read),
             *shared.ignored_fields(read, context.engine, self.model_id),
         )
         return DecodedRequest(turn, partial(ResponseEncoder, self, read, ignored, turn, tools.namespaces), ignored)
@@ -195,7 +195,7 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     )
 
 
-def _unheeded(body: ResponsesBody) -> Iterator[str]:
+def _without_effect(body: ResponsesBody) -> Iterator[str]:
     """Yield the parameters with no effect, and the fields inside a body."""
     items = body.input if isinstance(body.input, list) else []
     if any(value is not None for value in (body.reasoning or {}).values()):
