@@ -115,6 +115,10 @@ class Gateway:
         request_log(request).key = caller.owner
         return caller
 
+    async def json(self, request: Request) -> Any:
+        """Return the request body, parsed. Raises `InvalidRequest` and `TooLarge`."""
+        return parse_json(await read_json_body(request, self.turns.limits.body_bytes))
+
     async def read(self, request: Request, kind: type[_Body], default: _Body | None = None) -> _Body:
         """Return the request body as a Struct; `default` if it is empty. Raises `InvalidRequest` and `TooLarge`."""
         body = await read_json_body(request, self.turns.limits.body_bytes)

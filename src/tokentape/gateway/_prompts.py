@@ -193,8 +193,6 @@ class PromptBuilder:
         Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
         prompt = self._context(request, session, setup, point)
-        if self._renderer.is_external:
-            prompt = structs.replace(prompt, bridge=None)
         if fits:
             prompt = structs.replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
             if prompt.sampling.json_schema is not None and request.prompt_ids is None:
@@ -295,7 +293,7 @@ class PromptBuilder:
             return fork("other_stop")
         if bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
             self._bridged.add(_kind(setup, new))
-        return prompt(added, bridge)
+        return prompt(added, None if self._renderer.is_external else bridge)
 
     def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
         """Add all images in the prompt, including images from earlier requests."""

@@ -26,7 +26,7 @@ from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParamete
 from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, Encoder, RequestContext
 from tokentape.gateway._endpoint import Gateway, address
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStarted
-from tokentape.gateway._http import check_depth, encode_event, json_response, parse_json, read_json_body
+from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._keys import new_session_id
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count, Seed, StopString, Temperature, TopP
@@ -259,7 +259,7 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
         caller = gateway.caller(request)
         with turns.calls.track(caller.owner):
             session_id = address(request, caller) or new_session_id()
-            body = _read(parse_json(await read_json_body(request, turns.limits.body_bytes)))
+            body = _read(await gateway.json(request))
             turn = dialect.turn(body, session_id, takes_images=turns.takes_images)
             return json_response({"input_tokens": await turns.count_context(turn, caller.owner)})
 

@@ -24,7 +24,7 @@ from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, RequestContext
 from tokentape.gateway._endpoint import Gateway
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStarted
-from tokentape.gateway._http import json_response, parse_json, read_as, read_json_body
+from tokentape.gateway._http import json_response, read_as
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
 from tokentape.gateway._wire import shared_fields as shared
@@ -255,15 +255,12 @@ def routes(gateway: Gateway) -> list[Route]:
     turns = gateway.turns
     tokenizer = turns.renderer.tokenizer
 
-    async def body_of(request: Request) -> Any:
-        gateway.caller(request)
-        return parse_json(await read_json_body(request, gateway.turns.limits.body_bytes))
-
     async def version(request: Request) -> Response:
         return json_response({"version": f"tokentape-{__version__}"})
 
     async def tokenize(request: Request) -> Response:
-        body, _ = shared.read_fields(await body_of(request), TokenizeBody, frozenset(), "prompt")
+        gateway.caller(request)
+        body, _ = shared.read_fields(await gateway.json(request), TokenizeBody, frozenset(), "prompt")
         special = body.add_special_tokens
         ids = await asyncio.to_thread(tokenizer.encode_plain, body.prompt, add_special_tokens=special)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.info.max_context, "tokens": ids}
@@ -272,7 +269,8 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(reply)
 
     async def detokenize(request: Request) -> Response:
-        body, _ = shared.read_fields(await body_of(request), DetokenizeBody, frozenset(), "tokens")
+        gateway.caller(request)
+        body, _ = shared.read_fields(await gateway.json(request), DetokenizeBody, frozenset(), "tokens")
         shared.known_ids(body.tokens, tokenizer.vocab_size, "tokens")
         return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
