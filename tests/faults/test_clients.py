@@ -26,7 +26,7 @@ from tests.faults.upstream import Plan, Upstream
 from tests.searching import examples
 from tests.waiting import PATIENCE, calls_of
 from tokentape.engines._base import Timeouts
-from tokentape.gateway._in_flight_call import InFlightCall
+from tokentape.gateway._events import InFlightCall
 from tokentape.gateway._limits import Limits
 
 

@@ -69,7 +69,7 @@ class Talk:
         return next_turn
 
     async def checked(self) -> None:
-        await self.turns.wait_checks(None, 60)
+        await self.turns.checks.wait(None, 60)
 
     def verdicts(self, session: str = "s") -> list[str]:
         return [one.verdict for one in self.store.load_session(session).trajectories()]

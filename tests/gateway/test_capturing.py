@@ -18,7 +18,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import CAPTURED, SampleDelta, SamplingParams, StartedCompletion
 from tokentape.errors import EngineContractError, EngineUnavailable, NotFound
 from tokentape.gateway._app import create_app
-from tokentape.gateway._capturing import differs_at
+from tokentape.gateway._choices import differs_at
 from tokentape.gateway._events import TurnDone, TurnRequest
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._prompts import PromptBuilder

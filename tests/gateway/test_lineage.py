@@ -13,7 +13,7 @@ from tokentape._session.arrow import ExtraNames
 from tokentape.chat._renderer import Renderer
 from tokentape.client import Client
 from tokentape.gateway._app import create_app
-from tokentape.gateway._endpoint import client_headers
+from tokentape.gateway._keys import client_headers
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore

@@ -20,8 +20,7 @@ from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import EngineUnavailable
 from tokentape.gateway._app import create_app
-from tokentape.gateway._events import Attempt
-from tokentape.gateway._in_flight_call import InFlightCall
+from tokentape.gateway._events import Attempt, InFlightCall
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
 from tokentape.gateway._session_cache import OpenSession

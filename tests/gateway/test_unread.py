@@ -22,9 +22,8 @@ from tokentape.client import Client
 from tokentape.errors import StoreError
 from tokentape.gateway._access import RequestLog
 from tokentape.gateway._app import create_app
-from tokentape.gateway._events import TurnStarted
+from tokentape.gateway._events import InFlightCall, TurnStarted
 from tokentape.gateway._http import EventStream
-from tokentape.gateway._in_flight_call import InFlightCall
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
 from tokentape.gateway._session_cache import SessionCache, UnreadMarks

@@ -18,8 +18,7 @@ from tests.session import lineage_traffic
 from tests.session.builders import make_turn, said, user
 from tests.session.lineage_traffic import KINDS, Scores, Traffic, scored, system
 from tokentape._session.flatten import trajectories
-from tokentape._session.lineage import lineage, parent_sessions, roles
-from tokentape._session.lineage_rules import RULES
+from tokentape._session.lineage import RULES, lineage, parent_sessions, roles
 from tokentape._session.similarity import Runs, shingles
 from tokentape._session.tree import Session
 from tokentape.types import LineageEdge, SessionInfo
@@ -173,7 +172,7 @@ def test_four_times_the_branches_are_four_times_the_work(
     shape: Callable[[Traffic, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokentape._session.lineage_branches.WINDOW", 4)
-    monkeypatch.setattr("tokentape._session.lineage_rules.WINDOW", 4)
+    monkeypatch.setattr("tokentape._session.lineage.WINDOW", 4)
     counts = []
     for number in (20, 80):
         t = Traffic(Random(0))

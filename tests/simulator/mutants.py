@@ -38,7 +38,7 @@ OWN: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "a reply counts as read once a client has come": (
-        "gateway/_in_flight_call.py",
+        "gateway/_events.py",
         "abandoned = not self._readers and not self._read_to_end",
         "abandoned = not self._readers and not self._read",
     ),
@@ -161,7 +161,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
         "            if True:",
     ),
     "an abort ends a call while it is recorded": (
-        "gateway/_in_flight_call.py",
+        "gateway/_events.py",
         "if self._task is not None and not self._committing:",
         "if self._task is not None:",
     ),
@@ -181,7 +181,7 @@ BLIND: dict[str, tuple[str, str, str]] = {
         "if False:",
     ),
     "a reply that was left counts as read to its end": (
-        "gateway/_in_flight_call.py",
+        "gateway/_events.py",
         "        finally:\n            self._readers -= 1",
         "        finally:\n            self._read_to_end = True\n            self._readers -= 1",
     ),

@@ -1,4 +1,4 @@
-"""Index a session's branches for the rules in `lineage_rules`. Everything is computed at most once."""
+"""Index a session's branches for the rules in `lineage`. Everything is computed at most once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokentape._session.tree import Session
 from tokentape.types import Message, SessionInfo, Turn
 
 CLIENT = "client"
-"""The key in `Turn.sampling` for the fields from the harness's headers; see `gateway._endpoint`."""
+"""The key in `Turn.sampling` for the fields from the harness's headers; see `gateway._keys`."""
 
 _TAG = re.compile(r"<([\w-]+)>")
 

@@ -53,11 +53,8 @@ class AsyncClient:
         default: Mapping[str, Any] | None = None,
     ) -> AsyncClientSession:
         """Create a session, as `Client.session` does."""
-        created_id = await self._send(calls.create_session(session_id, metadata, pin, default))
-        session = AsyncClientSession(self, created_id or str(session_id))
-        if created_id is None:
-            calls.check_made(await session.info(), metadata, pin, default)
-        return session
+        call = calls.create_session(session_id, metadata=metadata, pin=pin, default=default)
+        return AsyncClientSession(self, await self._send(call))
 
     def existing_session(self, session_id: str) -> AsyncClientSession:
         """Return a session by its id, without a request. Its methods raise `NotFound` if there is no such session."""

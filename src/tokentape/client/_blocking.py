@@ -75,11 +75,8 @@ class Client:
         arguments, an existing session raises `Conflict`. A mistyped id creates a new, empty session;
         `existing_session` creates none.
         """
-        created_id = self._send(calls.create_session(session_id, metadata, pin, default))
-        session = ClientSession(self, created_id or str(session_id))
-        if created_id is None:
-            calls.check_made(session.info(), metadata, pin, default)
-        return session
+        call = calls.create_session(session_id, metadata=metadata, pin=pin, default=default)
+        return ClientSession(self, self._send(call))
 
     def existing_session(self, session_id: str) -> ClientSession:
         """Return a session by its id, without a request. Its methods raise `NotFound` if there is no such session."""

@@ -35,9 +35,6 @@ _TRY_AGAIN = frozenset({429, 502, 503, 504})
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
 _NEVER_SENT = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)
 
-_PINS = "tokentape_sampling"
-"""Key in a session's metadata for its pins and defaults."""
-
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
@@ -53,12 +50,10 @@ class Call(Generic[T]):
     """Seconds to add to the timeout, for slow responses."""
     repeatable: bool = True
     """Whether the request is idempotent."""
-    done_if: type[TokentapeError] | None = None
-    """An error that, on a retry, means that an earlier request succeeded and its response was lost."""
-    done_at_once: bool = False
-    """Whether `done_if` means success for the first request too."""
-    done: T | None = None
-    """The result if `done_if` means success."""
+    repeated_body: bytes | None = None
+    """The body of a retry after a lost response, if it differs."""
+    settle: Callable[[TokentapeError, bool], T] | None = None
+    """Returns the result for an error, or raises. The bool says whether an earlier response was lost."""
 
 
 class Retries(Generic[T]):
@@ -81,7 +76,7 @@ class Retries(Generic[T]):
         return {
             "method": call.method,
             "url": call.path,
-            "content": call.body,
+            "content": call.repeated_body if self._repeated and call.repeated_body else call.body,
             "headers": {"accept": call.accept} | ({} if call.body is None else {"content-type": call.content_type}),
             "timeout": max(self._end - time.monotonic(), 0.01),
         }
@@ -110,10 +105,10 @@ class Retries(Generic[T]):
         """Read the response. Raises the error that the gateway returned, or `GatewayUnavailable`."""
         if response.is_success:
             return self._call.read(response.content)
-        error, call = answered_error(response), self._call
-        if (self._repeated or call.done_at_once) and call.done_if is not None and isinstance(error, call.done_if):
-            return call.done  # type: ignore[return-value]  # set together with `done_if`
-        raise error
+        error = answered_error(response)
+        if self._call.settle is None:
+            raise error
+        return self._call.settle(error, self._repeated)
 
 
 def _answer_lost(failure: httpx2.RequestError | httpx2.Response) -> bool:
@@ -171,48 +166,27 @@ def _with_subclasses(kind: type[TokentapeError]) -> Iterator[type[TokentapeError
         yield from _with_subclasses(below)
 
 
-def create_session(
-    session_id: str | None,
-    metadata: Mapping[str, Any] | None,
-    pin: Mapping[str, Any] | None,
-    default: Mapping[str, Any] | None,
-) -> Call[str | None]:
+def create_session(session_id: str | None, **options: Mapping[str, Any] | None) -> Call[str]:
     """Create a session, with a random id by default, and return its id.
 
-    If only an id is passed and the session exists, return its id. Return None if it exists after a response was lost;
-    `check_made` then checks whether it can be the requested session.
+    `options` are its metadata, pins and defaults. If only an id is passed, the session may exist.
     """
     name = session_id or secrets.token_hex(16)
-    named_only = session_id is not None and (metadata, pin, default) == (None, None, None)
-    options = {"metadata": metadata, "pin": pin, "default": default}
-    body: dict[str, Any] = {"session_id": name}
-    body |= {key: dict(value) for key, value in options.items() if value is not None}
-    if named_only:
-        body["exist_ok"] = True
-    return Call(
-        "POST",
-        "/sessions",
-        reader(str, "session_id"),
-        msgspec.json.encode(body),
-        done_if=Conflict,
-        done_at_once=named_only,
-        # Only this client can have created a session with a random id.
-        done=name if session_id is None or named_only else None,
-    )
+    given = {key: dict(value) for key, value in options.items() if value is not None}
+    body: dict[str, Any] = {"session_id": name, **given}
+    # After a lost response, a session with this id and these options is the one that the request created.
+    again = msgspec.json.encode({**body, "exist_ok": True})
+    named_only = session_id is not None and not given
 
+    def settle(error: TokentapeError, repeated: bool) -> str:
+        if isinstance(error, Conflict) and named_only:
+            return name
+        if isinstance(error, Conflict) and repeated:
+            raise Conflict(f"session {name!r} exists already with other metadata; use another id or none")
+        raise error
 
-def check_made(
-    state: SessionState,
-    metadata: Mapping[str, Any] | None,
-    pin: Mapping[str, Any] | None,
-    default: Mapping[str, Any] | None,
-) -> None:
-    """Raise `Conflict` unless a session has the metadata that `create_session` would have set."""
-    expected = dict(metadata or {})
-    if pin or default:
-        expected[_PINS] = {"pin": pin or {}, "default": default or {}}
-    if msgspec.json.decode(msgspec.json.encode(expected)) != state.metadata:
-        raise Conflict(f"session {state.session_id!r} exists already with other metadata; use another id or none")
+    first = again if named_only else msgspec.json.encode(body)
+    return Call("POST", "/sessions", reader(str, "session_id"), first, repeated_body=again, settle=settle)
 
 
 def list_sessions(after: int) -> Call[tuple[list[SessionEntry], int | None]]:
@@ -298,7 +272,11 @@ def read_media(session_id: str, sha256: str) -> Call[bytes]:
 
 
 def delete_session(session_id: str) -> Call[None]:
-    return Call("DELETE", session_path(session_id), nothing, done_if=NotFound)
+    def settle(error: TokentapeError, repeated: bool) -> None:
+        if not (repeated and isinstance(error, NotFound)):
+            raise error
+
+    return Call("DELETE", session_path(session_id), nothing, settle=settle)
 
 
 # msgspec 0.22 caches what it has read about a type, and crashes if two threads read a type at the same time.

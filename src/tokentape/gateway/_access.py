@@ -11,8 +11,8 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,8 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokentape.errors import Forbidden, TokentapeError
-from tokentape.gateway._events import SampleEvent, TurnDone, TurnEvent, TurnStarted
+from tokentape.errors import Forbidden
 from tokentape.gateway._http import error_response, unexpected
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import Attribute, Telemetry
@@ -71,21 +70,6 @@ class RequestLog:
     """Code of the error that ended the request."""
     status: int = 0
     """Status of the response; 0 before the response begins."""
-
-    async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[SampleEvent]:
-        """Yield `first` and then `events`. Add their turns, and the error if one is raised, to the log line."""
-        async with aclosing(events):
-            try:
-                event: TurnEvent | None = first
-                while event is not None:
-                    assert not isinstance(event, TurnStarted)
-                    if isinstance(event, TurnDone):
-                        self.turns.append(event.turn.seq)
-                    yield event
-                    event = await anext(events, None)
-            except TokentapeError as error:
-                self.error = error.code
-                raise
 
 
 def request_log(request: Request) -> RequestLog:

@@ -8,8 +8,9 @@ import re
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,13 +19,14 @@ from starlette.routing import Match, Route
 
 from tokentape._version import __version__
 from tokentape.engines._base import UNVERIFIED
-from tokentape.errors import Forbidden, NotFound, TokentapeError
-from tokentape.gateway import _engine_routes as engine_routes
+from tokentape.engines._pool import EnginePool
+from tokentape.errors import Forbidden, InvalidRequest, NotFound, TokentapeError
 from tokentape.gateway import _sessions as sessions
 from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
 from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
-from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
+from tokentape.gateway._dialect import Dialect
+from tokentape.gateway._endpoint import AnonymousSessions, Endpoint, Gateway
 from tokentape.gateway._http import ClientLeft, error_response, json_response, unexpected
 from tokentape.gateway._keys import IDEMPOTENCY_HEADER, SESSION_HEADER, Keys
 from tokentape.gateway._limits import Drain
@@ -70,8 +72,7 @@ def create_app(
         finally:
             await turns.abort_all()
             await turns.engine.close()
-            if turns.checks is not None:
-                await turns.checks.close()
+            await turns.checks.close()
             await asyncio.to_thread(turns.store.close)
             await asyncio.to_thread(telemetry.close)
 
@@ -142,7 +143,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         *sessions.routes(gateway),
         *sessions.feedback_routes(gateway),
         *snapshots.routes(gateway),
-        *engine_routes.routes(gateway),
+        *_engine_routes(gateway),
         *responses.routes(gateway),
         *completions.routes(gateway),
         *viewing.routes(gateway),
@@ -156,6 +157,81 @@ def _routes(gateway: Gateway) -> list[Route]:
         ),
     ]
     return [*routes, document_route(routes)]
+
+
+_Version = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+
+
+class Pause(Struct, forbid_unknown_fields=True):
+    """Body of a request to pause sampling."""
+
+    mode: Literal["wait", "abort"] = "wait"
+    timeout: Annotated[float, Meta(ge=0, le=3600)] = 60.0
+
+
+class ResumeSampling(Struct, forbid_unknown_fields=True):
+    """Body of a request to resume sampling."""
+
+    weight_version: _Version | None = None
+    adapter: _Version | None = None
+    """The adapter that has this version; None for the model."""
+
+
+def _engine_routes(gateway: Gateway) -> list[Route]:
+    """Return the endpoints that show the engine, and pause and resume sampling while a trainer updates the weights.
+
+    If the gateway has keys, pause and resume need an admin key.
+    """
+    turns = gateway.turns
+
+    def admin_only(request: Request) -> None:
+        if not gateway.caller(request).admin:
+            raise Forbidden("pausing and resuming the engine needs an admin key")
+
+    async def state() -> dict[str, Any]:
+        engine = turns.engine
+        other_gateways, in_flight = await turns.pausing.in_flight_elsewhere()
+        shown: dict[str, Any] = {
+            "engine": str(engine.info),
+            "model": engine.info.model,
+            "max_context": engine.info.max_context,
+            "vocab_size": turns.vocab_size,
+            "sampling": sorted(engine.info.sampling),
+            "paused": turns.gate.closed,
+            "calls_under_way": turns.gate.calls.count + in_flight,
+            "weight_version": turns.gate.weight_version,
+            "adapter_versions": turns.gate.adapter_versions,
+        }
+        if other_gateways:
+            shown["gateways"] = other_gateways + 1
+        if isinstance(engine, EnginePool):
+            shown["replicas"] = dict(engine.available)
+        return shown
+
+    async def show(request: Request) -> Response:
+        gateway.caller(request)
+        return json_response(await state())
+
+    async def pause(request: Request) -> Response:
+        admin_only(request)
+        body = await gateway.read(request, Pause, Pause())
+        idle = await turns.pausing.pause(abort=body.mode == "abort", seconds=body.timeout)
+        return json_response({**await state(), "idle": idle})
+
+    async def resume(request: Request) -> Response:
+        admin_only(request)
+        body = await gateway.read(request, ResumeSampling, ResumeSampling())
+        if body.adapter is not None and body.weight_version is None:
+            raise InvalidRequest("weight_version is missing; send the adapter's version with adapter", "weight_version")
+        await turns.pausing.resume(body.weight_version, body.adapter)
+        return json_response(await state())
+
+    optional: dict[str, Any] = {"body_required": False}
+    return [
+        ApiRoute("GET", "/engine", show, "Show the engine"),
+        ApiRoute("POST", "/engine/pause", pause, "Pause sampling: new engine calls wait", body=Pause, **optional),
+        ApiRoute("POST", "/engine/resume", resume, "Resume sampling", body=ResumeSampling, **optional),
+    ]
 
 
 def _answer_error(request: Request, error: Exception) -> Response:

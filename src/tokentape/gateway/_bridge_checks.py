@@ -27,7 +27,7 @@ from tokentape.gateway._limits import CheckBridges
 from tokentape.gateway._prompts import Prompt
 from tokentape.gateway._session_cache import OpenSession
 from tokentape.gateway._telemetry import BackgroundThread, Metrics
-from tokentape.store import Store
+from tokentape.store import Store, StoredSession
 from tokentape.types import Event, Provenance, Setup, Turn
 
 _log = logging.getLogger("tokentape.gateway")
@@ -54,13 +54,14 @@ class _Job:
 class BridgeChecks:
     """Samples bridges, checks them in a thread and records the results. Call its methods on the event loop.
 
+    With the policy None it does nothing.
     After a difference it calls `revoke` with the setup's digest, the continuation's name and the strategy to use
     instead.
     """
 
     def __init__(
         self,
-        policy: CheckBridges,
+        policy: CheckBridges | None,
         renderer: Renderer,
         store: Store,
         metrics: Metrics,
@@ -74,13 +75,14 @@ class BridgeChecks:
 
     def due(self, opened: OpenSession, prompt: Prompt, turns: Sequence[Turn]) -> list[Event]:
         """Decide whether to check the bridge of new turns. Return the events to record with the turns."""
-        if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
+        parent = prompt.point.parent
+        if self._policy is None or prompt.bridge is None or parent is None or turns[0].abort_cause is not None:
             return []
-        similar = _like(prompt.bridge.name, prompt.parent, prompt.added)
-        first = similar not in opened.bridges.get(prompt.parent.seq, _UNSEEN) or self._policy == "all"
+        similar = _like(prompt.bridge.name, parent, prompt.added)
+        first = similar not in opened.bridges.get(parent.seq, _UNSEEN) or self._policy == "all"
         # The probability is the share of new tokens in the prompt, because a check costs as much as the whole prompt,
         # and a turn only as much as its new tokens.
-        new = len(prompt.parent.completion_ids) + len(prompt.added.ids)
+        new = len(parent.completion_ids) + len(prompt.added.ids)
         if not first and (self._policy == "off" or self._random.random() * len(prompt.ids) >= new):
             return []
         kind = BRIDGE_SKIPPED if self._policy == "off" or self._thread.full else BRIDGE_DUE
@@ -92,30 +94,37 @@ class BridgeChecks:
 
     def recorded(self, opened: OpenSession, setup: Setup, turns: Sequence[Turn], events: Sequence[Event]) -> None:
         """Queue the check of turns that are now durable, without waiting. `events` are what `due` returned for them."""
+        if self._policy is None:
+            return
         self._follow(opened, turns, events)
         if events and events[0].kind == BRIDGE_DUE:
             self._offer(_Job(opened, turns, setup, events[0].body, asyncio.get_running_loop()))
         elif events:
             self._metrics.bridge_checks.labels("skipped").inc()
 
-    def loaded(
-        self, opened: OpenSession, turns: Sequence[Turn], events: Sequence[Event], setups: Mapping[str, Setup]
-    ) -> None:
-        """Update `opened` from turns and events loaded from the store. Queue pending checks of turns with `setups`."""
-        self._follow(opened, turns, events)
-        done = {event.turn for event in events if event.kind == BRIDGE_CHECKED}
-        for event in events:
+    def loaded(self, opened: OpenSession, stored: StoredSession, whole: bool) -> None:
+        """Update `opened` from what was loaded of its session. Queue pending checks if it is the `whole` session.
+
+        The gateway that added a turn runs its checks.
+        """
+        if self._policy is None:
+            return
+        self._follow(opened, stored.turns, stored.events)
+        done = {event.turn for event in stored.events if event.kind == BRIDGE_CHECKED}
+        for event in stored.events:
             turn = None if event.turn is None else opened.session.turns[event.turn]
             if turn is None:
                 continue
             if event.kind == BRIDGE_CHECKED and "goes_on" in event.body:
                 self._revoke(turn.setup, event.body["continuation"], event.body["goes_on"])
-            elif event.kind == BRIDGE_DUE and event.turn not in done and turn.setup in setups:
-                job = _Job(opened, [turn], setups[turn.setup], event.body, asyncio.get_running_loop())
+            elif whole and event.kind == BRIDGE_DUE and event.turn not in done and turn.setup in stored.setups:
+                job = _Job(opened, [turn], stored.setups[turn.setup], event.body, asyncio.get_running_loop())
                 self._offer(job, again=True)
 
     async def wait(self, session_ids: Sequence[str] | None, seconds: float) -> None:
         """Wait, at most `seconds`, until these sessions have no pending checks. None means all sessions."""
+        if self._policy is None or not seconds:
+            return
         until = time.monotonic() + seconds
         # Other gateways on the same record may run the checks, so ask the store.
         while await asyncio.to_thread(self._store.checks_due, session_ids) and time.monotonic() < until:  # noqa: ASYNC110

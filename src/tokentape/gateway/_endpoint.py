@@ -7,10 +7,11 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,19 +20,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokentape._session.tree import LazyMessages
-from tokentape.chat._tokenizer import Tokenizer
-from tokentape.engines._base import EngineInfo, SampleDelta
-from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.engines._base import SampleDelta
+from tokentape.errors import InvalidRequest
 from tokentape.gateway import _pins as pins
 from tokentape.gateway._access import first_values, request_log
-from tokentape.gateway._events import Attempt, SampleEvent, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
+from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, RequestContext
+from tokentape.gateway._events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway._http import (
     CancelledIfClientLeaves,
     EventStream,
     check_count,
-    encode_event,
     encode_json,
-    error_body,
     parse_json,
     read_as,
     read_json_body,
@@ -42,6 +41,7 @@ from tokentape.gateway._keys import (
     Caller,
     Keys,
     check_session_id,
+    client_headers,
     may_be_session_id,
     new_session_id,
 )
@@ -56,136 +56,7 @@ _log = logging.getLogger("tokentape.gateway")
 _RETRIED_WITHIN = 900.0
 """For this many seconds after a call, a retry without an Idempotency-Key is recognized in the record."""
 
-_CLIENT_HEADERS = {
-    # Claude Code; the class and `context-compacted` only with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1.
-    b"x-claude-code-session-id": "session",
-    b"x-claude-code-agent-id": "agent",
-    b"x-claude-code-parent-agent-id": "parent_agent",
-    b"x-claude-code-request-class": "kind",
-    b"x-claude-code-context-compacted": "compacted",
-    # Codex. The window is `THREAD:NUMBER`, with a new number after each compaction.
-    b"session-id": "session",
-    b"thread-id": "agent",
-    b"x-codex-parent-thread-id": "parent_agent",
-    b"x-openai-subagent": "kind",
-    b"x-codex-window-id": "window",
-    # opencode.
-    b"x-session-affinity": "session",
-    b"x-parent-session-id": "parent",
-    # Dynamo's agents.
-    b"x-dynamo-session-id": "session",
-    b"x-dynamo-parent-session-id": "parent",
-    # The SDKs of OpenAI and Anthropic.
-    b"x-stainless-retry-count": "retry",
-}
-"""Headers in which harnesses and routers identify a call's session, agent or parent, for `_session.lineage`."""
-
 _Body = TypeVar("_Body", bound=Struct)
-
-
-class DoneChoice(Struct, frozen=True):
-    """One finished choice: its sampled deltas and its recorded turn."""
-
-    done: TurnDone
-    sampled: Sequence[SampleDelta]
-
-
-class Encoder(Protocol):
-    """Writes the replies to one request in the format of a wire API.
-
-    For a whole reply, use content and calls in `TurnDone.turn.reply`. For a stream, use deltas and `TurnDone.rest`.
-    """
-
-    def whole(self, choices: Sequence[DoneChoice]) -> Any:
-        """Return the JSON value of the reply to a request without `stream`."""
-        ...
-
-    def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield server-sent events for `events`, which follow `TurnStarted`. Read all of them before the last yield."""
-        ...
-
-
-class DecodedRequest(Struct, frozen=True):
-    """A request as a wire API decoded it."""
-
-    turn: TurnRequest
-    encoder: Callable[[TurnStarted], Encoder]
-    ignored: tuple[str, ...] = ()
-    """Accepted parameters that have no effect, as listed in the header `X-Tokentape-Ignored-Params`."""
-
-
-class RequestContext(Struct, frozen=True):
-    """Data that a wire API may need to decode a body."""
-
-    session_id: str
-    engine: EngineInfo
-    vocab_size: int
-    """Ids greater than or equal to this are not accepted."""
-    takes_images: bool
-    conversation: Callable[[str], Awaitable[tuple[Message, ...]]]
-    """Returns the messages up to and including an earlier reply of the session. Raises `NotFound`."""
-    enforces_tools: bool = False
-    """Whether forced tool choices and strict tools are enforced or refused, instead of only reported."""
-
-
-class Dialect:
-    """A wire API: decodes its request bodies and encodes its replies.
-
-    `model_id` is the model's name in replies. `tokenizer` spells tokens and counts them in replies.
-    """
-
-    path: str
-    """Path below a base URL, for example `/v1/chat/completions`, without placeholders."""
-    summary: str
-    """Name of the API in the OpenAPI document."""
-    body: type[Struct]
-    """Struct with the fields of a request body."""
-    ignored: frozenset[str]
-    """Additional fields that are accepted and have no effect."""
-    lists: tuple[str, ...] = ("messages", "tools")
-    """Fields with lists, in which the gateway limits the number of entries."""
-    parts: tuple[str, ...] = ("content",)
-    """Keys in entries and parts under which further lists of parts are found. The limit includes these."""
-    names: ClassVar[Mapping[str, str]] = {
-        "json_schema": "response_format",
-        "stop_strings": "stop",
-        "structural_tag": "tools",
-    }
-    """Maps parameters that errors name, such as fields of `SamplingParams`, to the API's parameters if they differ."""
-    read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
-    """Reads the messages of an accepted body.
-
-    None if bodies have no array `messages`, or if the meaning of a message depends on the messages before it.
-    """
-
-    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
-        self.model_id = model_id
-        self.tokenizer = tokenizer
-
-    def session_of(self, body: Any) -> str | None:
-        """Return the session id in the body; None if the API has no such field or the body doesn't use it."""
-        return None
-
-    async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        """Decode a body parsed as JSON. Raises `InvalidRequest` or a subclass that names the parameter."""
-        raise NotImplementedError
-
-    def given(self, body: Any) -> frozenset[str]:
-        """Return the parameters in `pins.NAMES` that an accepted body sets, which defaults do not replace."""
-        return pins.given_in(body)
-
-    def claims(self, request: Request) -> bool:
-        """Return whether errors for this request, which may have an unknown path, use the API's `error_body`."""
-        return self.path in request.url.path
-
-    @staticmethod
-    def error_body(error: TokentapeError) -> Any:
-        """Return the JSON value of an error response."""
-        return error_body(error)
-
-    def error_event(self, error: TokentapeError) -> bytes:
-        """Return the stream event for an error, which ends the stream."""
-        return encode_event(self.error_body(error))
 
 
 class AnonymousSessions:
@@ -243,6 +114,10 @@ class Gateway:
         caller = self.keys.caller(request.headers)
         request_log(request).key = caller.owner
         return caller
+
+    async def json(self, request: Request) -> Any:
+        """Return the request body, parsed. Raises `InvalidRequest` and `TooLarge`."""
+        return parse_json(await read_json_body(request, self.turns.limits.body_bytes))
 
     async def read(self, request: Request, kind: type[_Body], default: _Body | None = None) -> _Body:
         """Return the request body as a Struct; `default` if it is empty. Raises `InvalidRequest` and `TooLarge`."""
@@ -318,7 +193,7 @@ class Endpoint:
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
-            given=self.dialect.given(parsed),
+            given=pins.given_in(parsed),
             client_session=None if hint is None or hint == line.session_id else hint[:128],
             client=client_headers(request.scope["headers"], line.session_id),
         )
@@ -350,7 +225,7 @@ class Endpoint:
             except BaseException:
                 await events.aclose()
                 raise
-        return EventStream(encoder.stream(line.follow(first, events)), headers, self.dialect.error_event)
+        return EventStream(encoder.stream(first, events, line), headers, encoder.failed)
 
     async def _decode(
         self, body: RequestBody, parsed: Any, span: MessagesSpan | None, context: RequestContext
@@ -360,19 +235,16 @@ class Endpoint:
         Messages known from an earlier body are decoded only when they are accessed.
         """
         prefix, read = body.prefix, self.dialect.read_messages
-        if prefix is not None and read is not None:
-            if span is not None:
-                try:
-                    decoded = await self.dialect.decode(parsed, context)
-                    messages = LazyMessages(
-                        lambda: read(body.data, context), decoded.turn.messages, prefix.key, prefix.setup
-                    )
-                    return decoded, {"messages": messages, "span": span}
-                except InvalidRequest:
-                    # Decode everything, so that the error names the right message index.
-                    pass
-            parsed, span = parse_json(body.data), None
-        return await self.dialect.decode(parsed, context), {"span": span}
+        if prefix is None or read is None:
+            return await self.dialect.decode(parsed, context), {"span": span}
+        if span is not None:
+            # If this fails, decode everything, so that the error names the right message index.
+            with suppress(InvalidRequest):
+                decoded = await self.dialect.decode(parsed, context)
+                tail = decoded.turn.messages
+                messages = LazyMessages(lambda: read(body.data, context), tail, prefix.key, prefix.setup)
+                return decoded, {"messages": messages, "span": span}
+        return await self.dialect.decode(parse_json(body.data), context), {}
 
 
 def address(request: Request, caller: Caller, id_in_body: str | None = None) -> str | None:
@@ -413,17 +285,3 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
         elif isinstance(event, TurnDelta):
             sampled.setdefault(event.choice, []).append(event.sampled)
     return [DoneChoice(choice, sampled[choice.choice]) for choice in sorted(done, key=lambda choice: choice.choice)]
-
-
-def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
-    """Return the values of `_CLIENT_HEADERS` in raw headers, by their common name for all harnesses.
-
-    The session's own id and a retry count of 0 are omitted.
-
-    >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
-    {'parent': 'ses_1'}
-    """
-    values = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
-    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in values.items()}
-    plain = {"session": session_id, "retry": "0"}
-    return {name: text for name, text in sorted(texts.items()) if text != plain.get(name)}

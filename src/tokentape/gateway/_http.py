@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -66,13 +66,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
-    pieces, size, more = list[bytes](), 0, True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        pieces.append(message.get("body", b""))
-        size, more = size + len(pieces[-1]), message.get("more_body", False)
+    pieces, size = list[bytes](), 0
+    async for piece in request.stream():
+        pieces.append(piece)
+        size += len(piece)
         if size > max_bytes:
             raise too_large
     return b"".join(pieces)
@@ -160,13 +157,8 @@ def check_depth(value: Any, where: str) -> None:
         ]
         if not level:
             return
-    raise too_deep(where)
-
-
-def too_deep(where: str) -> InvalidRequest:
-    """Return the error for the value at the path `where` if it is nested deeper than `MAX_DEPTH`."""
     reason = f"{where} is nested too deeply; expected at most {MAX_DEPTH} levels, so flatten it"
-    return InvalidRequest(reason, param_of(where))
+    raise InvalidRequest(reason, param_of(where))
 
 
 def check_count(body: Any, lists: Iterable[str], parts: Collection[str], before: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""API keys, session keys (derived keys for one session), and session ids."""
+"""API keys, session keys (derived keys for one session), session ids, and the headers in which clients send them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
@@ -17,6 +17,30 @@ KEY_HEADER = "x-api-key"
 
 SESSION_HEADER = "X-Session-Id"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
+
+_CLIENT_HEADERS = {
+    # Claude Code; the class and `context-compacted` only with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1.
+    b"x-claude-code-session-id": "session",
+    b"x-claude-code-agent-id": "agent",
+    b"x-claude-code-parent-agent-id": "parent_agent",
+    b"x-claude-code-request-class": "kind",
+    b"x-claude-code-context-compacted": "compacted",
+    # Codex. The window is `THREAD:NUMBER`, with a new number after each compaction.
+    b"session-id": "session",
+    b"thread-id": "agent",
+    b"x-codex-parent-thread-id": "parent_agent",
+    b"x-openai-subagent": "kind",
+    b"x-codex-window-id": "window",
+    # opencode.
+    b"x-session-affinity": "session",
+    b"x-parent-session-id": "parent",
+    # Dynamo's agents.
+    b"x-dynamo-session-id": "session",
+    b"x-dynamo-parent-session-id": "parent",
+    # The SDKs of OpenAI and Anthropic.
+    b"x-stainless-retry-count": "retry",
+}
+"""Headers in which harnesses and routers identify a call's session, agent or parent, for `_session.lineage`."""
 
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
@@ -143,3 +167,17 @@ def check_session_id(session_id: str) -> None:
             "invalid session id; use 1 to 128 letters, digits and the characters . _ : -, but not . or .. alone",
             "session_id",
         )
+
+
+def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
+    """Return the values of `_CLIENT_HEADERS` in raw headers, by their common name for all harnesses.
+
+    The session's own id and a retry count of 0 are omitted.
+
+    >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
+    {'parent': 'ses_1'}
+    """
+    values = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
+    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in values.items()}
+    plain = {"session": session_id, "retry": "0"}
+    return {name: text for name, text in sorted(texts.items()) if text != plain.get(name)}

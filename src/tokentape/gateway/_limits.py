@@ -58,22 +58,20 @@ class InFlightCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self._idle: asyncio.Event | None = None
-        """Set when nothing is in flight; None if nothing waits for that."""
+        self._idle = asyncio.Event()
 
     def __enter__(self) -> None:
         self.count += 1
 
     def __exit__(self, *_: object) -> None:
         self.count -= 1
-        if not self.count and self._idle is not None:
+        if not self.count:
             self._idle.set()
-            self._idle = None
+            self._idle.clear()
 
     async def idle(self, seconds: float) -> bool:
         """Wait at most `seconds` until no request is in flight. Return whether none is in flight."""
         if self.count:
-            self._idle = self._idle or asyncio.Event()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
         return not self.count

@@ -12,7 +12,6 @@ import numpy as np
 from msgspec import Struct, field, structs
 
 from tokentape._canonical import canonical_json, digest_of, json_in_order
-from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
 from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session, SharedMessages
@@ -27,7 +26,7 @@ from tokentape.chat._splice import History, StopMismatch
 from tokentape.chat._strategy import choose
 from tokentape.engines._base import Engine, PromptMedia, SamplingParams
 from tokentape.errors import ContextTooLong, TokentapeError, UnsupportedParameter
-from tokentape.gateway._capturing import DRIFT, differs_at
+from tokentape.gateway._choices import DRIFT, differs_at
 from tokentape.gateway._events import TurnRequest
 from tokentape.gateway._images import receive
 from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
@@ -55,19 +54,14 @@ class Prompt(Struct, frozen=True):
     """A request's prompt, shared by its choices."""
 
     setup: Setup
-    parent: Turn | None
-    messages: tuple[Message, ...]
-    """The new messages, which follow the parent's reply."""
-    context_ids: TokenIds
-    """The parent's context and completion."""
+    point: ContinuationPoint
+    """What the prompt continues. A prompt that starts a new branch has no parent."""
     added: PromptTokens
     ids: TokenIds
-    """The ids to send: `context_ids` and `added.ids`, int32 [tokens]."""
-    fork: str | None
-    """Why the turn starts a new branch, if known before sampling."""
+    """The ids to send: the context of `point` and `added.ids`, int32 [tokens]."""
     sampling: SamplingParams
-    key: bytes
-    """The history key for all messages in the request; see `ContinuationPoint`."""
+    fork: str | None = None
+    """Why the turn starts a new branch, if known before sampling."""
     notes: Mapping[str, object] = field(default_factory=dict)
     """Facts about the context, recorded with the sampling parameters."""
     bridge: Bridge | None = None
@@ -75,7 +69,7 @@ class Prompt(Struct, frozen=True):
     media: tuple[PromptMedia, ...] = ()
     """The images in the prompt."""
     new_media: tuple[Media, ...] = ()
-    """Images in `messages`, to be recorded."""
+    """Images in the new messages, to be recorded."""
 
 
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
@@ -86,6 +80,11 @@ def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
 def _least(*strategies: Strategy) -> Strategy:
     order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
     return max(strategies, key=order.index)
+
+
+def _from_root(point: ContinuationPoint, request: TurnRequest) -> ContinuationPoint:
+    """Return the point to render a request from the start."""
+    return structs.replace(point, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
 
 
 class PromptBuilder:
@@ -194,8 +193,6 @@ class PromptBuilder:
         Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
         prompt = self._context(request, session, setup, point)
-        if self._renderer.is_external:
-            prompt = structs.replace(prompt, bridge=None)
         if fits:
             prompt = structs.replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
             if prompt.sampling.json_schema is not None and request.prompt_ids is None:
@@ -237,7 +234,7 @@ class PromptBuilder:
         fork, notes = None, dict[str, object]()
         if point.parent is not None and position is not None:
             fork, notes = DRIFT, {DRIFT: {"turn": point.parent.seq, "token": position}}
-            point = structs.replace(point, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
+            point = _from_root(point, request)
         ids = prompt_ids[len(point.context_ids) :]
         added: PromptTokens | None
         try:
@@ -246,20 +243,19 @@ class PromptBuilder:
                 added = self._renderer.render(request.messages, setup)
             else:
                 built = self._context(request, session, setup, point)
-                added = built.added if built.parent is point.parent else None
+                added = built.added if built.point.parent is point.parent else None
         except TokentapeError:
             added = None
         if added is None or not np.array_equal(added.ids, ids):
             added = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
-        parent, new, sampling = point.parent, point.new_messages, self.sampling(request, setup, 0)
-        return Prompt(setup, parent, new, point.context_ids, added, prompt_ids, fork, sampling, point.key, notes)
+        return Prompt(setup, point, added, prompt_ids, self.sampling(request, setup, 0), fork, notes)
 
     def _context(self, request: TurnRequest, session: Session, setup: Setup, point: ContinuationPoint) -> Prompt:
         parent, new, context_ids = point.parent, point.new_messages, point.context_ids
 
         def prompt(added: PromptTokens, bridge: Bridge | None = None) -> Prompt:
             ids = np.concatenate([context_ids, added.ids])
-            return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, point.key, bridge=bridge)
+            return Prompt(setup, point, added, ids, request.sampling, bridge=bridge)
 
         def fork(cause: str, *, unless_continued: bool = False, replies: Mapping[int, Turn] | None = None) -> Prompt:
             """Render all messages, with the sampled ids of replies, as a new branch.
@@ -270,8 +266,7 @@ class PromptBuilder:
             length = len(context_ids)
             if unless_continued and np.array_equal(added.ids[:length], context_ids):
                 return prompt(PromptTokens(added.ids[length:], added.provenance[length:]))
-            messages = tuple(request.messages)
-            return Prompt(setup, None, messages, NO_IDS, added, added.ids, cause, request.sampling, point.key)
+            return Prompt(setup, _from_root(point, request), added, added.ids, request.sampling, cause)
 
         if request.prompt_ids is not None:
             new_ids = request.prompt_ids[len(context_ids) :]
@@ -280,7 +275,8 @@ class PromptBuilder:
             return fork("template_history", unless_continued=True)
         if parent is None:
             if not session.turns:
-                new, added = self._opening(new, setup)
+                shared, added = self._opening(new, setup)
+                point = structs.replace(point, new_messages=shared)
                 return prompt(added)
             return prompt(self._rendered(session, setup, new))
         if any(message["role"] == "assistant" for message in new):
@@ -297,19 +293,19 @@ class PromptBuilder:
             return fork("other_stop")
         if bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
             self._bridged.add(_kind(setup, new))
-        return prompt(added, bridge)
+        return prompt(added, None if self._renderer.is_external else bridge)
 
     def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
         """Add all images in the prompt, including images from earlier requests."""
         assert self._renderer.images is not None
-        path = [] if prompt.parent is None else session.path(prompt.parent.seq)
-        spans = path_media(path)
-        spans += media_spans(prompt.messages, prompt.added.provenance, len(prompt.context_ids))
+        point = prompt.point
+        spans = path_media([] if point.parent is None else session.path(point.parent.seq))
+        spans += media_spans(point.new_messages, prompt.added.provenance, len(point.context_ids))
         if spans and "image" not in self._engine.info.media:
             raise UnsupportedParameter("the conversation contains images; this engine accepts only text", "messages")
         media = {span.sha256: request.media.get(span.sha256) for span in spans}
         loaded = {sha256: image or self._load_media(request.session_id, sha256) for sha256, image in media.items()}
-        new = {part["sha256"] for part in image_parts(prompt.messages)}
+        new = {part["sha256"] for part in image_parts(point.new_messages)}
         return structs.replace(
             prompt,
             media=tuple(PromptMedia(span.start, span.length, loaded[span.sha256].data) for span in spans),
@@ -408,12 +404,3 @@ class PromptBuilder:
 def _before(request: TurnRequest, point: ContinuationPoint) -> LazyMessages:
     """Return the messages before the reply that a request continues. They are decoded only when accessed."""
     return LazyMessages(lambda: request.messages[: -len(point.new_messages) - 1])
-
-
-def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
-    """Add notes to the prompt: the caller's values that pins have overridden, and the client headers."""
-    if not (request.overridden or request.client_session or request.client):
-        return prompt
-    overridden = {name: value for name, (value, _) in request.overridden.items()}
-    notes = {"asked": overridden, "client_session": request.client_session, CLIENT: request.client}
-    return structs.replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from tokentape._session.chain import seal
 from tokentape._session.invariants import check_completion, check_turn
+from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.payloads import turn_payload
 from tokentape._session.tree import Session
 from tokentape._supports import SUPPORTS, is_known
@@ -47,7 +48,7 @@ class Recorder:
     engine: Engine
     vocab_size: int
     """Ids greater than or equal to this are not accepted."""
-    checks: BridgeChecks | None = None
+    checks: BridgeChecks
 
     async def commit(
         self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], started: TurnStarted, request: TurnRequest
@@ -59,10 +60,10 @@ class Recorder:
                     raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
                 if self.store.shared and request.attempt is not None and opened.answer_to(request.attempt) is not None:
                     raise CommitRace("another gateway has answered this call; send it again to get its reply")
-                turns = self._turns(opened.session, prompt, choices)
+                turns = self._turns(opened.session, prompt, choices, request)
                 for turn in turns:
                     check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-                    check_turn(turn, prompt.context_ids, prompt.ids)
+                    check_turn(turn, prompt.point.context_ids, prompt.ids)
                 answer = None
                 if request.attempt is not None:
                     tops = tuple([tuple(choice.top_logprobs) for choice in choices])
@@ -100,18 +101,26 @@ class Recorder:
                 choice.finish_reason, choice.stop = "abort", None
             try:
                 while not opened.deleted:
-                    turns = self._turns(opened.session, prompt, choices, abort_cause=cause)
+                    turns = self._turns(opened.session, prompt, choices, request, cause)
                     if await self._write(opened, prompt, turns, None):
                         break
             except TokentapeError as error:
                 _log.warning("an aborted turn could not be recorded (%s)", error.code)
 
     def _turns(
-        self, session: Session, prompt: Prompt, choices: Sequence[Choice], abort_cause: str | None = None
+        self,
+        session: Session,
+        prompt: Prompt,
+        choices: Sequence[Choice],
+        request: TurnRequest,
+        abort_cause: str | None = None,
     ) -> list[Turn]:
-        parent = prompt.parent
+        parent = prompt.point.parent
         parent_seq = None if parent is None else parent.seq
-        fork = prompt.fork or session.fork_cause(parent_seq, prompt.messages, prompt.setup.digest)
+        fork = prompt.fork or session.fork_cause(parent_seq, prompt.point.new_messages, prompt.setup.digest)
+        asked = {name: value for name, (value, _) in request.overridden.items()}
+        of_request = {"asked": asked, "client_session": request.client_session, CLIENT: request.client}
+        of_request = {name: note for name, note in of_request.items() if note}
         turns = []
         for choice in choices:
             assert choice.finish_reason is not None
@@ -122,7 +131,7 @@ class Recorder:
             pairs = itertools.product((engine, *later), has_supports)
             meanings = {logprobs_of(name, choice.sampling, supports=reported) for name, reported in pairs}
             sampling = _recorded_sampling(_values(choice.sampling))
-            notes = {**prompt.notes, **choice.notes}
+            notes = {**prompt.notes, **of_request, **choice.notes}
             if choice.reply.problem:
                 notes["parse_problem"] = choice.reply.problem
             if truncates(choice.sampling):
@@ -133,7 +142,7 @@ class Recorder:
                 seq=len(session.turns) + choice.index,
                 parent=parent_seq,
                 setup=prompt.setup.digest,
-                messages=prompt.messages,
+                messages=prompt.point.new_messages,
                 reply=reply_message(choice.reply),
                 added_ids=prompt.added.ids,
                 added_provenance=prompt.added.provenance,
@@ -176,7 +185,7 @@ class Recorder:
         """
         setup = prompt.setup
         records: list[Record] = [*prompt.new_media, *turns, *payloads]
-        due = [] if self.checks is None else self.checks.due(opened, prompt, turns)
+        due = self.checks.due(opened, prompt, turns)
         records += due
         if answer is not None:
             records.append(answer)
@@ -194,11 +203,10 @@ class Recorder:
         opened.stored = True
         opened.setups.add(setup.digest)
         for turn in turns:
-            opened.session.add(turn, prompt.key)
+            opened.session.add(turn, prompt.point.key)
         if answer is not None:
             opened.remember(answer)
-        if self.checks is not None:
-            self.checks.recorded(opened, setup, turns, due)
+        self.checks.recorded(opened, setup, turns, due)
         # Do this last, because a failure here must not make memory and disk differ.
         self.telemetry.recorded(turns, len(prompt.ids))
         return True
@@ -206,7 +214,7 @@ class Recorder:
 
 def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
     """Return the per-token payloads for each turn, cut to the tokens that the turn added."""
-    context, payloads = len(prompt.context_ids), list[TurnPayload | None]()
+    context, payloads = len(prompt.point.context_ids), list[TurnPayload | None]()
     for turn, choice in zip(turns, choices, strict=True):
         session_id, seq = turn.session_id, turn.seq
         payloads += (

@@ -13,14 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from tokentape._session.tree import UNREAD, Session
 from tokentape.errors import Conflict, LimitReached, NotFound, StoreError, TokentapeError
 from tokentape.gateway._access import RequestLog
-from tokentape.gateway._events import Attempt
-from tokentape.gateway._in_flight_call import InFlightCall
+from tokentape.gateway._events import Attempt, InFlightCall
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.gateway._telemetry import Metrics
@@ -135,8 +134,6 @@ class SessionCache:
         self._open: OrderedDict[str, OpenSession] = OrderedDict()
         """Sessions by id, least recently used first."""
         self._loading: dict[str, asyncio.Lock] = {}
-        self._at_hand: OrderedDict[str, OpenSession] = OrderedDict()
-        """Sessions that may keep their context as one array, least recently used first."""
         self._known_since = -math.inf if store.shared else time.time()
         """Unread replies recorded after this time have a mark. In a shared record other gateways mark them any time."""
 
@@ -247,9 +244,8 @@ class SessionCache:
         return info
 
     def drop(self, opened: OpenSession) -> None:
-        for sessions in (self._open, self._at_hand):
-            if sessions.get(opened.session_id) is opened:
-                del sessions[opened.session_id]
+        if self._open.get(opened.session_id) is opened:
+            del self._open[opened.session_id]
         self._dropped(opened.session_id)
 
     def drop_unused(self, opened: OpenSession) -> None:
@@ -293,11 +289,8 @@ class SessionCache:
     def _touch(self, opened: OpenSession) -> OpenSession:
         opened.used_at = time.monotonic()
         self._open.move_to_end(opened.session_id)
-        self._at_hand[opened.session_id] = opened
-        self._at_hand.move_to_end(opened.session_id)
-        if len(self._at_hand) > _CONTEXTS_AT_HAND:
-            _, evicted = self._at_hand.popitem(last=False)
-            evicted.session.forget_context()
+        for older in islice(reversed(self._open.values()), _CONTEXTS_AT_HAND, _CONTEXTS_AT_HAND + 1):
+            older.session.forget_context()
         return opened
 
     def _make_room(self, owner: str) -> None:

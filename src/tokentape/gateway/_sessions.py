@@ -110,7 +110,7 @@ def routes(gateway: Gateway) -> list[Route]:
         verdicts = None if listed is None else [verdict.strip() for verdict in listed.split(",")]
         check_verdicts(verdicts or ())
         _, session_id = await addressed(gateway, request)
-        await turns.wait_checks([session_id], query_number(request, "wait_checks", range(61)) or 0)
+        await turns.checks.wait([session_id], query_number(request, "wait_checks", range(61)) or 0)
         await turns.unread.recorded(session_id)
         unread = query_flag(request, "unread")
         trajectories = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, verdicts, unread=unread)
@@ -189,17 +189,20 @@ def query_number(request: Request, name: str, allowed: range) -> int | None:
     return int(text)
 
 
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
 def _info(info: SessionInfo) -> dict[str, Any]:
-    return {"session_id": info.session_id, "created_at": info.created_at, "metadata": info.metadata}
+    return _fields(info, "session_id", "created_at", "metadata")
 
 
 def _summary(summary: SessionSummary) -> dict[str, Any]:
-    counts = {"turns": summary.turns, "tokens": summary.tokens, "sampled_tokens": summary.sampled_tokens}
-    return {**_info(summary.info), **counts}
+    return {**_info(summary.info), **_fields(summary, "turns", "tokens", "sampled_tokens")}
 
 
 def reward_view(reward: Reward) -> dict[str, Any]:
-    return {"turn": reward.turn, "leaf": reward.leaf, "value": reward.value, "created_at": reward.created_at}
+    return _fields(reward, "turn", "leaf", "value", "created_at")
 
 
 def _tree(store: Store, session_id: str) -> dict[str, Any]:
@@ -220,13 +223,7 @@ def _tree(store: Store, session_id: str) -> dict[str, Any]:
             for trajectory in stored.trajectories(unread=True, edges=edges)
         ],
         "aborted": [
-            {
-                "turn": turn.seq,
-                "parent": turn.parent,
-                "cause": turn.abort_cause,
-                "added_tokens": len(turn.added_ids),
-                "sampled_tokens": len(turn.completion_ids),
-            }
+            {"turn": turn.seq, "parent": turn.parent, "cause": turn.abort_cause, **_token_counts(turn)}
             for turn in stored.turns
             if turn.finish_reason == "abort"
         ],
@@ -239,24 +236,17 @@ def _tree(store: Store, session_id: str) -> dict[str, Any]:
 
 def _turn_view(turn: Turn) -> dict[str, Any]:
     return {
-        "seq": turn.seq,
-        "parent": turn.parent,
-        "fork": turn.fork,
-        "finish_reason": turn.finish_reason,
-        "added_tokens": len(turn.added_ids),
-        "sampled_tokens": len(turn.completion_ids),
-        "weight_version": turn.weight_version,
-        "weight_changes": turn.weight_changes,
-        "abort_cause": turn.abort_cause,
-        "engine": turn.engine,
-        "sampled_from": turn.sampled_from,
-        "logprobs_of": turn.logprobs_of,
-        "resumes": turn.resumes,
-        "adapter": turn.adapter,
+        **_fields(turn, "seq", "parent", "fork", "finish_reason"),
+        **_token_counts(turn),
+        **_fields(turn, "weight_version", "weight_changes", "abort_cause", "engine", "sampled_from", "logprobs_of"),
+        **_fields(turn, "resumes", "adapter"),
         "parse_problem": turn.sampling.get("parse_problem"),
-        "created_at": turn.created_at,
-        "digest": turn.digest,
+        **_fields(turn, "created_at", "digest"),
     }
+
+
+def _token_counts(turn: Turn) -> dict[str, int]:
+    return {"added_tokens": len(turn.added_ids), "sampled_tokens": len(turn.completion_ids)}
 
 
 def _trajectories(

@@ -66,7 +66,7 @@ def routes(gateway: Gateway) -> list[Route]:
         check_depth(body.metadata or {}, "metadata")
         session_ids = None if body.session_ids is None else tuple(body.session_ids)
         selection = Selection(session_ids, body.since, body.idle_seconds, body.metadata or {})
-        await turns.wait_checks(selection.session_ids, body.wait_checks)
+        await turns.checks.wait(selection.session_ids, body.wait_checks)
         await turns.unread.recorded()
         snapshot = await snapshots.take(selection, caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})

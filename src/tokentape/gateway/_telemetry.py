@@ -77,24 +77,21 @@ class Telemetry:
         self._verdict = cache(self.metrics.verdicts.labels)
         self._seconds = {name: self.metrics.stages.labels(name) for name in get_args(Stage)}
 
-    def stage(self, name: Stage) -> AbstractContextManager[object]:
-        """Time a stage, and open its span."""
-        return self._timed(name, None if self.spans is None else self.spans.stage(name))
+    def stage(self, name: Stage, span: AbstractContextManager[object] | None = None) -> AbstractContextManager[object]:
+        """Time a stage, and open its span: `span`, or one with the stage's name."""
+        timer = self._seconds[name].time()
+        if self.spans is None:
+            return timer
+        both = ExitStack()
+        both.enter_context(span or self.spans.stage(name))
+        both.enter_context(timer)
+        return both
 
     def engine_stage(
         self, engine: EngineInfo, prompt: Prompt, choices: Sequence[Choice]
     ) -> AbstractContextManager[object]:
         """Time the stage `engine`, and open its span."""
-        return self._timed("engine", None if self.spans is None else self.spans.inference(engine, prompt, choices))
-
-    def _timed(self, name: Stage, span: AbstractContextManager[object] | None) -> AbstractContextManager[object]:
-        timer = self._seconds[name].time()
-        if span is None:
-            return timer
-        both = ExitStack()
-        both.enter_context(span)
-        both.enter_context(timer)
-        return both
+        return self.stage("engine", None if self.spans is None else self.spans.inference(engine, prompt, choices))
 
     def failed(self, error: Exception) -> None:
         """Count a failed call."""

@@ -27,20 +27,18 @@ from tokentape.engines._base import ChatServer, Engine, KeepsSessions, MediaEngi
 from tokentape.engines._distributions import truncates
 from tokentape.errors import CommitRace, EngineContractError, EngineError
 from tokentape.gateway._bridge_checks import BridgeChecks
-from tokentape.gateway._capturing import ServerRenderedCall
-from tokentape.gateway._choices import Choice, Sample, sample_choices
-from tokentape.gateway._events import TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway._in_flight_call import InFlightCall
+from tokentape.gateway._choices import Choice, Sample, ServerRenderedCall, sample_choices
+from tokentape.gateway._events import InFlightCall, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
 from tokentape.gateway._pausing import Gate, Pausing
 from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
-from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder, noting_request
+from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway._recording import Recorder, replayed
 from tokentape.gateway._resuming import CompletionSampler
 from tokentape.gateway._session_cache import OpenSession, SessionCache, UnreadMarks, not_found
 from tokentape.gateway._telemetry import Telemetry
-from tokentape.store import Store, StoredSession
+from tokentape.store import Store
 from tokentape.types import Message, SessionInfo, Setup, TokenIds, Turn
 
 _log = logging.getLogger("tokentape.gateway")
@@ -107,13 +105,10 @@ class Turns:
         other_stop: StopMismatch = "keep" if capture is not None else stop_mismatch
         self._prompts = PromptBuilder(renderer, engine, history, store.load_media, other_stop)
         self._capture = capture
-        self.checks = (
-            None
-            if check_bridges is None or capture is not None
-            else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._prompts.revoke)
-        )
+        policy = None if capture is not None else check_bridges
+        self.checks = BridgeChecks(policy, renderer, store, self.telemetry.metrics, self._prompts.revoke)
         dropped = engine.close_session if isinstance(engine, KeepsSessions) else lambda _: None
-        self.sessions = SessionCache(store, self.limits, self._loaded, dropped)
+        self.sessions = SessionCache(store, self.limits, self.checks.loaded, dropped)
         self.unread = UnreadMarks(store, self.sessions, self.telemetry.metrics)
         self._recorder = Recorder(store, self.sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
@@ -138,16 +133,6 @@ class Turns:
         Raises `TemplateRefused` if the template can't render a question and an answer.
         """
         await asyncio.to_thread(self._prompts.certify)
-
-    async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Wait, at most `seconds`, for pending bridge checks of these sessions. None means all sessions."""
-        if self.checks is not None and seconds:
-            await self.checks.wait(session_ids, seconds)
-
-    def _loaded(self, opened: OpenSession, stored: StoredSession, whole: bool) -> None:
-        if self.checks is not None:
-            # The gateway that added a turn runs its checks.
-            self.checks.loaded(opened, stored.turns, stored.events, stored.setups if whole else {})
 
     async def abort_all(self, cause: str = "shutdown") -> None:
         """Abort every call in flight, and record the tokens as aborted turns with this `cause`."""
@@ -238,21 +223,14 @@ class Turns:
         opened = await self.sessions.find_or_begin(request.session_id, request.owner, begin=request.begins_session)
         try:
             # Don't await anything before the call has started, so that a retry finds it.
-            return self._join_or_start(opened, request)
-        finally:
-            self.sessions.drop_unused(opened)
-
-    def _join_or_start(self, opened: OpenSession, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        session = opened.session
-        pins = self.pins.with_session(session.info.metadata)
-        if pins.pinned or pins.defaults:
-            sampling, overridden = pins.applied(request.sampling, request.given)
-            request = structs.replace(request, sampling=sampling, overridden=overridden)
-        attempt = request.attempt
-        call = None if attempt is None else opened.call_in_flight(attempt)
-        if call is None:
-            answer = None if attempt is None else opened.answer_to(attempt)
-            if answer is not None:
+            session, attempt = opened.session, request.attempt
+            pins = self.pins.with_session(session.info.metadata)
+            if pins.pinned or pins.defaults:
+                sampling, overridden = pins.applied(request.sampling, request.given)
+                request = structs.replace(request, sampling=sampling, overridden=overridden)
+            if attempt is not None and (call := opened.call_in_flight(attempt)) is not None:
+                return call.follow()
+            if attempt is not None and (answer := opened.answer_to(attempt)) is not None:
                 self.telemetry.metrics.replays.inc()
                 return _each(replayed(session, answer, partial(self._reader_again, session, request), request))
             if not self.store.healthy:
@@ -262,7 +240,9 @@ class Turns:
             opened.calls.append(call)
             call.start(self._run_call(call, opened, request), partial(self._ended, opened, call))
             self.calls_in_flight += 1
-        return call.follow()
+            return call.follow()
+        finally:
+            self.sessions.drop_unused(opened)
 
     def _ended(self, opened: OpenSession, call: InFlightCall, failure: BaseException | None) -> None:
         self.calls_in_flight -= 1
@@ -297,7 +277,6 @@ class Turns:
                     prompt = build() if quick else await asyncio.to_thread(build)
                 if prompt.media:
                     sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
-            prompt = noting_request(prompt, request)
             choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
             if captured is not None:
                 choices[0].request_id = captured.request_id
@@ -362,16 +341,12 @@ class Turns:
             # A turn is published only after it is durable, and committed only while a client waits for it.
             await call.wait_for_reader()
             call.begin_commit()
-        except asyncio.CancelledError:
-            call.begin_commit()
-            await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, call.abort_cause))
-            raise
-        except EngineContractError:
-            raise
-        except EngineError as error:
-            if any(choice.ids for choice in choices):
+        except (asyncio.CancelledError, EngineError) as error:
+            cause = error.code if isinstance(error, EngineError) else call.abort_cause
+            usable = any(choice.ids for choice in choices) and not isinstance(error, EngineContractError)
+            if usable or isinstance(error, asyncio.CancelledError):
                 call.begin_commit()
-                await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, error.code))
+                await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, cause))
             raise
         try:
             recorded = await self._recorder.commit(opened, prompt, choices, started, request)
@@ -387,7 +362,7 @@ class Turns:
             changes["seed"] = sampling.seed + index
         if self._payloads:
             # The parent's last id has not been an input before, so this call returns its row.
-            changes["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
+            changes["payloads_from"] = max(len(prompt.point.context_ids) - 1, 0)
         if self._supports and truncates(sampling):
             changes["supports"] = self._supports
         if changes:

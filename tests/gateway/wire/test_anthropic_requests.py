@@ -16,7 +16,7 @@ from tests.gateway.request_context import FakeContext
 from tokentape._session.matching import message_key
 from tokentape.chat._template import ChatTemplate
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest
+from tokentape.gateway._dialect import DecodedRequest
 from tokentape.gateway._events import TurnRequest
 from tokentape.gateway._wire.anthropic_history import AnthropicMessage, Block, read_messages, tool_use
 from tokentape.gateway._wire.anthropic_messages import IGNORED, AnthropicMessages

@@ -17,7 +17,7 @@ from tests.gateway.request_context import FakeContext
 from tests.searching import examples
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest
+from tokentape.gateway._dialect import DecodedRequest
 from tokentape.gateway._events import TurnRequest
 from tokentape.gateway._wire.chat_completions import IGNORED, ChatCompletions, ChatCompletionsBody
 

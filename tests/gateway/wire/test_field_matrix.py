@@ -36,7 +36,7 @@ from tokentape.engines._base import SamplingParams
 from tokentape.engines._vllm import VllmEngine
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._app import create_app
-from tokentape.gateway._endpoint import DecodedRequest
+from tokentape.gateway._dialect import DecodedRequest
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages

@@ -26,7 +26,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, call_tool, sample_tasks
 from tokentape.errors import EngineError, InvalidRequest, NotFound, UnsupportedParameter
 from tokentape.gateway._app import create_app
-from tokentape.gateway._endpoint import DecodedRequest
+from tokentape.gateway._dialect import DecodedRequest
 from tokentape.gateway._keys import Keys
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns

@@ -16,6 +16,7 @@ from tests.gateway.request_context import FakeContext
 from tests.records import make_turn
 from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines._base import SampleDelta
+from tokentape.gateway._access import RequestLog
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway._wire.chat_completions import ChatCompletions
 from tokentape.gateway._wire.shared_fields import logprob_entries
@@ -92,7 +93,9 @@ def test_a_stream_is_byte_for_byte_what_writing_each_chunk_whole_gives(
             for event in events:
                 yield event
 
-        return b"".join([event async for event in asked.encoder(STARTED).stream(happening())])
+        happened = happening()
+        stream = asked.encoder(STARTED).stream(await anext(happened), happened, RequestLog())
+        return b"".join([event async for event in stream])
 
     written = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in _written_whole(events, body)]
     assert asyncio.run(main()).decode() == "".join(f"data: {text}\n\n" for text in [*written, "[DONE]"])

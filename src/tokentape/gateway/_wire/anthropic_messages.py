@@ -7,8 +7,7 @@ names them. Fields in `IGNORED` have no effect. docs/how-to/connect-an-agent.md 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,14 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape.chat._call_constraint import CallRule
-from tokentape.chat._parse import ReplyDelta, ToolCall
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, Gateway, RequestContext, address
-from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
-from tokentape.gateway._http import check_depth, encode_event, json_response, parse_json, read_json_body
+from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, Encoder, RequestContext
+from tokentape.gateway._endpoint import Gateway, address
+from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._keys import new_session_id
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count, Seed, StopString, Temperature, TopP
@@ -41,7 +40,6 @@ from tokentape.gateway._wire.anthropic_history import (
     takes_later_system,
     tool_use,
 )
-from tokentape.gateway._wire.shared_fields import call_rule, reasoning_tokens, recorded
 from tokentape.types import Tool
 
 IGNORED = frozenset(
@@ -188,7 +186,7 @@ class AnthropicMessages(Dialect):
             *shared.unknown_fields("messages.content.source", sources, SOURCE_FIELDS),
             *shared.unknown_fields("system", shared.entries("system", [body]), BLOCK_FIELDS),
         )
-        return DecodedRequest(turn, partial(AnthropicEncoder, read, self, ignored), ignored)
+        return DecodedRequest(turn, partial(AnthropicEncoder, self, read, ignored), ignored)
 
     def claims(self, request: Request) -> bool:
         """Also claim unknown paths that contain /messages or that an Anthropic client requests."""
@@ -207,9 +205,6 @@ class AnthropicMessages(Dialect):
                 # On this code, the tool runner of Anthropic's client goes on without a thread: it sends all messages.
                 details["error_code"] = "thread_unsupported_request"
         return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
-
-    def error_event(self, error: TokentapeError) -> bytes:
-        return encode_event(self.error_body(error), "error")
 
     def turn(self, body: MessagesBody, session_id: str, *, takes_images: bool) -> TurnRequest:
         check_depth(body.chat_template_kwargs, "chat_template_kwargs")
@@ -264,7 +259,7 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
         caller = gateway.caller(request)
         with turns.calls.track(caller.owner):
             session_id = address(request, caller) or new_session_id()
-            body = _read(parse_json(await read_json_body(request, turns.limits.body_bytes)))
+            body = _read(await gateway.json(request))
             turn = dialect.turn(body, session_id, takes_images=turns.takes_images)
             return json_response({"input_tokens": await turns.count_context(turn, caller.owner)})
 
@@ -287,7 +282,7 @@ def _rule(body: MessagesBody, context: RequestContext) -> CallRule | None:
     forced = {"any": names, "tool": [choice.name or ""]}.get(choice.type, [])
     strict = [tool.name for tool in body.tools if tool.strict and choice.type != "none"]
     parallel = not choice.disable_parallel_tool_use
-    return call_rule(context, choice if forced else None, forced, strict, parallel=parallel)
+    return shared.call_rule(context, choice if forced else None, forced, strict, parallel=parallel)
 
 
 def _tool(index: int, tool: AnthropicTool) -> Tool:
@@ -308,15 +303,17 @@ def _tool(index: int, tool: AnthropicTool) -> Tool:
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
 
-class AnthropicEncoder:
-    def __init__(self, body: MessagesBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
-        self._body, self._ignored, self._tokenizer = body, ignored, dialect.tokenizer
-        self._prompt_ids = started.prompt_ids
-        head = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
+class AnthropicEncoder(Encoder[MessagesBody]):
+    def __init__(self, dialect: Dialect, body: MessagesBody, ignored: Sequence[str], started: TurnStarted) -> None:
+        super().__init__(dialect, body, ignored, started)
+        head = {"id": f"msg_{self._reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
         self._head: dict[str, Any] = head
         if body.return_token_ids:
             self._head["prompt_token_ids"] = self._prompt_ids.tolist()
-        self._signature = f"tokentape-{started.reply_id}"
+        self._signature = f"tokentape-{self._reply_id}"
+        self._kind: str | None = None
+        """The type of the content block that the stream has open, which is closed when another kind begins."""
+        self._index = -1
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         done = choices[0].done
@@ -332,23 +329,34 @@ class AnthropicEncoder:
             content.append({**block, "input": msgspec.Raw(arguments.encode())})
         return {**self._head, "content": content, **self._stop(done), **self._end(done)}
 
-    async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream: deltas of blocks, and after the commit, the stop reason."""
-        blocks = _OpenBlock(self._signature)
-        done: TurnDone | None = None
+    def begin(self) -> Iterator[bytes]:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message={**self._head, **empty})
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, TurnDone):
-                    done = event
-                for chunk in blocks.grow(event.rest if isinstance(event, TurnDone) else event.reply):
-                    yield chunk
-        assert done is not None
-        for chunk in blocks.close():
-            yield chunk
-        yield _event("message_delta", delta=self._stop(done), **self._end(done))
+
+    def grow(self, event: TurnDelta | TurnDone) -> Iterator[bytes]:
+        reply = event.rest if isinstance(event, TurnDone) else event.reply
+        if reply.reasoning:
+            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": reply.reasoning})
+        if reply.content:
+            yield from self._open("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": reply.content})
+        for call in reply.tool_calls:
+            assert call.id is not None
+            block, arguments = tool_use(call.id, call.name, call.arguments)
+            yield from self._close()
+            yield from self._open("tool_use", {**block, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            yield from self._close()
+
+    def end(self, done: Sequence[TurnDone]) -> Iterator[bytes]:
+        (only,) = done
+        yield from self._close()
+        yield _event("message_delta", delta=self._stop(only), **self._end(only))
         yield _event("message_stop")
+
+    def failed(self, error: TokentapeError) -> bytes:
+        return encode_event(self._dialect.error_body(error), "error")
 
     def _stop(self, done: TurnDone) -> dict[str, Any]:
         turn, stop = done.turn, {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[done.finish]
@@ -367,60 +375,33 @@ class AnthropicEncoder:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
         }
-        if done is not None and (thought := reasoning_tokens(done.turn, self._tokenizer)):
+        if done is not None and (thought := shared.reasoning_tokens(done.turn, self._tokenizer)):
             usage["output_tokens_details"] = {"thinking_tokens": thought}
         return usage
 
     def _end(self, done: TurnDone) -> dict[str, Any]:
         turn = done.turn
-        fields: dict[str, Any] = {"usage": self._usage(done), "tokentape": recorded(turn, self._ignored)}
+        fields: dict[str, Any] = {"usage": self._usage(done), "tokentape": self._recorded(turn)}
         if self._body.return_token_ids:
             fields["token_ids"] = turn.completion_ids.tolist()
         if self._body.logprobs:
             fields["logprobs"] = turn.logprobs.tolist()
         return fields
 
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        if self._kind == kind:
+            return
+        yield from self._close()
+        self._kind = kind
+        self._index += 1
+        yield _event("content_block_start", index=self._index, content_block=block)
 
-class _OpenBlock:
-    """The open content block of a stream. It is closed when a block of another kind begins."""
-
-    def __init__(self, signature: str) -> None:
-        self._signature = signature
-        self._kind: str | None = None
-        self._index = -1
-
-    def grow(self, delta: ReplyDelta) -> Iterator[bytes]:
-        if delta.reasoning:
-            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
-        if delta.content:
-            yield from self._open("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": delta.content})
-        for call in delta.tool_calls:
-            yield from self._call(call)
-
-    def close(self) -> Iterator[bytes]:
+    def _close(self) -> Iterator[bytes]:
         if self._kind == "thinking":
             yield self._delta({"type": "signature_delta", "signature": self._signature})
         if self._kind is not None:
             yield _event("content_block_stop", index=self._index)
         self._kind = None
-
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        assert call.id is not None
-        block, arguments = tool_use(call.id, call.name, call.arguments)
-        yield from self.close()
-        yield from self._open("tool_use", {**block, "input": {}})
-        yield self._delta({"type": "input_json_delta", "partial_json": arguments})
-        yield from self.close()
-
-    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
-        if self._kind == kind:
-            return
-        yield from self.close()
-        self._kind = kind
-        self._index += 1
-        yield _event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)

@@ -14,17 +14,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tokentape.chat._call_constraint import CallRule
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, RequestContext
-from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, RequestContext
+from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStarted
 from tokentape.gateway._http import check_depth, encode_json, parse_json
 from tokentape.gateway._images import image_part
 from tokentape.gateway._pins import Count
 from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire import shared_fields as shared
-from tokentape.gateway._wire.shared_fields import call_rule, forced_tools
 from tokentape.types import Message
 
 IGNORED = shared.HINTS | {"metadata", "store", "user"}
@@ -128,30 +126,24 @@ class ChatCompletions(Dialect):
     body, ignored = ChatCompletionsBody, IGNORED
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        read, fields = _read(body)
+        read, fields = shared.read_fields(body, ChatCompletionsBody, IGNORED, "messages")
+        forced = shared.forced_tools(read.tool_choice, [tool.function.name for tool in read.tools])
+        _refuse_unserved(read)
         if read.top_logprobs and not read.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        max_tokens = read.max_completion_tokens or read.max_tokens or 0
         with_tools = read.tools if read.tool_choice != "none" else ()
         schema = shared.json_schema(read.response_format, "response_format", context, with_tools)
-        sampling = shared.sampling_params(
-            read,
-            context,
-            max_tokens=max_tokens,
-            top_logprobs=read.top_logprobs,
-            names=self.names,
-            min_tokens=read.min_tokens,
-            schema=schema,
-        )
+        max_tokens = read.max_completion_tokens or read.max_tokens or 0
+        more = {"min_tokens": read.min_tokens, "json_schema": schema}
+        sampling = shared.sampling_params(read, context, self.names, max_tokens, read.top_logprobs, **more)
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # Keep tools as the caller wrote them: templates print them with all keys, in their order.
         given_tools = fields.get("tools", [])
         check_depth(given_tools, "tools")
-        tools = () if read.tool_choice == "none" else tuple(map(_shown, given_tools))
+        tools = tuple(map(_shown, given_tools)) if with_tools else ()
+        strict = [tool["function"]["name"] for tool in given_tools if tool["function"].get("strict")]
         choice = None if read.tool_choice in ("auto", "none") else read.tool_choice
-        forced = forced_tools(choice, [tool["function"]["name"] for tool in tools])
-        strict = _strict(fields) if tools else ()
-        rule = call_rule(context, choice, forced, strict, parallel=read.parallel_tool_calls)
+        rule = shared.call_rule(context, choice, forced, strict if tools else (), parallel=read.parallel_tool_calls)
         turn = TurnRequest(
             session_id=context.session_id,
             messages=_messages(read, context),
@@ -162,18 +154,18 @@ class ChatCompletions(Dialect):
             stream=read.stream,
             calls=rule,
         )
-        ignored = (*_ignored_params(read, fields, rule), *shared.ignored_fields(read, context.engine, self.model_id))
-        return DecodedRequest(turn, partial(_ChatEncoder, read, self, ignored), ignored)
+        ignored = (
+            *shared.unenforced(choice, read.parallel_tool_calls, rule),
+            *[name for name in ("reasoning_effort", "verbosity") if getattr(read, name) is not None],
+            *(["tools.strict"] if strict and rule is None else []),
+            *_unknown_fields(fields),
+            *shared.ignored_fields(read, context.engine, self.model_id),
+        )
+        return DecodedRequest(turn, partial(_ChatEncoder, self, read, ignored), ignored)
 
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
-        return _messages(_read(parse_json(data))[0], context)
-
-
-def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
-    """Return a decoded body, and the JSON body without fields that are null."""
-    read, fields = shared.read_fields(body, ChatCompletionsBody, IGNORED, "messages")
-    _refuse_unserved(read)
-    return read, fields
+        read, _ = shared.read_fields(parse_json(data), ChatCompletionsBody, IGNORED, "messages")
+        return _messages(read, context)
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
@@ -182,33 +174,17 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": function}
 
 
-def _strict(fields: dict[str, Any]) -> list[str]:
-    return [tool["function"]["name"] for tool in fields.get("tools", ()) if tool["function"].get("strict")]
-
-
-def _ignored_params(body: ChatCompletionsBody, fields: dict[str, Any], rule: CallRule | None) -> tuple[str, ...]:
-    """Return the names of parameters that are accepted but not enforced, and of message fields with no effect."""
-    names = []
-    if body.tool_choice not in ("auto", "none") and rule is None:
-        names.append("tool_choice")
-    if not body.parallel_tool_calls and not (rule and rule.required):
-        names.append("parallel_tool_calls")
-    names += [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
-    if rule is None and _strict(fields):
-        names.append("tools.strict")
+def _unknown_fields(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield the fields inside a body that have no effect."""
     parts = shared.entries("content", fields["messages"])
     images = [part.get("image_url") for part in parts]
-    return (
-        *names,
-        *shared.unknown_fields("stream_options", [fields.get("stream_options")], _STREAM_FIELDS),
-        *shared.unknown_fields("messages", fields["messages"], _MESSAGE_FIELDS),
-        *shared.unknown_fields("messages.content", parts, _PART_FIELDS),
-        *shared.unknown_fields("messages.content.image_url", images, _IMAGE_FIELDS),
-    )
+    yield from shared.unknown_fields("stream_options", [fields.get("stream_options")], _STREAM_FIELDS)
+    yield from shared.unknown_fields("messages", fields["messages"], _MESSAGE_FIELDS)
+    yield from shared.unknown_fields("messages.content", parts, _PART_FIELDS)
+    yield from shared.unknown_fields("messages.content.image_url", images, _IMAGE_FIELDS)
 
 
 def _refuse_unserved(body: ChatCompletionsBody) -> None:
-    shared.check_tool_choice(body.tool_choice, [tool.function.name for tool in body.tools])
     shared.refuse_unserved(
         {
             "modalities": (body.modalities in (None, ["text"]), '["text"]'),
@@ -258,9 +234,9 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
     _id, _whole, _chunks = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, body: ChatCompletionsBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted
+        self, dialect: Dialect, body: ChatCompletionsBody, ignored: Sequence[str], started: TurnStarted
     ) -> None:
-        super().__init__(body, dialect, ignored, started)
+        super().__init__(dialect, body, ignored, started)
         self._tells_tokens = body.logprobs or body.return_token_ids
         self._calls: dict[int, int] = {}
         """The number of tool calls sent, for each choice that the stream has opened."""
@@ -268,8 +244,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         """The bytes before the text in a chunk with only text, by choice and field."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
-        ids = {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
-        return {**super().whole(choices), **ids}
+        return {**super().whole(choices), **self._prompt_fields()}
 
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         turn = choice.done.turn
@@ -282,7 +257,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
             "message": message,
             "logprobs": self._logprobs(choice.sampled) if self._body.logprobs else None,
             "finish_reason": choice.done.finish,
-            "tokentape": shared.recorded(turn, self._ignored),
+            "tokentape": self._recorded(turn),
         }
         if self._body.return_token_ids:
             fields["token_ids"] = turn.completion_ids.tolist()
@@ -292,12 +267,11 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         as_ids = self._body.return_tokens_as_token_ids
         return {"content": shared.logprob_entries(self._tokenizer, sampled, as_ids=as_ids)}
 
-    def _grown(self, event: SampleEvent) -> Iterator[bytes]:
+    def grow(self, event: TurnDelta | TurnDone) -> Iterator[bytes]:
         choice = event.choice
         if choice not in self._calls:
-            first = self._body.return_token_ids and not self._calls
-            ids = {"prompt_token_ids": self._prompt_ids.tolist()} if first else {}
-            yield self._delta(choice, {"role": "assistant", "content": ""}, **ids)
+            more = {} if self._calls else self._prompt_fields()
+            yield self._delta(choice, {"role": "assistant", "content": ""}, **more)
             self._calls[choice] = 0
         reply, sampled = (event.rest, None) if isinstance(event, TurnDone) else (event.reply, event.sampled)
         if not (self._tells_tokens or reply.tool_calls or (reply.reasoning and reply.content)):
@@ -339,7 +313,5 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         return self._before_text[where] + encoded[1:] + again + _AFTER_TEXT[1:]
 
     def _finish(self, done: TurnDone) -> bytes:
-        where = shared.recorded(done.turn, self._ignored)
-        return self._chunk(
-            {**_NOTHING, "index": done.choice, "delta": {}, "finish_reason": done.finish, "tokentape": where}
-        )
+        end = {"finish_reason": done.finish, "tokentape": self._recorded(done.turn)}
+        return self._chunk({**_NOTHING, "index": done.choice, "delta": {}, **end})

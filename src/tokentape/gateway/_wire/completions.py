@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,9 +21,10 @@ from starlette.routing import Route
 from tokentape._version import __version__
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, Gateway, RequestContext
-from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
-from tokentape.gateway._http import json_response, parse_json, read_as, read_json_body
+from tokentape.gateway._dialect import DecodedRequest, Dialect, DoneChoice, RequestContext
+from tokentape.gateway._endpoint import Gateway
+from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway._http import json_response, read_as
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
 from tokentape.gateway._wire import shared_fields as shared
@@ -69,28 +69,21 @@ class Completions(Dialect):
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         read, _ = shared.read_fields(body, CompletionsBody, IGNORED, "prompt")
         _refuse_unserved(read)
-        sampling = shared.sampling_params(
-            read,
-            context,
-            max_tokens=read.max_tokens,
-            top_logprobs=read.logprobs or 0,
-            min_tokens=read.min_tokens,
-            schema=shared.json_schema(read.response_format, "response_format", context),
-            names=self.names,
-        )
+        schema = shared.json_schema(read.response_format, "response_format", context)
+        more = {"min_tokens": read.min_tokens, "json_schema": schema}
         turn = TurnRequest(
             session_id=context.session_id,
             messages=(),
             tools=(),
             template_kwargs={},
-            sampling=sampling,
+            sampling=shared.sampling_params(read, context, self.names, read.max_tokens, read.logprobs or 0, **more),
             n=read.n,
             stream=read.stream,
             prompt_ids=await self._prompt_ids(read, context.vocab_size),
             ignore_eos=read.ignore_eos,
         )
         ignored = tuple(shared.ignored_fields(read, context.engine, self.model_id))
-        return DecodedRequest(turn, partial(_Encoder, read, self, ignored), ignored)
+        return DecodedRequest(turn, partial(_Encoder, self, read, ignored), ignored)
 
     async def _prompt_ids(self, body: CompletionsBody, vocab_size: int) -> TokenIds:
         prompt = _one_prompt(body.prompt)
@@ -102,15 +95,7 @@ class Completions(Dialect):
                 raise InvalidRequest("prompt has no tokens; expected at least one", "prompt")
         else:
             ids = read_as({"prompt": prompt}, _Ids).prompt
-        return known_ids(ids, vocab_size, "prompt")
-
-
-def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
-    """Return `ids` as an array. Raises `InvalidRequest` for `param` if an id is outside the vocabulary."""
-    array = np.array(ids, dtype=np.int32)
-    if len(array) and array.max() >= vocab_size:
-        raise InvalidRequest(f"{param} holds an id outside the vocabulary of {vocab_size}", param)
-    return array
+        return shared.known_ids(ids, vocab_size, "prompt")
 
 
 def _one_prompt(prompt: str | list[Any]) -> str | list[Any]:
@@ -162,8 +147,8 @@ _NOTHING = {"logprobs": None, "finish_reason": None, "stop_reason": None}
 class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
     _id, _whole, _chunks = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionsBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
-        super().__init__(body, dialect, ignored, started)
+    def __init__(self, dialect: Dialect, body: CompletionsBody, ignored: Sequence[str], started: TurnStarted) -> None:
+        super().__init__(dialect, body, ignored, started)
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         self._longest_stop = max(map(len, stops), default=1)
         self._spells_all = body.include_stop_str_in_output
@@ -175,16 +160,16 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         text = choice.done.reply.content
         if self._spells_all:
             text = "".join(self._spelled(so_far, delta) for delta in choice.sampled) + so_far.rest()
-        fields = {
+        return {
             "index": choice.done.choice,
             "text": text,
             "logprobs": None,
             **self._sampled_fields(so_far, choice.sampled),
             **self._end(choice.done),
+            **self._prompt_fields(),
         }
-        return {**fields, **self._prompt_fields()}
 
-    def _grown(self, event: SampleEvent) -> Iterator[bytes]:
+    def grow(self, event: TurnDelta | TurnDone) -> Iterator[bytes]:
         more: dict[str, Any] = {} if event.choice in self._progress else self._prompt_fields()
         so_far = self._progress.setdefault(event.choice, _Progress())
         if isinstance(event, TurnDone):
@@ -205,11 +190,8 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         return {
             "finish_reason": done.finish,
             "stop_reason": stop if requested else None,
-            "tokentape": shared.recorded(done.turn, self._ignored),
+            "tokentape": self._recorded(done.turn),
         }
-
-    def _prompt_fields(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
 
     def _sampled_fields(self, so_far: _Progress, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -273,15 +255,12 @@ def routes(gateway: Gateway) -> list[Route]:
     turns = gateway.turns
     tokenizer = turns.renderer.tokenizer
 
-    async def body_of(request: Request) -> Any:
-        gateway.caller(request)
-        return parse_json(await read_json_body(request, gateway.turns.limits.body_bytes))
-
     async def version(request: Request) -> Response:
         return json_response({"version": f"tokentape-{__version__}"})
 
     async def tokenize(request: Request) -> Response:
-        body, _ = shared.read_fields(await body_of(request), TokenizeBody, frozenset(), "prompt")
+        gateway.caller(request)
+        body, _ = shared.read_fields(await gateway.json(request), TokenizeBody, frozenset(), "prompt")
         special = body.add_special_tokens
         ids = await asyncio.to_thread(tokenizer.encode_plain, body.prompt, add_special_tokens=special)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.info.max_context, "tokens": ids}
@@ -290,8 +269,9 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(reply)
 
     async def detokenize(request: Request) -> Response:
-        body, _ = shared.read_fields(await body_of(request), DetokenizeBody, frozenset(), "tokens")
-        known_ids(body.tokens, tokenizer.vocab_size, "tokens")
+        gateway.caller(request)
+        body, _ = shared.read_fields(await gateway.json(request), DetokenizeBody, frozenset(), "tokens")
+        shared.known_ids(body.tokens, tokenizer.vocab_size, "tokens")
         return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
     return [

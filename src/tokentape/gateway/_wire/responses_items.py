@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from tokentape.errors import InvalidRequest, NotFound, UnsupportedParameter
-from tokentape.gateway._endpoint import RequestContext
+from tokentape.gateway._dialect import RequestContext
 from tokentape.gateway._http import check_depth, read_as
 from tokentape.gateway._images import append_content, image_part
 from tokentape.gateway._recording import function_call

@@ -1,40 +1,125 @@
-"""Encode replies of the Responses API, whole and as events of a stream."""
+"""Encode replies of the Responses API, whole and as events of a stream, with the fields that they repeat."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.errors import TokentapeError
-from tokentape.gateway._endpoint import DoneChoice
-from tokentape.gateway._events import SampleEvent, TurnDelta, TurnDone, TurnStarted
+from tokentape.engines._base import SamplingParams
+from tokentape.errors import NotFound, TokentapeError
+from tokentape.gateway._dialect import Dialect, DoneChoice, Encoder
+from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest, TurnStarted
 from tokentape.gateway._http import encode_event
+from tokentape.gateway._pins import Count
+from tokentape.gateway._wire import shared_fields as shared
 from tokentape.gateway._wire.responses_items import call_item, message_item, output_items, reasoning_item
-from tokentape.gateway._wire.shared_fields import logprob_entries, reasoning_tokens, recorded
 from tokentape.types import TokenIds, Turn
+
+LOGPROBS = "message.output_text.logprobs"
+_RESPONSE_ID = re.compile(r"resp_(.+)_([0-9a-f]{24})_([0-9]{1,9})")
 
 Item = dict[str, Any]
 
 
-class ResponseEncoder:
-    """Writes the replies to one request. `head` has the fields of the response that are known before sampling."""
+class ResponsesBody(shared.SamplingFields, kw_only=True):
+    """A request's fields."""
 
+    input: str | list[Any]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Any] = msgspec.field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    max_output_tokens: Count | None = None
+    top_logprobs: shared.TopLogprobs = 0
+    include: list[str] = msgspec.field(default_factory=list)
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    truncation: Any = "disabled"
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    user: str | None = None
+    store: bool = True
+    background: bool = False
+    conversation: Any = None
+    context_management: Any = None
+    prompt: Any = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ResponseId(NamedTuple):
+    session_id: str
+    reply_id: str
+    instructions: int
+    """How many characters at the start of the system message were instructions."""
+
+    def __str__(self) -> str:
+        return f"resp_{self.session_id}_{self.reply_id}_{self.instructions}"
+
+    @classmethod
+    def read(cls, text: str) -> ResponseId:
+        """Parse a response id. Raises `NotFound` if it is not in the format of this gateway's ids."""
+        match = _RESPONSE_ID.fullmatch(text)
+        if match is None:
+            raise no_response()
+        return cls(match[1], match[2], int(match[3]))
+
+
+_ECHOED = (
+    "instructions",
+    "metadata",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "store",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "truncation",
+    "user",
+)
+"""Fields of a request that its response repeats."""
+
+
+def known_before(
+    response_id: ResponseId, created_at: float, model_id: str, body: ResponsesBody, sampling: SamplingParams
+) -> dict[str, Any]:
+    """Return the fields of a response that are known before sampling."""
+    return {
+        "id": str(response_id),
+        "object": "response",
+        "created_at": int(created_at),
+        "model": model_id,
+        "error": None,
+        "incomplete_details": None,
+        "background": False,
+        "reasoning": {"effort": None, "summary": None},
+        **{name: getattr(body, name) for name in _ECHOED},
+        "text": {"format": {"type": "text"}, **(body.text or {})},
+        "max_output_tokens": sampling.max_tokens or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
+
+
+class ResponseEncoder(Encoder[ResponsesBody]):
     def __init__(
         self,
-        head: Mapping[str, Any],
-        started: TurnStarted,
-        tokenizer: Tokenizer,
-        namespaces: Mapping[str, tuple[str, str]],
+        dialect: Dialect,
+        body: ResponsesBody,
         ignored: Sequence[str],
-        *,
-        logprobs: bool,
-        return_token_ids: bool,
+        turn: TurnRequest,
+        namespaces: Mapping[str, tuple[str, str]],
+        started: TurnStarted,
     ) -> None:
-        self._head, self._reply_id, self._prompt_ids = head, started.reply_id, started.prompt_ids
-        self._tokenizer, self._namespaces, self._ignored = tokenizer, namespaces, ignored
-        self._logprobs, self._return_token_ids = logprobs, return_token_ids
+        super().__init__(dialect, body, ignored, started)
+        response_id = ResponseId(turn.session_id, started.reply_id, len(body.instructions or ""))
+        sampling = started.sampling or turn.sampling
+        self._head = known_before(response_id, started.created_at, dialect.model_id, body, sampling)
+        self._namespaces = namespaces
+        self._logprobs = bool(body.top_logprobs) or LOGPROBS in body.include
         self._sequence = 0
         self._items: list[Item] = []
         """The items that the stream has sent."""
@@ -46,45 +131,28 @@ class ResponseEncoder:
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         (choice,) = choices
-        turn = choice.done.turn
         items = output_items(
-            turn.reply,
+            choice.done.turn.reply,
             self._reply_id,
             incomplete=choice.done.finish == "length",
-            logprobs=logprob_entries(self._tokenizer, choice.sampled) if self._logprobs else (),
+            logprobs=shared.logprob_entries(self._tokenizer, choice.sampled) if self._logprobs else (),
             namespaces=self._namespaces,
         )
         return self._response(choice.done, items)
 
-    async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream. Items are sent one after another, calls as a whole after sampling."""
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        done: TurnDone | None = None
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, TurnDone):
-                        done = event
-                    for chunk in self._grown(event):
-                        yield chunk
-        except TokentapeError as error:
-            code = "server_error" if error.status >= 500 else "invalid_prompt"
-            failed = {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._items}
-            yield self._event("error", code=error.code, message=str(error), param=None)
-            yield self._event("response.failed", response={**begun, **failed})
-            return
-        assert done is not None
-        for chunk in self._end(done):
-            yield chunk
-        finished = self._response(done, self._items)
-        yield self._event(f"response.{finished['status']}", response=finished)
+    @property
+    def _begun(self) -> dict[str, Any]:
+        return {**self._head, "status": "in_progress", "output": [], "usage": None}
 
-    def _grown(self, event: SampleEvent) -> Iterator[bytes]:
+    def begin(self) -> Iterator[bytes]:
+        yield self._event("response.created", response=self._begun)
+        yield self._event("response.in_progress", response=self._begun)
+
+    def grow(self, event: TurnDelta | TurnDone) -> Iterator[bytes]:
+        """Yield events for one item after another. Calls are sent as a whole after sampling."""
         reply = event.rest if isinstance(event, TurnDone) else event.reply
         if isinstance(event, TurnDelta) and self._logprobs:
-            self._entries += logprob_entries(self._tokenizer, [event.sampled])
+            self._entries += shared.logprob_entries(self._tokenizer, [event.sampled])
         if reply.reasoning and self._has_message:
             # The reasoning item that was streamed is already closed.
             self._late_reasoning += reply.reasoning
@@ -98,17 +166,30 @@ class ResponseEncoder:
             entries, self._entries_sent = self._entries[self._entries_sent :], len(self._entries)
             yield self._say("response.output_text.delta", reply.content, logprobs=entries)
 
-    def _end(self, done: TurnDone) -> Iterator[bytes]:
-        calls = done.turn.reply.get("tool_calls") or ()
+    def end(self, done: Sequence[TurnDone]) -> Iterator[bytes]:
+        (only,) = done
+        calls = only.turn.reply.get("tool_calls") or ()
         if not calls and not self._has_message:
             yield from self._begin_message()
-        yield from self._close(incomplete=done.finish == "length")
+        yield from self._close(incomplete=only.finish == "length")
         if self._late_reasoning:
             yield from self._begin(reasoning_item(f"rs_{self._reply_id}_1", ""))
             yield self._say("response.reasoning_text.delta", self._late_reasoning)
             yield from self._close()
         for index, call in enumerate(calls):
             yield from self._call(call_item(self._reply_id, index, call, self._namespaces))
+        finished = self._response(only, self._items)
+        yield self._event(f"response.{finished['status']}", response=finished)
+
+    def failed(self, error: TokentapeError) -> bytes:
+        if type(error) is TokentapeError:
+            # An unexpected error: the state of the stream is not known.
+            event = {"type": "error", "code": error.code, "message": str(error), "param": None, "sequence_number": 0}
+            return encode_event(event, "error")
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        failed = {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._items}
+        shown = self._event("error", code=error.code, message=str(error), param=None)
+        return shown + self._event("response.failed", response={**self._begun, **failed})
 
     @property
     def _has_message(self) -> bool:
@@ -171,9 +252,9 @@ class ResponseEncoder:
             **self._head,
             **ended(done.turn, self._prompt_ids, self._tokenizer, done.cached_tokens or 0),
             "output": items,
-            "tokentape": recorded(done.turn, self._ignored),
+            "tokentape": self._recorded(done.turn),
         }
-        if self._return_token_ids:
+        if self._body.return_token_ids:
             response["prompt_token_ids"] = self._prompt_ids.tolist()
             response["token_ids"] = done.turn.completion_ids.tolist()
         return response
@@ -191,7 +272,12 @@ def ended(turn: Turn, prompt_ids: TokenIds, tokenizer: Tokenizer, cached: int = 
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(turn, tokenizer)},
+            "output_tokens_details": {"reasoning_tokens": shared.reasoning_tokens(turn, tokenizer)},
             "total_tokens": prompt + completion,
         },
     }
+
+
+def no_response() -> NotFound:
+    """Return the error for unknown responses and, without distinction, responses in other owners' sessions."""
+    return NotFound("there is no response with this id")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from tokentape._session.matching import reasoning_of
@@ -19,8 +19,8 @@ from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._checks import unsupported
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import Dialect, DoneChoice, RequestContext
-from tokentape.gateway._events import SampleEvent, TurnDone, TurnStarted
+from tokentape.gateway._dialect import Dialect, DoneChoice, Encoder, RequestContext
+from tokentape.gateway._events import TurnDone, TurnStarted
 from tokentape.gateway._http import check_depth, encode_event, encode_json, param_of, read_as
 from tokentape.gateway._pins import MinP, Penalty, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
 from tokentape.types import TokenIds, Turn
@@ -31,6 +31,7 @@ TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TYPE_NAME = re.compile("[a-z0-9_]{1,64}")
 _MOST_NAMED = 16
+_UNCHANGED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
 _SCHEDULING = ("priority", "cache_salt")
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -79,16 +80,15 @@ class ChoicesBody(SamplingFields, kw_only=True):
     logit_bias: Any = None
 
 
-class ChoicesEncoder(Generic[_Choices]):
+class ChoicesEncoder(Encoder[_Choices]):
     """Writes the replies of chat completions and completions. Each chunk of a stream belongs to one choice."""
 
     _id: str
     _whole: str
     _chunks: str
 
-    def __init__(self, body: _Choices, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
-        self._body, self._ignored, self._tokenizer = body, ignored, dialect.tokenizer
-        self._prompt_ids = started.prompt_ids
+    def __init__(self, dialect: Dialect, body: _Choices, ignored: Sequence[str], started: TurnStarted) -> None:
+        super().__init__(dialect, body, ignored, started)
         self._head: dict[str, Any] = {
             "id": f"{self._id}-{started.reply_id}",
             "created": int(started.created_at),
@@ -100,31 +100,21 @@ class ChoicesEncoder(Generic[_Choices]):
         counts = usage(self._prompt_ids, [choice.done for choice in choices], self._tokenizer)
         return {**self._head, "object": self._whole, "choices": encoded, "usage": counts}
 
-    async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield chunks while choices grow, and the finish chunk of each choice after the commit."""
-        done: list[TurnDone] = []
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, TurnDone):
-                    done.append(event)
-                for chunk in self._grown(event):
-                    yield chunk
-        done.sort(key=lambda choice: choice.choice)
-        for choice in done:
-            yield self._finish(choice)
+    def end(self, done: Sequence[TurnDone]) -> Iterator[bytes]:
+        yield from map(self._finish, done)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             counts = usage(self._prompt_ids, done, self._tokenizer)
             yield encode_event({**self._head, "object": self._chunks, "choices": [], "usage": counts})
         yield b"data: [DONE]\n\n"
 
+    def _prompt_fields(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
+
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _grown(self, event: SampleEvent) -> Iterable[bytes]:
-        """Return the chunks for the text that an event adds to its choice."""
-        raise NotImplementedError
-
     def _finish(self, done: TurnDone) -> bytes:
+        """Return the last chunk of a choice."""
         raise NotImplementedError
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
@@ -134,35 +124,36 @@ class ChoicesEncoder(Generic[_Choices]):
 def sampling_params(
     body: SamplingFields,
     context: RequestContext,
-    *,
+    names: Mapping[str, str],
     max_tokens: int,
     top_logprobs: int,
-    names: Mapping[str, str],
-    min_tokens: int = 0,
-    schema: str | None = None,
+    **more: Any,
 ) -> SamplingParams:
-    """Return the sampling parameters of a body.
+    """Return the sampling parameters of a body, with `more` parameters that not all APIs have.
 
     Raises `InvalidRequest` for a stop id outside the vocabulary, and like `refuse_unsupported` with `names`.
     """
-    if any(token_id >= context.vocab_size for token_id in body.stop_token_ids):
-        size = context.vocab_size
-        raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {size}", "stop_token_ids")
-    same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
-    passed_on = {name: getattr(body, name) for name in _SCHEDULING if name in context.engine.sampling}
+    known_ids(body.stop_token_ids, context.vocab_size, "stop_token_ids")
     sampling = SamplingParams(
         max_tokens=max_tokens,
         top_k=max(body.top_k, 0),
         stop_token_ids=tuple(body.stop_token_ids),
         stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         top_logprobs=top_logprobs,
-        min_tokens=min_tokens,
-        json_schema=schema,
-        **{name: getattr(body, name) for name in same},
-        **passed_on,
+        **{name: getattr(body, name) for name in _UNCHANGED},
+        **{name: getattr(body, name) for name in _SCHEDULING if name in context.engine.sampling},
+        **more,
     )
     refuse_unsupported(sampling, context.engine, names)
     return sampling
+
+
+def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
+    """Return `ids` as an array. Raises `InvalidRequest` for `param` if an id is outside the vocabulary."""
+    array = np.array(ids, dtype=np.int32)
+    if len(array) and array.max() >= vocab_size:
+        raise InvalidRequest(f"{param} holds an id outside the vocabulary of {vocab_size}", param)
+    return array
 
 
 def ignored_fields(body: SamplingFields, engine: EngineInfo, model_id: str) -> list[str]:
@@ -234,28 +225,34 @@ def refuse_unknown_tools(names: Iterable[Any], tools: Collection[str]) -> None:
         raise InvalidRequest(f"tool_choice {found}; send the tool in tools, or choose one of tools", "tool_choice")
 
 
-def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool = False) -> None:
-    """Refuse a `tool_choice` of chat or Responses that is unsupported or that needs a missing tool.
+def forced_tools(choice: Any, tools: Sequence[str], *, named_only: bool = False) -> tuple[str, ...]:
+    """Return the tools that a `tool_choice` of chat or Responses forces a call of; none if it forces none.
 
+    Raises `UnsupportedParameter` for an unsupported choice, and `InvalidRequest` for one that needs a missing tool.
     `tools` are the names of the functions. With `named_only`, only a choice that names a function needs one.
     """
     kind = choice.get("type") if isinstance(choice, dict) else choice
     served = '"auto", "none", "required", {"type": "function", ...} or {"type": "allowed_tools", ...}'
     refuse_unserved({"tool_choice": (kind in ("auto", "none", "required", "function", "allowed_tools"), served)})
     if kind in ("auto", "none"):
-        return
-    choices: Any = [choice]
+        return ()
+    entries: Any = [choice]
+    # In chat the fields are one level deeper.
+    inner = choice.get(kind, choice) if isinstance(choice, dict) else None
+    allowed = inner if kind == "allowed_tools" and isinstance(inner, dict) else {}
     if kind == "allowed_tools" and isinstance(choice, dict):
-        # In chat the fields are one level deeper.
-        inner = choice.get(kind, choice)
-        listed = inner.get("tools") if isinstance(inner, dict) else None
-        choices = listed if isinstance(listed, list) and listed else [{"type": "function"}]
-    functions = [
-        entry.get("function", entry) for entry in choices if isinstance(entry, dict) and entry.get("type") == "function"
-    ]
+        listed = allowed.get("tools")
+        entries = listed if isinstance(listed, list) and listed else [{"type": "function"}]
+    entries = [entry for entry in entries if isinstance(entry, dict)]
+    functions = [entry.get("function", entry) for entry in entries]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-    if names or not named_only:
-        refuse_unknown_tools(names, tools)
+    needed = [name for entry, name in zip(entries, names, strict=True) if entry.get("type") == "function"]
+    if needed or not named_only:
+        refuse_unknown_tools(needed, tools)
+    if kind == "required":
+        return tuple(tools)
+    forces = kind == "function" or allowed.get("mode") == "required"
+    return tuple(name for name in tools if forces and name in names)
 
 
 def json_schema(form: Any, where: str, context: RequestContext, tools: Collection[Any] = ()) -> str | None:
@@ -391,29 +388,6 @@ def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapp
         raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}", name)
 
 
-def recorded(turn: Turn, ignored: Sequence[str]) -> dict[str, Any]:
-    """Return the field `tokentape` of replies: the recorded turn, and the ignored parameters."""
-    where = {"session_id": turn.session_id, "turn": turn.seq}
-    return {**where, "ignored_params": list(ignored)} if ignored else where
-
-
-def forced_tools(choice: Any, tools: Sequence[str]) -> tuple[str, ...]:
-    """Return the tools that a checked `tool_choice` of chat or Responses forces a call of; none if it forces none."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind == "required":
-        return tuple(tools)
-    # In chat the fields are one level deeper.
-    inner = choice.get(kind, choice) if isinstance(choice, dict) else None
-    if not isinstance(inner, dict):
-        return ()
-    choices: Any = [inner] if kind == "function" else []
-    if kind == "allowed_tools" and inner.get("mode") == "required":
-        choices = inner.get("tools")
-    functions = [entry.get("function", entry) for entry in choices or () if isinstance(entry, dict)]
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
-    return tuple(name for name in tools if name in names)
-
-
 def call_rule(
     context: RequestContext, choice: Any, forced: Sequence[str], strict: Collection[str], *, parallel: bool = True
 ) -> CallRule | None:
@@ -435,3 +409,9 @@ def call_rule(
             "tools" if choice is None else "tool_choice",
         )
     return CallRule(tuple(forced), frozenset(strict), parallel)
+
+
+def unenforced(choice: Any, parallel: bool, rule: CallRule | None) -> list[str]:
+    """Return the parameters about tool calls that have an effect but that `rule` does not enforce."""
+    names = ["tool_choice"] if choice is not None and rule is None else []
+    return names if parallel or (rule is not None and rule.required) else [*names, "parallel_tool_calls"]
