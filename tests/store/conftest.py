@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,18 @@ from sqlalchemy import Engine, event
 
 from tests.postgres import Server
 from tokentape.store import Store, open_record
+
+
+def open_databases() -> list[Path]:
+    """Return the open SQLite databases of this process, one entry per descriptor. Skip the test without /proc."""
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        pytest.skip("needs /proc")
+    paths = []
+    for descriptor in descriptors.iterdir():
+        with suppress(OSError):  # the descriptor of the listing itself
+            paths.append(descriptor.readlink())
+    return sorted(path for path in paths if "tokentape.db" in path.name)
 
 
 @dataclass(frozen=True)

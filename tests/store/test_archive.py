@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from tests.postgres import Server
 from tests.records import SETUP, bits, make_chain, make_turn
-from tests.store.conftest import Place
+from tests.store.conftest import Place, open_databases
 from tokentape._session.jsonl import json_line
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
 from tokentape.store import Store, open_record, verify
@@ -80,6 +81,17 @@ def names(store: Store) -> list[str]:
 def lines(store: Store, *session_ids: str) -> list[bytes]:
     found = (store.load_session(session_id, per_token=True) for session_id in session_ids)
     return [json_line(one) for stored in found for one in stored.trajectories()]
+
+
+def test_no_database_stays_open(store: Store, target: str) -> None:
+    before = open_databases()
+    gc.disable()
+    try:
+        archived(store, target)
+        assert verify(target).ok
+        assert open_databases() == before
+    finally:
+        gc.enable()
 
 
 def check_archived_and_read(store: Store, target: str) -> None:

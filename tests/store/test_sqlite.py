@@ -22,6 +22,7 @@ from tests.records import (
     make_chain,
     make_turn,
 )
+from tests.store.conftest import open_databases
 from tokentape.errors import (
     StoreCorrupt,
     StoreError,
@@ -125,6 +126,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) ->
         with pytest.raises(StoreCorrupt):
             SqliteStore.open(tmp_path, read_only=read_only)
     assert (tmp_path / "tokentape.db").read_bytes() == b"not a database" * 1000
+    assert not [path for path in open_databases() if path.is_relative_to(tmp_path)]
 
 
 def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Engine, Table, create_engine, insert, select
+from sqlalchemy import URL, Engine, NullPool, Table, create_engine, insert, select
 
 from tokentape._durable import PART
 from tokentape._session.arrow import parquet_library
@@ -280,7 +280,7 @@ def _arrow_schema(table: Table) -> pa.Schema:
 
 
 def _engine(directory: Path) -> Engine:
-    return create_engine(URL.create("sqlite", database=str(directory / DATABASE_NAME)))
+    return create_engine(URL.create("sqlite", database=str(directory / DATABASE_NAME)), poolclass=NullPool)
 
 
 @contextmanager

@@ -292,17 +292,19 @@ _FAILURES = {
 
 
 def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connection:
-    connection = _connect(path, "rwc")
-    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {synchronous}")
-    # Checkpoints are explicit because automatic checkpoints swallow a failed fsync.
-    connection.execute("PRAGMA wal_autocheckpoint = 0")
-    # On macOS, plain fsync doesn't reach the disk. Ignored elsewhere.
-    connection.execute("PRAGMA fullfsync = ON")
-    connection.execute("PRAGMA foreign_keys = ON")
-    # Overwrite deleted data, so that free pages don't keep it.
-    connection.execute("PRAGMA secure_delete = ON")
+    with ExitStack() as undo:
+        connection = undo.enter_context(closing(_connect(path, "rwc")))
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        # Checkpoints are explicit because automatic checkpoints swallow a failed fsync.
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        # On macOS, plain fsync doesn't reach the disk. Ignored elsewhere.
+        connection.execute("PRAGMA fullfsync = ON")
+        connection.execute("PRAGMA foreign_keys = ON")
+        # Overwrite deleted data, so that free pages don't keep it.
+        connection.execute("PRAGMA secure_delete = ON")
+        undo.pop_all()
     return connection
 
 
