@@ -125,13 +125,11 @@ class OpenAiEngine(RemoteEngine):
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
         body = self._request_body(prompt_ids, replace(params, max_tokens=budget), stream=stream)
         reply = VllmReply(
-            _COMPLETIONS,
-            None,
-            len(prompt_ids),
             params,
             self.info.vocab_size,
-            names_ids=True,
-            returns_prompt=False,
+            path=_COMPLETIONS,
+            prompt=None,
+            prompt_tokens=len(prompt_ids),
             own_stops=self._api.own_stops,
             texts=not self._api.named_ids,
         )

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar, cast
@@ -120,26 +120,20 @@ class ReportedSpan(msgspec.Struct):
     end: int
 
 
+@dataclass(eq=False)
 class ReceivedTokens:
-    """Checks the tokens of one call as they arrive.
+    """Checks the tokens of one call as they arrive."""
 
-    Args:
-        params: the parameters of the request.
-        vocab_size: greater or equal ids are refused.
-        own_stops: whether the server always ends at the model's own end-of-sequence ids too.
-        lowest: lower or equal log-probabilities mean minus infinity.
-
-    """
-
-    def __init__(
-        self, params: SamplingParams, vocab_size: int, *, own_stops: bool = False, lowest: float = LOWEST
-    ) -> None:
-        self._params = params
-        self._vocab_size = vocab_size
-        self._own_stops = own_stops
-        self._lowest = lowest
-        self.tokens = 0
-        self.last_id: int | None = None
+    params: SamplingParams
+    """The parameters of the request."""
+    vocab_size: int
+    """Greater or equal ids are refused."""
+    own_stops: bool = field(default=False, kw_only=True)
+    """Whether the server always ends at the model's own end-of-sequence ids too."""
+    lowest: float = field(default=LOWEST, kw_only=True)
+    """Lower or equal log-probabilities mean minus infinity."""
+    tokens: int = field(default=0, init=False)
+    last_id: int | None = field(default=None, init=False)
 
     def delta(
         self,
@@ -156,21 +150,21 @@ class ReceivedTokens:
         usable = self._usable(logprobs)
         if len(logprobs) != len(ids):
             raise EngineContractError(f"the engine returned {len(logprobs)} log-probabilities for {len(ids)} ids")
-        most = self._params.top_logprobs
+        most = self.params.top_logprobs
         if most and len(top) != len(ids):
             raise EngineContractError(f"the engine returned {len(top)} lists of alternatives for {len(ids)} ids")
         self.check_ids(ids)
         self.tokens += len(ids)
-        if self.tokens > self._params.max_tokens:
+        if self.tokens > self.params.max_tokens:
             raise EngineContractError(
-                f"the engine sampled {self.tokens} tokens; expected at most {self._params.max_tokens}"
+                f"the engine sampled {self.tokens} tokens; expected at most {self.params.max_tokens}"
             )
         self.last_id = ids[-1] if ids else self.last_id
         return SampleDelta(
             tuple(ids),
             usable,
-            top_logprobs=tuple([alternatives(row, most, self._lowest) for row in top]) if most else (),
-            supports=self._supports(ids, masks) if self._params.supports else (),
+            top_logprobs=tuple([alternatives(row, most, self.lowest) for row in top]) if most else (),
+            supports=self._supports(ids, masks) if self.params.supports else (),
         )
 
     def _supports(self, ids: Sequence[int], masks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
@@ -178,7 +172,7 @@ class ReceivedTokens:
             raise EngineContractError(f"the engine returned {len(masks)} sampling masks for {len(ids)} ids")
         for token_id, mask in zip(ids, masks, strict=True):
             self._check_support(token_id, mask)
-        return tuple([pack(mask, self._params.supports) for mask in masks])
+        return tuple([pack(mask, self.params.supports) for mask in masks])
 
     def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
         """Check that `supports`, packed, is empty or has one entry per id that contains it, and return it."""
@@ -202,10 +196,10 @@ class ReceivedTokens:
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `EngineContractError` unless all ids are in the vocabulary."""
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
-                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Check that the model "
+                f"the engine sampled id {outside}; the vocabulary is 0 to {self.vocab_size - 1}. Check that the model "
                 "folder belongs to this model. If it does, the model sampled a padding row of its embedding, which "
                 "it was not trained to avoid"
             )
@@ -222,9 +216,9 @@ class ReceivedTokens:
         if reason == "length":
             return None
         if isinstance(matched, int) and matched == self.last_id:
-            if self._own_stops or matched in self._params.stop_token_ids:
+            if self.own_stops or matched in self.params.stop_token_ids:
                 return matched
-        elif isinstance(matched, str) and matched in self._params.stop_strings:
+        elif isinstance(matched, str) and matched in self.params.stop_strings:
             return matched
         raise EngineContractError(
             "the engine stopped without a requested stop: expected a stop id as the last token, or a stop string"
@@ -252,7 +246,7 @@ class ReceivedTokens:
         values = cast("tuple[float, ...]", tuple(logprobs) if None not in logprobs else ())
         # The sum is finite only if every value is.
         finite = math.isfinite(sum(values)) or all(map(math.isfinite, values))
-        if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self._lowest:
+        if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self.lowest:
             raise EngineContractError(
                 "the engine reported no usable log-probability for a token that it sampled; expected a finite number"
             )
@@ -261,28 +255,19 @@ class ReceivedTokens:
         return values
 
 
-class EngineReply(ABC):
-    """Reads one reply as it arrives, and checks it against the request.
+@dataclass(eq=False, kw_only=True)
+class EngineReply(ReceivedTokens, ABC):
+    """Reads one reply as it arrives, and checks it against the request."""
 
-    Args:
-        completion: checks the tokens.
-        params: the parameters of the request.
-        prompt: the prompt ids as sent, in JSON; None if the server renders messages.
-        prompt_tokens: number of prompt ids; 0 until the server has reported it.
-
-    """
-
-    def __init__(
-        self, completion: ReceivedTokens, params: SamplingParams, prompt: bytes | None, prompt_tokens: int
-    ) -> None:
-        self._completion = completion
-        self._params = params
-        self._prompt = prompt
-        self.prompt_tokens = prompt_tokens
-        """Number of prompt ids."""
-        self._prompt_seen = False
-        self._ended: SampleDelta | None = None
-        self._done = False
+    prompt: bytes | None
+    """The prompt ids as sent, in JSON; None if the server renders messages and has not sent them yet."""
+    prompt_tokens: int
+    """Number of prompt ids; 0 until the server has reported it."""
+    returns_prompt: bool = False
+    """Whether the reply must have the prompt ids, to compare with the ids sent."""
+    _prompt_seen: bool = field(default=False, init=False)
+    _ended: SampleDelta | None = field(default=None, init=False)
+    _done: bool = field(default=False, init=False)
 
     def feed(self, data: bytes) -> SampleDelta | None:
         """Read the next event, or the whole body of a reply that is not streamed.
@@ -327,8 +312,7 @@ class EngineReply(ABC):
         if self._ended is None or not self._done:
             missing = "a finish_reason" if self._ended is None else "the event [DONE]"
             raise EngineError(
-                f"the engine's reply ended after {self._completion.tokens} tokens without {missing}; send the request "
-                "again"
+                f"the engine's reply ended after {self.tokens} tokens without {missing}; send the request again"
             )
         return self._ended
 
@@ -344,17 +328,17 @@ class EngineReply(ABC):
         ids = bytes(echoed)
         if ids in (b"", b"null"):
             return
-        if self._prompt is None:
-            self._prompt, self.prompt_tokens = ids, ids.count(b",") + 1
+        if self.prompt is None:
+            self.prompt, self.prompt_tokens = ids, ids.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
-        if ids != self._prompt and not _same_json(ids, self._prompt):
+        if ids != self.prompt and not _same_json(ids, self.prompt):
             raise EngineContractError(
                 "the engine sampled from a different prompt: its prompt_token_ids differ from the ids sent"
             )
         self._prompt_seen = True
 
     def _require_prompt(self) -> None:
-        if not self._prompt_seen:
+        if self.returns_prompt and not self._prompt_seen:
             raise EngineContractError(
                 "the engine returned no prompt_token_ids, which --verify-prompts and images need; update the server"
             )

@@ -127,7 +127,14 @@ class SglangEngine(RemoteEngine):
         room = self.info.max_context - len(prompt_ids)
         limited = replace(params, max_tokens=min(params.max_tokens, room))
         body = self._request_body(sent_prompt, limited, stream, rid, media, verify_prompt=verify)
-        reply = SglangReply(prompt, len(prompt_ids), params, self.info.vocab_size, verify_prompt=verify)
+        reply = SglangReply(
+            params,
+            self.info.vocab_size,
+            own_stops=bool(params.stop_token_ids),
+            prompt=prompt,
+            prompt_tokens=len(prompt_ids),
+            returns_prompt=verify,
+        )
         return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 
     def _request_body(

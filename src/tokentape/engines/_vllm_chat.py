@@ -53,7 +53,7 @@ class VllmChatServer(VllmEngine):
         headers = call_headers(unique_id(request_id), params)
         body = msgspec.json.encode(self._chat_body(messages, tools, template_kwargs, params))
         reply = VllmReply(
-            _CHAT, None, 0, params, self.info.vocab_size, names_ids=True, returns_prompt=True, own_stops=True
+            params, self.info.vocab_size, path=_CHAT, prompt=None, prompt_tokens=0, returns_prompt=True, own_stops=True
         )
         deltas = self._deltas(reply, body, headers)
         try:
