@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import Payload, SampleDelta
+from tokentape.engines._base import Payload, SampleDelta, WeightSpan
 from tokentape.engines._replies import (
     Alternatives,
     EngineReply,
     Failure,
-    ReportedSpan,
     decode,
     failure_error,
     finish_reason_of,
+    status_error,
 )
-from tokentape.engines._status_errors import status_error
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason
 
@@ -46,7 +45,7 @@ class _SglangMeta(msgspec.Struct):
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[float] = []
     weight_version: str | None = None
-    weight_versions: list[ReportedSpan] = []
+    weight_versions: list[WeightSpan] = []
     routed_experts: str | None = None
 
 

@@ -18,14 +18,13 @@ import numpy as np
 
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._replies import (
+    UNREADABLE,
     EngineReply,
     Failure,
-    ReportedSpan,
     decode,
     failure_error,
     finish_reason_of,
 )
-from tokentape.engines._status_errors import UNREADABLE
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
@@ -81,7 +80,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    weight_versions: list[ReportedSpan] | None = None
+    weight_versions: list[WeightSpan] | None = None
     routed_experts: str | None = None
     sampling_mask: list[list[int]] | None = None
 
@@ -202,7 +201,7 @@ class VllmReply(EngineReply):
             self.offers.add("sampling_mask")
         return self.delta(ids, logprobs, tops, choice.sampling_mask or ())
 
-    def _spans(self, reported: list[ReportedSpan] | None) -> tuple[WeightSpan, ...]:
+    def _spans(self, reported: list[WeightSpan] | None) -> tuple[WeightSpan, ...]:
         """Return the weight version spans; none if the server's weights have no version, and none with an adapter."""
         if reported is None:
             return ()
