@@ -329,7 +329,7 @@ def test_however_a_stream_is_cut_its_ids_are_those_sampled(
         # A cumulative stream may say the same twice.
         sent += [event] * (2 if repeat and not incremental and end < len(ids) else 1)
         begin = end
-    reply = SglangReply(b"[3,4,5]", 3, replace(PARAMS, max_tokens=12), VOCAB_SIZE, verify_prompt=False)
+    reply = SglangReply(replace(PARAMS, max_tokens=12), VOCAB_SIZE, prompt=b"[3,4,5]", prompt_tokens=3)
     deltas = [delta for event in sent if (delta := reply.feed(json.dumps(event).encode()))]
     assert reply.feed(DONE) is None
     assert joined([*deltas, reply.last()])[0] == tuple(ids)

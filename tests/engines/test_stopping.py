@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from tokentape.engines._stopping import StopStrings
+from tokentape.engines._requests import StopStrings
 
 PIECES = st.text(alphabet="ab \n<|end>ü🙂日", min_size=1, max_size=4)
 

@@ -64,22 +64,10 @@ LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_
 UNKNOWN_MODE = "unverified_logprobs"
 """The logprobs mode of an engine that does not report it."""
 
-DISTRIBUTION = frozenset(
-    {
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "stop_token_ids",
-        "stop_strings",
-        "top_logprobs",
-    }
-)
+DISTRIBUTION = frozenset({
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop_token_ids", "stop_strings", "top_logprobs",
+})  # fmt: skip
 """The `SamplingParams` fields that mean the same on all engines."""
 
 

@@ -26,7 +26,7 @@ class ForwardPass:
         self.model = model
         self._chunk, self._cache_name = chunk, cache_name(model)
         self._lock = threading.Lock()
-        self._ids = np.empty(0, np.int64)
+        self._ids: TokenIds = np.empty(0, np.int32)
         """The ids that the cached keys and values belong to."""
         self._cache = DynamicCache(config=model.config)
         # Caches of other layer types, such as sliding windows, can't be cropped.
@@ -34,33 +34,30 @@ class ForwardPass:
 
     def score(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
         """Score `ids[start:]`, int32 [tokens], `1 <= start <= tokens`, with up to `top` alternatives; see `Scorer`."""
-        with self._lock, torch.inference_mode():
-            return self._score(ids.astype(np.int64), start, top)
-
-    def _score(self, ids: np.ndarray[Any, np.dtype[np.int64]], start: int, top: int) -> Scores:
-        done = self._keep_common(ids[: start - 1])
-        tensor = torch.from_numpy(ids).to(self.model.device)
         width = min(top, self.model.get_output_embeddings().weight.shape[0])
         own = np.empty(max(len(ids) - start, 0), np.float32)
         best = np.empty((len(own), width), np.float32)
-        try:
-            while done < len(ids) - 1:
-                end = min(done + self._chunk, len(ids) - 1)
-                logits = self.model(tensor[None, done:end], use_cache=True, **{self._cache_name: self._cache}).logits[0]
-                first = max(done, start - 1)
-                if first < end:
-                    logprobs = logits[first - done :].float().log_softmax(-1)
-                    rows = slice(first + 1 - start, end + 1 - start)
-                    own[rows] = logprobs.gather(1, tensor[first + 1 : end + 1, None])[:, 0].cpu().numpy()
-                    best[rows] = logprobs.topk(width).values.cpu().numpy()
-                done = end
-        except BaseException:
-            self._forget()
-            raise
-        self._ids = ids[: len(ids) - 1]
+        with self._lock, torch.inference_mode():
+            done = self._keep_common(ids[: start - 1])
+            tensor = torch.from_numpy(ids.astype(np.int64)).to(self.model.device)
+            try:
+                while done < len(ids) - 1:
+                    end = min(done + self._chunk, len(ids) - 1)
+                    output = self.model(tensor[None, done:end], use_cache=True, **{self._cache_name: self._cache})
+                    first = max(done, start - 1)
+                    if first < end:
+                        logprobs = output.logits[0, first - done :].float().log_softmax(-1)
+                        rows = slice(first + 1 - start, end + 1 - start)
+                        own[rows] = logprobs.gather(1, tensor[first + 1 : end + 1, None])[:, 0].cpu().numpy()
+                        best[rows] = logprobs.topk(width).values.cpu().numpy()
+                    done = end
+            except BaseException:
+                self._forget()
+                raise
+            self._ids = ids[:-1].copy()
         return Scores(own, best)
 
-    def _keep_common(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    def _keep_common(self, ids: TokenIds) -> int:
         """Crop the cache to its common prefix with `ids`, and return that prefix's length."""
         common = common_prefix(self._ids, ids)
         if common < len(self._ids):
@@ -72,5 +69,5 @@ class ForwardPass:
         return common
 
     def _forget(self) -> None:
-        self._ids = np.empty(0, np.int64)
+        self._ids = np.empty(0, np.int32)
         self._cache = DynamicCache(config=self.model.config)

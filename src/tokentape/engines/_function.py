@@ -102,11 +102,8 @@ class FunctionEngine:
         except Exception as error:
             # The error's text may contain a prompt, so it goes to this process's log and not to clients.
             _log.warning("the engine's function raised", exc_info=error)
-            kind = EngineError
-            if isinstance(error, TimeoutError):
-                kind = EngineTimeout
-            elif isinstance(error, OSError):
-                kind = EngineUnavailable
+            unavailable = EngineUnavailable if isinstance(error, OSError) else EngineError
+            kind = EngineTimeout if isinstance(error, TimeoutError) else unavailable
             raise kind(f"the engine's function raised {type(error).__name__}; see the log of its process") from error
 
     def _checked(self, sampled: Sampled, params: SamplingParams) -> SampleDelta:
@@ -119,10 +116,9 @@ class FunctionEngine:
         if isinstance(sampled, SampleDelta):
             delta, reason = sampled, finish_reason_of(sampled.finish_reason)
         else:
-            ids, logprobs = ([*map(int, sampled[0])], [*map(float, sampled[1])])
-            delta, reason = SampleDelta(tuple(ids), tuple(logprobs)), _end_of(ids, params)
-        tops = delta.top_logprobs
-        checked = completion.delta(delta.token_ids, delta.logprobs, tops)
+            delta = SampleDelta(tuple(map(int, sampled[0])), tuple(map(float, sampled[1])))
+            reason = _end_of(delta.token_ids, params)
+        checked = completion.delta(delta.token_ids, delta.logprobs, delta.top_logprobs)
         stop = delta.stop if delta.stop is not None else completion.last_id
         return replace(
             delta,

@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
-from msgspec import Struct, structs
-
 from tokentape.engines._base import (
     CAPTURED,
     UNKNOWN_MODE,
@@ -50,7 +48,8 @@ class ModelCheck:
     """Whether the model is refused because its tokenizer returns different ids."""
 
 
-class _Seen(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class _Seen:
     """The state of the server at its last check."""
 
     generation: int
@@ -91,9 +90,8 @@ class GuardedEngine:
         self._refuse = refuse
         self._weights_now = weights_now
         self._last_check = ModelCheck("unverified", "nothing is known yet")
-        self._infos: dict[bool, EngineInfo] = {}
-        """The engine's info, with and without `UNVERIFIED`; the key is whether the model is verified."""
-        self._set_mode(engine.info.logprobs_mode)
+        self.info = marked(engine.info, unverified=True)
+        """The facts about the server at its last check, with `UNVERIFIED` if its model is not verified."""
         self._seen = _Seen(0, None, None)
         self._opened = False
         """Whether the first check is done. That check skips the logprobs mode, which the engine has just read."""
@@ -117,11 +115,6 @@ class GuardedEngine:
             raise
         return guarded
 
-    @property
-    def info(self) -> EngineInfo:
-        """The facts about the server at its last check, with `UNVERIFIED` if its model is not verified."""
-        return self._infos[self._last_check.status == "ok"]
-
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, **media: Any
     ) -> AsyncGenerator[SampleDelta, None]:
@@ -130,7 +123,7 @@ class GuardedEngine:
 
     async def begin(self, *call: Any, **options: Any) -> StartedCompletion:
         """Begin a chat with the engine, which must be a `ChatServer`. Raises like `sample`."""
-        await self._raise_unless_served()
+        await self._refuse_other_model()
         begun = await cast(ChatServer, self._engine).begin(*call, **options)
         deltas = self._settled(begun.deltas, begun=True)
         await anext(deltas)  # start the generator: otherwise `aclose` would not run its cleanup, which aborts the call
@@ -143,7 +136,7 @@ class GuardedEngine:
         async with aclosing(sampled) as deltas:
             if begun:
                 yield SampleDelta((), ())
-            await self._raise_unless_served()
+            await self._refuse_other_model()
             async for delta in deltas:
                 if delta.finish_reason is not None:
                     await self._settle(delta)
@@ -168,9 +161,9 @@ class GuardedEngine:
         Raises `EngineUnavailable` if it serves a different model.
         """
         version = last.weight_spans[-1].version if last.weight_spans else last.weight_version
-        # The first reported version belongs to the weights that the first check saw.
         now = _Seen(self.http.generation, version or self._seen.version, self._weights_now())
-        before = self._seen if self._seen.version is not None else structs.replace(self._seen, version=now.version)
+        # The first reported version belongs to the weights that the first check saw.
+        before = replace(self._seen, version=self._seen.version or now.version)
         if now != before or await self._serves_others(NAMES_SECONDS):
             await self._look_again(now)
         else:
@@ -195,7 +188,8 @@ class GuardedEngine:
     def _refused(self) -> bool:
         return self._refuse and self._last_check.status == "refused"
 
-    async def _raise_unless_served(self) -> None:
+    async def _refuse_other_model(self) -> None:
+        """Raise `EngineUnavailable` if the server still serves a different model."""
         if self._refused:
             await self._look_again(self._seen)
             self._raise_if_refused()
@@ -230,25 +224,21 @@ class GuardedEngine:
                 check = await self._look(self.http, self._engine.info)
                 if self._opened:
                     mode = await self._engine.find_logprobs_mode()
-            self._seen = structs.replace(now, generation=self.http.generation)
+            self._seen = replace(now, generation=self.http.generation)
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
             check = ModelCheck("unverified", f"the request to the server failed ({type(error).__name__})")
         first, self._opened = not self._opened, True
-        self._set_mode(mode)
+        if mode != self.info.logprobs_mode:
+            old = self.info.logprobs_mode
+            _log.warning("the logprobs mode of the %s server changed from %s to %s", self._kind, old, mode)
+        self.info = marked(replace(self._engine.info, logprobs_mode=mode), unverified=check.status != "ok")
         # `open` raises if the first check fails, so don't log that too.
         if check != self._last_check and not (first and self._refuse and check.status == "refused"):
             why = f": {check.reason}" if check.reason else ""
             level = logging.INFO if check.status == "ok" else logging.WARNING
             _log.log(level, "the model of the %s server is %s%s", self._kind, _WORDS[check.status], why)
         self._last_check = check
-
-    def _set_mode(self, mode: str) -> None:
-        before = self._infos[True].logprobs_mode if self._infos else mode
-        if mode != before:
-            _log.warning("the logprobs mode of the %s server changed from %s to %s", self._kind, before, mode)
-        info = replace(self._engine.info, logprobs_mode=mode)
-        self._infos = {verified: marked(info, unverified=not verified) for verified in (True, False)}
 
 
 _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not the folder's"}

@@ -45,7 +45,8 @@ class DecodeBatch:
     """The key-value tensors of the rows that decode together, and their padding mask."""
 
     def __init__(self, model: Any) -> None:
-        self.use(model)
+        self.model = model
+        """The model to compute with. A replacement has tensors of the same shapes, with new values."""
         self.reads_experts = False
         """Whether the next forward passes set `experts`."""
         self.experts: Tensor | None = None
@@ -65,10 +66,6 @@ class DecodeBatch:
 
     def __len__(self) -> int:
         return int(self._mask.shape[0])
-
-    def use(self, model: Any) -> None:
-        """Compute with this model from now on. Its tensors have the same shapes and new values."""
-        self.model = model
 
     def prefill(
         self, contexts: Sequence[Ids], prefixes: Sequence[Prefix], images: Mapping[str, Tensor] | None = None

@@ -16,8 +16,7 @@ from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, Sampl
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._identity import chosen, served_cards
 from tokentape.engines._remote import RemoteEngine, any_id
-from tokentape.engines._replies import whole
-from tokentape.engines._status_errors import safe_name
+from tokentape.engines._replies import safe_name, whole
 from tokentape.engines._vllm_reply import VllmReply
 from tokentape.errors import InvalidRequest
 from tokentape.types import TokenIds
@@ -125,13 +124,11 @@ class OpenAiEngine(RemoteEngine):
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
         body = self._request_body(prompt_ids, replace(params, max_tokens=budget), stream=stream)
         reply = VllmReply(
-            _COMPLETIONS,
-            None,
-            len(prompt_ids),
             params,
             self.info.vocab_size,
-            names_ids=True,
-            returns_prompt=False,
+            path=_COMPLETIONS,
+            prompt=None,
+            prompt_tokens=len(prompt_ids),
             own_stops=self._api.own_stops,
             texts=not self._api.named_ids,
         )

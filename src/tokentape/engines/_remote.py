@@ -7,7 +7,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -17,9 +17,8 @@ import numpy as np
 from tokentape.engines._base import EngineInfo, PromptMedia, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._http import HttpClient, header_value
-from tokentape.engines._replies import DONE, EngineReply
+from tokentape.engines._replies import DONE, EngineReply, hopeless
 from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
-from tokentape.engines._status_errors import hopeless
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
@@ -202,25 +201,21 @@ class RemoteEngine(ABC):
         self._tell(self._abort_path, self._abort_body(call))
 
     def _tell(self, path: str, body: bytes) -> None:
-        """Send a request in the background, and ignore errors."""
+        """Send a request in the background, and ignore errors. Only `close` waits for it."""
 
         async def send() -> None:
             with suppress(EngineError, InvalidRequest, TimeoutError):
                 async with asyncio.timeout(self.http.timeouts.connect):
                     await self.http.post(path, body, {})
 
-        self._in_background(send())
+        task = asyncio.get_running_loop().create_task(send())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     @staticmethod
     def _abort_body(call: str) -> bytes:
         """Return the request body for `_abort_path`. Engines without that path don't define it."""
         raise NotImplementedError
-
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` in a background task. Only `close` waits for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def unique_id(request_id: str) -> str:

@@ -1,15 +1,19 @@
 """Read replies from remote engines, and check their tokens and finish reason against the request.
 
-A value that does not agree with the request raises `EngineContractError`. No value is guessed.
+A value that does not agree with the request raises `EngineContractError`. No value is guessed. Errors never quote the
+messages of a server's errors, which may quote prompts.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar, cast
@@ -18,9 +22,24 @@ import msgspec
 
 from tokentape._supports import kept_ids, pack
 from tokentape.engines._base import PER_TOKEN, SampleDelta, SamplingParams, WeightSpan
-from tokentape.engines._status_errors import UNREADABLE, safe_name, status_error
-from tokentape.errors import EngineContractError, EngineError, InvalidRequest, TokentapeError, TooLarge
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    InvalidRequest,
+    TokentapeError,
+    TooLarge,
+)
 from tokentape.types import FinishReason
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors that msgspec raises for bytes that are not JSON in the requested type."""
+
+_MAX_RETRY_AFTER = 24 * 3600.0
+
+# Error names that are safe to repeat: identifiers, not sentences, which may quote the prompt.
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 
 DONE = b"[DONE]"
 """The last event of a stream."""
@@ -100,6 +119,71 @@ def finish_reason_of(name: object) -> FinishReason:
     )
 
 
+class _ErrorDetail(msgspec.Struct):
+    type: object = None
+    param: object = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail = msgspec.field(default_factory=_ErrorDetail)
+
+
+def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRequest | TooLarge:
+    """Return the error for an HTTP status and an OpenAI-style error body.
+
+    The error text names the type and the parameter from the body, but not the message, which may quote the prompt.
+    `status` may also be the error code of an event in a stream that began with status 200.
+    """
+    try:
+        detail = msgspec.json.decode(body, type=_ErrorBody).error
+    except UNREADABLE:
+        detail = _ErrorDetail()
+    kind, param = safe_name(detail.type), safe_name(detail.param)
+    names = ", ".join(name for name in (kind, param and f"parameter {param}") if name)
+    answer = f"the engine answered {status}{f' ({names})' if names else ''} at {path}"
+    if status in (400, 422):
+        return InvalidRequest(f"{answer}: it refuses the request; see the engine's log for the reason", param or None)
+    if status == 413:
+        return TooLarge(f"{answer}: the request is larger than the engine accepts")
+    if status in (401, 403):
+        return hopeless(f"{answer}: check the API key")
+    if status in (429, 502, 503):
+        return EngineUnavailable(f"{answer}: it accepts no requests now; try again later")
+    if status in (408, 504):
+        return EngineTimeout(f"{answer}: it timed out; try again")
+    if 300 <= status < 400:
+        return hopeless(f"{answer}: redirects are not followed; pass the URL that it redirects to")
+    if status == 404:
+        return hopeless(f"{answer}: it has no such path or model; check its URL (http://host:port) and the model")
+    if 400 <= status < 500:
+        return hopeless(f"{answer}: check that the engine serves this path and this model")
+    return EngineError(f"{answer}; see the engine's log")
+
+
+def retry_after(value: str) -> float | None:
+    """Return the seconds to wait from a `Retry-After` header, a number or a date; None if it is neither."""
+    if re.fullmatch("[0-9]{1,9}", value):
+        seconds = float(value)
+    else:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER)
+
+
+def hopeless(text: str) -> EngineError:
+    """Return an error that clients must not retry, because the same request can't succeed."""
+    error = EngineError(text)
+    error.retry = False
+    return error
+
+
+def safe_name(value: object) -> str:
+    """Return `value`, the name of an engine's error or parameter, if it is an identifier; else an empty string."""
+    return value if isinstance(value, str) and _NAME.fullmatch(value) else ""
+
+
 class Failure(msgspec.Struct):
     """The error in a stream event after status 200. Some servers send a string instead."""
 
@@ -112,34 +196,20 @@ def failure_error(error: Failure | str, path: str, event: bytes) -> EngineError 
     return status_error(code if isinstance(code, int) else 500, path, event)
 
 
-class ReportedSpan(msgspec.Struct):
-    """A `WeightSpan` as servers send it."""
-
-    version: str
-    start: int
-    end: int
-
-
+@dataclass(eq=False)
 class ReceivedTokens:
-    """Checks the tokens of one call as they arrive.
+    """Checks the tokens of one call as they arrive."""
 
-    Args:
-        params: the parameters of the request.
-        vocab_size: greater or equal ids are refused.
-        own_stops: whether the server always ends at the model's own end-of-sequence ids too.
-        lowest: lower or equal log-probabilities mean minus infinity.
-
-    """
-
-    def __init__(
-        self, params: SamplingParams, vocab_size: int, *, own_stops: bool = False, lowest: float = LOWEST
-    ) -> None:
-        self._params = params
-        self._vocab_size = vocab_size
-        self._own_stops = own_stops
-        self._lowest = lowest
-        self.tokens = 0
-        self.last_id: int | None = None
+    params: SamplingParams
+    """The parameters of the request."""
+    vocab_size: int
+    """Greater or equal ids are refused."""
+    own_stops: bool = field(default=False, kw_only=True)
+    """Whether the server always ends at the model's own end-of-sequence ids too."""
+    lowest: float = field(default=LOWEST, kw_only=True)
+    """Lower or equal log-probabilities mean minus infinity."""
+    tokens: int = field(default=0, init=False)
+    last_id: int | None = field(default=None, init=False)
 
     def delta(
         self,
@@ -156,21 +226,21 @@ class ReceivedTokens:
         usable = self._usable(logprobs)
         if len(logprobs) != len(ids):
             raise EngineContractError(f"the engine returned {len(logprobs)} log-probabilities for {len(ids)} ids")
-        most = self._params.top_logprobs
+        most = self.params.top_logprobs
         if most and len(top) != len(ids):
             raise EngineContractError(f"the engine returned {len(top)} lists of alternatives for {len(ids)} ids")
         self.check_ids(ids)
         self.tokens += len(ids)
-        if self.tokens > self._params.max_tokens:
+        if self.tokens > self.params.max_tokens:
             raise EngineContractError(
-                f"the engine sampled {self.tokens} tokens; expected at most {self._params.max_tokens}"
+                f"the engine sampled {self.tokens} tokens; expected at most {self.params.max_tokens}"
             )
         self.last_id = ids[-1] if ids else self.last_id
         return SampleDelta(
             tuple(ids),
             usable,
-            top_logprobs=tuple([alternatives(row, most, self._lowest) for row in top]) if most else (),
-            supports=self._supports(ids, masks) if self._params.supports else (),
+            top_logprobs=tuple([alternatives(row, most, self.lowest) for row in top]) if most else (),
+            supports=self._supports(ids, masks) if self.params.supports else (),
         )
 
     def _supports(self, ids: Sequence[int], masks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
@@ -178,7 +248,7 @@ class ReceivedTokens:
             raise EngineContractError(f"the engine returned {len(masks)} sampling masks for {len(ids)} ids")
         for token_id, mask in zip(ids, masks, strict=True):
             self._check_support(token_id, mask)
-        return tuple([pack(mask, self._params.supports) for mask in masks])
+        return tuple([pack(mask, self.params.supports) for mask in masks])
 
     def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
         """Check that `supports`, packed, is empty or has one entry per id that contains it, and return it."""
@@ -202,10 +272,10 @@ class ReceivedTokens:
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `EngineContractError` unless all ids are in the vocabulary."""
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
-                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Check that the model "
+                f"the engine sampled id {outside}; the vocabulary is 0 to {self.vocab_size - 1}. Check that the model "
                 "folder belongs to this model. If it does, the model sampled a padding row of its embedding, which "
                 "it was not trained to avoid"
             )
@@ -222,17 +292,17 @@ class ReceivedTokens:
         if reason == "length":
             return None
         if isinstance(matched, int) and matched == self.last_id:
-            if self._own_stops or matched in self._params.stop_token_ids:
+            if self.own_stops or matched in self.params.stop_token_ids:
                 return matched
-        elif isinstance(matched, str) and matched in self._params.stop_strings:
+        elif isinstance(matched, str) and matched in self.params.stop_strings:
             return matched
         raise EngineContractError(
             "the engine stopped without a requested stop: expected a stop id as the last token, or a stop string"
         )
 
-    def spans(self, reported: Sequence[ReportedSpan | WeightSpan]) -> tuple[WeightSpan, ...]:
+    def spans(self, reported: Sequence[WeightSpan]) -> tuple[WeightSpan, ...]:
         """Return the non-empty spans. Raises `EngineContractError` unless they cover the completion."""
-        spans = tuple(WeightSpan(span.version, span.start, span.end) for span in reported if span.end > span.start)
+        spans = tuple(span for span in reported if span.end > span.start)
         edges = [0, *(span.end for span in spans)]
         if [span.start for span in spans] != edges[:-1] or edges[-1] != self.tokens:
             raise EngineContractError(
@@ -252,7 +322,7 @@ class ReceivedTokens:
         values = cast("tuple[float, ...]", tuple(logprobs) if None not in logprobs else ())
         # The sum is finite only if every value is.
         finite = math.isfinite(sum(values)) or all(map(math.isfinite, values))
-        if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self._lowest:
+        if len(values) != len(logprobs) or not finite or min(values, default=0.0) <= self.lowest:
             raise EngineContractError(
                 "the engine reported no usable log-probability for a token that it sampled; expected a finite number"
             )
@@ -261,28 +331,19 @@ class ReceivedTokens:
         return values
 
 
-class EngineReply(ABC):
-    """Reads one reply as it arrives, and checks it against the request.
+@dataclass(eq=False, kw_only=True)
+class EngineReply(ReceivedTokens, ABC):
+    """Reads one reply as it arrives, and checks it against the request."""
 
-    Args:
-        completion: checks the tokens.
-        params: the parameters of the request.
-        prompt: the prompt ids as sent, in JSON; None if the server renders messages.
-        prompt_tokens: number of prompt ids; 0 until the server has reported it.
-
-    """
-
-    def __init__(
-        self, completion: ReceivedTokens, params: SamplingParams, prompt: bytes | None, prompt_tokens: int
-    ) -> None:
-        self._completion = completion
-        self._params = params
-        self._prompt = prompt
-        self.prompt_tokens = prompt_tokens
-        """Number of prompt ids."""
-        self._prompt_seen = False
-        self._ended: SampleDelta | None = None
-        self._done = False
+    prompt: bytes | None
+    """The prompt ids as sent, in JSON; None if the server renders messages and has not sent them yet."""
+    prompt_tokens: int
+    """Number of prompt ids; 0 until the server has reported it."""
+    returns_prompt: bool = False
+    """Whether the reply must have the prompt ids, to compare with the ids sent."""
+    _prompt_seen: bool = field(default=False, init=False)
+    _ended: SampleDelta | None = field(default=None, init=False)
+    _done: bool = field(default=False, init=False)
 
     def feed(self, data: bytes) -> SampleDelta | None:
         """Read the next event, or the whole body of a reply that is not streamed.
@@ -327,8 +388,7 @@ class EngineReply(ABC):
         if self._ended is None or not self._done:
             missing = "a finish_reason" if self._ended is None else "the event [DONE]"
             raise EngineError(
-                f"the engine's reply ended after {self._completion.tokens} tokens without {missing}; send the request "
-                "again"
+                f"the engine's reply ended after {self.tokens} tokens without {missing}; send the request again"
             )
         return self._ended
 
@@ -344,17 +404,17 @@ class EngineReply(ABC):
         ids = bytes(echoed)
         if ids in (b"", b"null"):
             return
-        if self._prompt is None:
-            self._prompt, self.prompt_tokens = ids, ids.count(b",") + 1
+        if self.prompt is None:
+            self.prompt, self.prompt_tokens = ids, ids.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
-        if ids != self._prompt and not _same_json(ids, self._prompt):
+        if ids != self.prompt and not _same_json(ids, self.prompt):
             raise EngineContractError(
                 "the engine sampled from a different prompt: its prompt_token_ids differ from the ids sent"
             )
         self._prompt_seen = True
 
     def _require_prompt(self) -> None:
-        if not self._prompt_seen:
+        if self.returns_prompt and not self._prompt_seen:
             raise EngineContractError(
                 "the engine returned no prompt_token_ids, which --verify-prompts and images need; update the server"
             )

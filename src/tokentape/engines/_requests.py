@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tokentape._supports import pack
@@ -21,18 +23,36 @@ from tokentape.engines._experts import ExpertRows
 from tokentape.engines._grammar import Constraint
 from tokentape.engines._kv import Ids
 from tokentape.engines._sampling import choose, distribution, penalise
-from tokentape.engines._stopping import StopStrings
 from tokentape.errors import EngineContractError, EngineError
 from tokentape.types import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """Why a completion ended."""
+class StopStrings:
+    """Finds stop strings in a completion's text, in which control tokens are spelled out.
 
-    reason: FinishReason
-    stop: int | str | None = None
-    """The stop id or stop string."""
+    Only the last few ids are decoded for each token. Sampling ends at the first match, so a match ends in the newest
+    token. A token has at least one byte, so a stop string of n bytes lies within the last n tokens. A few more tokens
+    are decoded because decoding may change the start of the text (it drops a space, or cuts a character).
+
+        >>> stops = StopStrings(tokenizer, ["\\n\\n"])
+        >>> [stops.push(token_id) for token_id in tokenizer.encode("one\\n\\ntwo").ids]
+        [None, '\\n\\n', None]
+    """
+
+    _MARGIN = 4
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        longest = max(len(string.encode()) for string in self._strings)
+        self._window: deque[int] = deque(maxlen=longest + self._MARGIN)
+
+    def push(self, token_id: int) -> str | None:
+        """Add the next sampled id, and return the stop string that it completes; the earliest if there are several."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(list(self._window), skip_special_tokens=False)
+        matches = [string for string in self._strings if string in text]
+        return min(matches, key=text.find, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +78,10 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
-    end: End | None = None
+    end: FinishReason | None = None
     """Set when the completion's last token is sampled. `TokenSampler.update` sends it."""
+    stop: int | str | None = None
+    """The stop id or stop string that ended the completion."""
     sent: int = 0
     finished: bool = False
     """Whether the end was sent. No more tokens are sampled then."""
@@ -93,7 +115,7 @@ class TokenSampler:
         samplable: Tensor,
         weight_version: str,
         on_finish: Callable[[Request, FinishReason], None],
-        logprobs_mode: LogprobsMode = "processed_logprobs",
+        logprobs_mode: LogprobsMode,
     ) -> None:
         self.weight_version = weight_version
         self._mode = logprobs_mode
@@ -154,7 +176,7 @@ class TokenSampler:
         elif request.stream:
             self.flush(request)
 
-    def flush(self, request: Request, end: End | None = None) -> None:
+    def flush(self, request: Request, end: FinishReason | None = None) -> None:
         """Send the tokens sampled since the last delta. Call it before a weight update: a delta has one version."""
         start, request.sent = request.sent, len(request.ids)
         if start == request.sent and end is None:
@@ -163,8 +185,8 @@ class TokenSampler:
             SampleDelta(
                 token_ids=tuple(request.ids[start:]),
                 logprobs=tuple(request.logprobs[start:]),
-                finish_reason=end.reason if end is not None else None,
-                stop=end.stop if end is not None else None,
+                finish_reason=end,
+                stop=request.stop if end == "stop" else None,
                 top_logprobs=tuple(request.top_logprobs[start:]),
                 supports=tuple(request.supports[start:]),
                 weight_version=self.weight_version if request.adapter is None else request.adapter.version,
@@ -172,10 +194,10 @@ class TokenSampler:
             )
         )
 
-    def finish(self, request: Request, end: End) -> None:
+    def finish(self, request: Request, end: FinishReason) -> None:
         """Send a request's last delta and end it."""
         request.finished = True
-        self._on_finish(request, end.reason)
+        self._on_finish(request, end)
         self.flush(request, end)
 
     def fail(self, request: Request, error: EngineError) -> None:
@@ -204,10 +226,10 @@ def _record(request: Request, token_id: int, logprob: float, top: tuple[tuple[in
         request.top_logprobs.append(top)
     stop = request.stops.push(token_id) if request.stops is not None else None
     if token_id in request.params.stop_token_ids:
-        request.end = End("stop", token_id)
+        request.end, request.stop = "stop", token_id
     elif stop is not None:
-        request.end = End("stop", stop)
+        request.end, request.stop = "stop", stop
     elif len(request.ids) >= request.limit:
-        request.end = End("length")
+        request.end = "length"
     elif request.constraint is not None:
         request.constraint.push(token_id)

@@ -31,9 +31,8 @@ from tokentape.engines._remote import (
     unique_id,
     version_numbers,
 )
-from tokentape.engines._replies import decode, whole
+from tokentape.engines._replies import decode, safe_name, whole
 from tokentape.engines._sglang_reply import GENERATE, SglangReply
-from tokentape.engines._status_errors import safe_name
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
@@ -74,6 +73,8 @@ class SglangEngine(RemoteEngine):
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
         _refuse_preferred(started.preferred_sampling_params)
+        # With images, the server may encode decoded text, so the ids that it used must be compared.
+        images = started.has_image_understanding and version_numbers(server.version) >= _RETURN_PROMPT_TOKEN_IDS
         info = EngineInfo(
             name="sglang",
             version=server.version,
@@ -83,7 +84,7 @@ class SglangEngine(RemoteEngine):
             logprobs_mode="scaled_logprobs",
             sampling=_supported_params(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
-            media=_media(server, started),
+            media=frozenset({"image"} if images else ()),
             scoring_paths=("/generate",),
         )
         engine = cls(http, info, server, verify_prompt=verify_prompt)
@@ -127,7 +128,14 @@ class SglangEngine(RemoteEngine):
         room = self.info.max_context - len(prompt_ids)
         limited = replace(params, max_tokens=min(params.max_tokens, room))
         body = self._request_body(sent_prompt, limited, stream, rid, media, verify_prompt=verify)
-        reply = SglangReply(prompt, len(prompt_ids), params, self.info.vocab_size, verify_prompt=verify)
+        reply = SglangReply(
+            params,
+            self.info.vocab_size,
+            own_stops=bool(params.stop_token_ids),
+            prompt=prompt,
+            prompt_tokens=len(prompt_ids),
+            returns_prompt=verify,
+        )
         return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 
     def _request_body(
@@ -230,15 +238,6 @@ class _SglangServer(msgspec.Struct):
 class _SglangModelInfo(msgspec.Struct):
     preferred_sampling_params: dict[str, object] | str | None = None
     has_image_understanding: bool = False
-
-
-def _media(server: _SglangServer, started: _SglangModelInfo) -> frozenset[str]:
-    """Return the media types that prompts may have: images only if the server returns the prompt ids.
-
-    The server may encode decoded text, so the ids that it used must be compared.
-    """
-    returned = version_numbers(server.version) >= _RETURN_PROMPT_TOKEN_IDS
-    return frozenset({"image"} if started.has_image_understanding and returned else ())
 
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:

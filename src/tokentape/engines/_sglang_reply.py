@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import Payload, SampleDelta, SamplingParams
+from tokentape.engines._base import Payload, SampleDelta, WeightSpan
 from tokentape.engines._replies import (
     Alternatives,
     EngineReply,
     Failure,
-    ReceivedTokens,
-    ReportedSpan,
     decode,
     failure_error,
     finish_reason_of,
+    status_error,
 )
-from tokentape.engines._status_errors import status_error
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason
 
@@ -47,7 +45,7 @@ class _SglangMeta(msgspec.Struct):
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[float] = []
     weight_version: str | None = None
-    weight_versions: list[ReportedSpan] = []
+    weight_versions: list[WeightSpan] = []
     routed_experts: str | None = None
 
 
@@ -60,17 +58,12 @@ class _SglangBody(msgspec.Struct):
     error: Failure | str | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class SglangReply(EngineReply):
-    """Reads an SGLang reply; see `EngineReply`. With `verify_prompt` the reply must contain the prompt ids."""
+    """Reads an SGLang reply."""
 
-    def __init__(
-        self, prompt: bytes, prompt_tokens: int, params: SamplingParams, vocab_size: int, *, verify_prompt: bool
-    ) -> None:
-        completion = ReceivedTokens(params, vocab_size, own_stops=bool(params.stop_token_ids))
-        super().__init__(completion, params, prompt, prompt_tokens)
-        self._verify_prompt = verify_prompt
-        self._ids: list[int] = []
-        self._cumulative: bool | None = None
+    _ids: list[int] = field(default_factory=list, init=False)
+    _cumulative: bool | None = field(default=None, init=False)
 
     def _read(self, data: bytes) -> SampleDelta | None:
         body = decode(data, _SglangBody, "SGLang")
@@ -82,7 +75,7 @@ class SglangReply(EngineReply):
             )
         meta, ended = body.meta_info, body.meta_info.finish_reason
         self._check_prompt(body.prompt_token_ids)
-        if self._verify_prompt and ended is not None:
+        if ended is not None:
             self._require_prompt()
         if ended is not None and ended.type == "abort" and ended.status_code is not None:
             raise status_error(ended.status_code, GENERATE, b"")
@@ -91,12 +84,12 @@ class SglangReply(EngineReply):
             return delta
         reason = finish_reason_of(ended.type)
         matched = None if isinstance(ended.matched, list) else ended.matched
-        spans = [span for span in meta.weight_versions if span.end > span.start and self._params.adapter is None]
+        spans = [span for span in meta.weight_versions if span.end > span.start and self.params.adapter is None]
         return replace(
             delta,
             finish_reason=reason,
-            stop=self._completion.stop(reason, matched),
-            weight_spans=self._completion.spans(spans) if spans else (),
+            stop=self.stop(reason, matched),
+            weight_spans=self.spans(spans) if spans else (),
             payloads=self._payloads(meta, reason),
             cached_tokens=meta.cached_tokens,
         )
@@ -105,7 +98,7 @@ class SglangReply(EngineReply):
         """Return the tokens that are new in this event."""
         entries, tops = meta.output_token_logprobs, meta.output_top_logprobs
         masks, over_masks = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
-        supports = self._params.supports > 0
+        supports = self.params.supports > 0
         begin = self._begin(ids, meta)
         end = len(ids)
         if self._cumulative and meta.finish_reason is None:
@@ -121,21 +114,21 @@ class SglangReply(EngineReply):
             )
         top = [
             [(token_id, logprob) for logprob, token_id, _ in row or ()]
-            for row in (tops[begin:end] if self._params.top_logprobs else ())
+            for row in (tops[begin:end] if self.params.top_logprobs else ())
         ]
         logprobs: list[float | None] = [logprob for logprob, _, _ in entries[begin:end]]
         if supports:
             # Log-probabilities over the mask: the distribution that the tokens were sampled from.
             logprobs = list(over_masks[begin:end])
-        delta = self._completion.delta(reported, logprobs, top, masks[begin:end])
+        delta = self.delta(reported, logprobs, top, masks[begin:end])
         if supports and top:
             rows = zip(delta.top_logprobs, masks[begin:end], entries[begin:end], delta.logprobs, strict=True)
             delta = replace(delta, top_logprobs=tuple([_over_mask(*row) for row in rows]))
         self._ids += reported
         if meta.finish_reason is not None and (meta.finish_reason.type != "abort" or meta.prompt_tokens is not None):
-            self._completion.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)
+            self.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)
         # The server reports the model's version, not the adapter's.
-        return replace(delta, weight_version=meta.weight_version if self._params.adapter is None else None)
+        return replace(delta, weight_version=meta.weight_version if self.params.adapter is None else None)
 
     def _begin(self, ids: list[int], meta: _SglangMeta) -> int:
         """Return the index of the first new id of this event.
@@ -169,7 +162,7 @@ class SglangReply(EngineReply):
         return aborted and ids == self._ids[-1:] and meta.completion_tokens == len(self._ids)
 
     def _payloads(self, meta: _SglangMeta, reason: FinishReason) -> tuple[Payload, ...]:
-        start = self._params.payloads_from
+        start = self.params.payloads_from
         if start is None:
             return ()
         if meta.routed_experts is None:
@@ -180,7 +173,7 @@ class SglangReply(EngineReply):
             flat = np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), dtype="<i4")
         except (binascii.Error, ValueError):
             raise EngineContractError("the engine's routed_experts are not base64 of 32-bit integers") from None
-        tokens = self.prompt_tokens + self._completion.tokens - 1 - start
+        tokens = self.prompt_tokens + self.tokens - 1 - start
         if tokens < 1 or not flat.size or flat.size % tokens:
             raise EngineContractError(
                 f"the engine returned {flat.size} routed experts; expected the same number for each of {tokens} tokens"

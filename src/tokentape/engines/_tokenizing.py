@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tokentape.engines._http import HttpClient
 from tokentape.engines._kinds import engine_class
-from tokentape.engines._status_errors import UNREADABLE
+from tokentape.engines._replies import UNREADABLE
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import Message, Tool
+
+_Value = TypeVar("_Value")
 
 
 class _TokenizeReply(msgspec.Struct):
@@ -61,9 +63,9 @@ async def server_text_ids(
     api = _api(kind)
     if api is None:
         return None
-    body: dict[str, Any] = {"model": model} if api.takes_model else {}
-    body |= {api.text: text, api.special: special}
-    return await _tokens(http, body if api.controls is None else {**body, api.controls: controls})
+    body = {api.text: text, api.special: special, **({} if api.controls is None else {api.controls: controls})}
+    reply = await _post(http, "/tokenize", {"model": model, **body} if api.takes_model else body)
+    return reply and _required(reply.tokens)
 
 
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
@@ -74,9 +76,10 @@ async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int
     api = _api(kind)
     if api is None:
         return None
-    body: dict[str, Any] = {"model": model} if api.takes_model else {}
-    text: str | None = await _ask(http, "/detokenize", {**body, "tokens": list(ids), **api.decoding}, api.decoded)
-    return text
+    body = {"tokens": list(ids), **api.decoding}
+    reply = await _post(http, "/detokenize", {"model": model, **body} if api.takes_model else body)
+    decoded: str | None = reply and _required(getattr(reply, api.decoded))
+    return decoded
 
 
 async def server_chat_ids(
@@ -97,11 +100,15 @@ async def server_chat_ids(
     if api is None or kind == "gateway":
         return None
     if api.template is None:
-        return await _tokens(http, {"model": model, **chat, "add_generation_prompt": generate})
+        body = {"model": model, **chat, "add_generation_prompt": generate}
+        reply = await _post(http, "/tokenize", body)
+        return reply and _required(reply.tokens)
     if not generate:
         chat["add_generation_prompt"] = False
-    text = await _ask(http, api.template, chat, "prompt")
-    return None if text is None else await server_text_ids(kind, http, model, text, special=True, controls=True)
+    reply = await _post(http, api.template, chat)
+    if reply is None:
+        return None
+    return await server_text_ids(kind, http, model, _required(reply.prompt), special=True, controls=True)
 
 
 async def server_prompt_ids(
@@ -133,17 +140,8 @@ def _chat(
     return chat
 
 
-async def _tokens(http: HttpClient, body: Mapping[str, Any]) -> list[int] | None:
-    ids: list[int] | None = await _ask(http, "/tokenize", body, "tokens")
-    return ids
-
-
-async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], field: str) -> Any:
-    """Return a required field of the reply. Return None if the server does not have the endpoint."""
-    reply = await _post(http, path, body)
-    if reply is None:
-        return None
-    value = getattr(reply, field)
+def _required(value: _Value | None) -> _Value:
+    """Return a field of a reply, which must have it."""
     if value is None:
         raise EngineContractError(_OTHER_FORMAT)
     return value

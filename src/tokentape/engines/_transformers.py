@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +47,7 @@ class FinishedSample:
     """`abort` if the caller disconnected or the engine was closed."""
 
 
+@dataclass(eq=False)
 class TransformersEngine:
     """An `Engine` that runs a model folder with Hugging Face `transformers`. Open it with `open`.
 
@@ -62,29 +63,18 @@ class TransformersEngine:
         >>> await engine.close()
     """
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        worker: Worker,
-        tokenizer: Tokenizer,
-        grammars: Grammars,
-        load: Callable[[Path], Any],
-        model: Any,
-        media_ids: set[int],
-        images: QwenImageProcessor | None,
-    ) -> None:
-        self.info = info
-        """The facts about the loaded model."""
-        self._media_ids = media_ids
-        self._images = images
-        self._worker = worker
-        self._tokenizer = tokenizer
-        self._grammars = grammars
-        self._load = load
-        self._model = model
-        self._forward: ForwardPass | None = None
-        self._calls: dict[str, Request] = {}
-        self._closed = False
+    info: EngineInfo
+    """The facts about the loaded model."""
+    _worker: Worker
+    _tokenizer: Tokenizer
+    _grammars: Grammars
+    _load: Callable[[Path], Any]
+    _model: Any
+    _media_ids: set[int]
+    _images: QwenImageProcessor | None
+    _forward: ForwardPass | None = None
+    _calls: dict[str, Request] = field(default_factory=dict)
+    _closed: bool = False
 
     @classmethod
     def open(
@@ -167,7 +157,6 @@ class TransformersEngine:
         for name, path in (adapters or {}).items():
             loaded.load(name, Path(path), weight_version)
         worker = Worker(model, sampler, loaded, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
-        worker.start()
         info = EngineInfo(
             name="transformers",
             version=transformers.__version__,
@@ -207,8 +196,7 @@ class TransformersEngine:
 
         """
         from tokentape.engines._experts import ExpertRows
-        from tokentape.engines._requests import Request
-        from tokentape.engines._stopping import StopStrings
+        from tokentape.engines._requests import Request, StopStrings
 
         refuse_call(prompt_ids, params, self.info)
         if params.adapter is not None and params.adapter not in self._worker.adapters:

@@ -185,11 +185,11 @@ class VllmEngine(RemoteEngine):
         body = self._request_body(sent_prompt, params, rows_from, stream=stream, request_id=unique, media=media)
         path = _PATHS[self._server.route]
         reply = VllmReply(
-            path,
-            prompt,
-            len(prompt_ids),
             params,
             self.info.vocab_size,
+            path=path,
+            prompt=prompt,
+            prompt_tokens=len(prompt_ids),
             names_ids=self._verify_prompt or self._server.route == "generate",
             returns_prompt=returns_prompt,
         )

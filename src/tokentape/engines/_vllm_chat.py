@@ -51,11 +51,26 @@ class VllmChatServer(VllmEngine):
         refuse_params(params)
         refuse_unsupported(replace(params, payloads_from=None), self.info)
         headers = call_headers(unique_id(request_id), params)
-        body = msgspec.json.encode(self._chat_body(messages, tools, template_kwargs, params))
+        body: dict[str, object] = {
+            "model": params.adapter or self.info.model,
+            "messages": [_vllm_message(message) for message in messages],
+            "chat_template_kwargs": template_kwargs,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": False},
+            "max_completion_tokens": params.max_tokens,
+            **vllm_fields(params),
+            **scheduling_fields(params),
+            "logprobs": True,
+            "top_logprobs": alternatives_to_ask(params),
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+        }
+        if tools:
+            body["tools"] = tools
         reply = VllmReply(
-            _CHAT, None, 0, params, self.info.vocab_size, names_ids=True, returns_prompt=True, own_stops=True
+            params, self.info.vocab_size, path=_CHAT, prompt=None, prompt_tokens=0, returns_prompt=True, own_stops=True
         )
-        deltas = self._deltas(reply, body, headers)
+        deltas = self._deltas(reply, msgspec.json.encode(body), headers)
         try:
             await anext(deltas)
             prompt_ids = reply.prompt_ids
@@ -82,31 +97,6 @@ class VllmChatServer(VllmEngine):
                 if delta:
                     yield replace(delta, engine=f"{self.info} {CAPTURED}")
         yield replace(reply.last(), engine=f"{self.info} {CAPTURED}")
-
-    def _chat_body(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        template_kwargs: dict[str, Any],
-        params: SamplingParams,
-    ) -> dict[str, object]:
-        body: dict[str, object] = {
-            "model": params.adapter or self.info.model,
-            "messages": [_vllm_message(message) for message in messages],
-            "chat_template_kwargs": template_kwargs,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": False},
-            "max_completion_tokens": params.max_tokens,
-            **vllm_fields(params),
-            **scheduling_fields(params),
-            "logprobs": True,
-            "top_logprobs": alternatives_to_ask(params),
-            "return_tokens_as_token_ids": True,
-            "return_token_ids": True,
-        }
-        if tools:
-            body["tools"] = tools
-        return body
 
 
 def _vllm_message(message: Message) -> dict[str, Any]:

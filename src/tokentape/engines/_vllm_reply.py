@@ -11,23 +11,20 @@ import binascii
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._replies import (
-    LOWEST,
+    UNREADABLE,
     EngineReply,
     Failure,
-    ReceivedTokens,
-    ReportedSpan,
     decode,
     failure_error,
     finish_reason_of,
 )
-from tokentape.engines._status_errors import UNREADABLE
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
@@ -83,7 +80,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    weight_versions: list[ReportedSpan] | None = None
+    weight_versions: list[WeightSpan] | None = None
     routed_experts: str | None = None
     sampling_mask: list[list[int]] | None = None
 
@@ -108,65 +105,41 @@ class _VllmBody(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
+@dataclass(eq=False, kw_only=True)
 class VllmReply(EngineReply):
-    """Reads a vLLM reply; see `EngineReply`.
+    """Reads a vLLM reply. With `own_stops`, the server also ends at tool calls."""
 
-    Args:
-        path: the route, for error messages.
-        prompt: see `EngineReply`.
-        prompt_tokens: see `EngineReply`.
-        params: the parameters of the request.
-        vocab_size: greater or equal ids are refused.
-        names_ids: whether the reply also has the sampled ids in `token_ids`, to compare with the ids in the
-            log-probabilities.
-        returns_prompt: whether the reply has the prompt ids, to compare with the ids sent.
-        own_stops: whether the server also ends at the model's own end-of-sequence ids, and at tool calls.
-        texts: whether log-probabilities identify tokens by text. Then only `token_ids` has the ids.
+    path: str
+    """The route, for error messages."""
+    names_ids: bool = True
+    """Whether the reply also has the sampled ids in `token_ids`, to compare with the ids in the log-probabilities."""
+    texts: bool = False
+    """Whether log-probabilities identify tokens by text. Then only `token_ids` has the ids."""
+    offers: set[str] = field(default_factory=set, init=False)
+    """The optional fields in the reply: `weight_versions`, `routed_experts`, `sampling_mask`."""
+    _usage: _Usage | None = field(default=None, init=False)
 
-    """
-
-    def __init__(
-        self,
-        path: str,
-        prompt: bytes | None,
-        prompt_tokens: int,
-        params: SamplingParams,
-        vocab_size: int,
-        *,
-        names_ids: bool,
-        returns_prompt: bool,
-        own_stops: bool = False,
-        texts: bool = False,
-    ) -> None:
-        completion = ReceivedTokens(params, vocab_size, own_stops=own_stops, lowest=LOWEST if texts else _VLLM_LOWEST)
-        super().__init__(completion, params, prompt, prompt_tokens)
-        self._path = path
-        self._own_stops = own_stops
-        self._names_ids = names_ids
-        self._texts = texts
-        self._returns_prompt = returns_prompt
-        self._usage: _Usage | None = None
-        self.offers: set[str] = set()
-        """The optional fields in the reply: `weight_versions`, `routed_experts`, `sampling_mask`."""
+    def __post_init__(self) -> None:
+        if not self.texts:
+            self.lowest = _VLLM_LOWEST
 
     def last(self) -> SampleDelta:
         """Return the delta that ended the completion. Check that the reply is complete and that its counts agree."""
         ended = super().last()
-        if self._returns_prompt:
-            self._require_prompt()
+        self._require_prompt()
         if self._usage is None:
             raise EngineContractError("the engine reported no usage; expected prompt and completion token counts")
-        self._completion.check_counts(self._usage.prompt_tokens, self.prompt_tokens, self._usage.completion_tokens)
+        self.check_counts(self._usage.prompt_tokens, self.prompt_tokens, self._usage.completion_tokens)
         details = self._usage.prompt_tokens_details
         return ended if details is None else replace(ended, cached_tokens=details.cached_tokens)
 
     @property
     def prompt_ids(self) -> TokenIds | None:
         """The prompt's ids, int32 [tokens]; None until the server has sent them."""
-        if self._prompt is None:
+        if self.prompt is None:
             return None
         try:
-            return np.array(msgspec.json.decode(self._prompt, type=list[int]), np.int32)
+            return np.array(msgspec.json.decode(self.prompt, type=list[int]), np.int32)
         except (*UNREADABLE, OverflowError):
             raise EngineContractError("the engine's prompt_token_ids are not a list of token ids") from None
 
@@ -174,28 +147,28 @@ class VllmReply(EngineReply):
         body = decode(data, _VllmBody, "vLLM")
         if body.error is not None:
             # After a stream has begun, errors are sent as events instead of statuses.
-            raise failure_error(body.error, self._path, data)
+            raise failure_error(body.error, self.path, data)
         self._usage = body.usage or self._usage
         if not body.choices:
             return None
         if len(body.choices) > 1 or body.choices[0].index != 0 or self._ended is not None:
             raise EngineContractError("the engine sampled more than the one completion that was requested")
         choice = body.choices[0]
-        if self._returns_prompt:
+        if self.returns_prompt:
             self._check_prompt(choice.prompt_token_ids)
             self._check_prompt(body.prompt_token_ids)
         delta = self._delta(choice)
         if choice.finish_reason is None:
             return delta
-        ends_with_calls = self._own_stops and choice.finish_reason == "tool_calls"
+        ends_with_calls = self.own_stops and choice.finish_reason == "tool_calls"
         reason = finish_reason_of("stop" if ends_with_calls else choice.finish_reason)
         matched = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
-        if matched is None and self._own_stops:
-            matched = self._completion.last_id
+        if matched is None and self.own_stops:
+            matched = self.last_id
         return replace(
             delta,
             finish_reason=reason,
-            stop=self._completion.stop(reason, matched),
+            stop=self.stop(reason, matched),
             weight_spans=self._spans(choice.weight_versions),
             payloads=self._payloads(choice.routed_experts, reason),
         )
@@ -205,45 +178,45 @@ class VllmReply(EngineReply):
         named = choice.token_ids or []
         ids: Sequence[int]
         tops: Sequence[Sequence[tuple[int, float | None]]] = ()
-        if self._texts:
+        if self.texts:
             if report.token_logprobs and not named:
                 raise EngineContractError("the engine returned no token_ids, which were requested; update the server")
-            return self._completion.delta(named, report.token_logprobs)
+            return self.delta(named, report.token_logprobs)
         if report.content:
             ids = [_id_of(entry) for entry in report.content]
             logprobs = [entry.logprob for entry in report.content]
-            if self._params.top_logprobs:
+            if self.params.top_logprobs:
                 tops = [[(_id_of(top), top.logprob) for top in entry.top_logprobs] for entry in report.content]
         else:
             ids, logprobs = _token_ids(report.tokens), report.token_logprobs
-            if self._params.top_logprobs:
+            if self.params.top_logprobs:
                 rows = report.top_logprobs or ()
                 tops = [[(_token_id(name), logprob) for name, logprob in (row or {}).items()] for row in rows]
-        if self._names_ids and named != ids:
+        if self.names_ids and named != ids:
             raise EngineContractError(
                 f"the engine returned {len(named)} token_ids and log-probabilities for {len(ids)} ids; expected the "
                 "same ids (return_token_ids needs vLLM 0.10.2 or newer)"
             )
         if choice.sampling_mask is not None:
             self.offers.add("sampling_mask")
-        return self._completion.delta(ids, logprobs, tops, choice.sampling_mask or ())
+        return self.delta(ids, logprobs, tops, choice.sampling_mask or ())
 
-    def _spans(self, reported: list[ReportedSpan] | None) -> tuple[WeightSpan, ...]:
+    def _spans(self, reported: list[WeightSpan] | None) -> tuple[WeightSpan, ...]:
         """Return the weight version spans; none if the server's weights have no version, and none with an adapter."""
         if reported is None:
             return ()
         self.offers.add("weight_versions")
-        spans = self._completion.spans(reported)
-        named = self._params.adapter is None and {span.version for span in spans} != {UNNAMED_WEIGHTS}
+        spans = self.spans(reported)
+        named = self.params.adapter is None and {span.version for span in spans} != {UNNAMED_WEIGHTS}
         return spans if named else ()
 
     def _payloads(self, encoded: str | None, reason: FinishReason) -> tuple[Payload, ...]:
         if encoded is not None:
             self.offers.add("routed_experts")
-        start = self._params.payloads_from
+        start = self.params.payloads_from
         if start is None:
             return ()
-        tokens = self.prompt_tokens + self._completion.tokens - 1 - start
+        tokens = self.prompt_tokens + self.tokens - 1 - start
         if encoded is None:
             # The last token has no row. An early abort may leave no row at all.
             if reason == "abort" or not tokens:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tokentape.engines._adapters import Adapters
 from tokentape.engines._kv import NO_PREFIX, DecodeBatch, Prefix, PrefixCache
-from tokentape.engines._requests import End, Request, TokenSampler
+from tokentape.engines._requests import Request, TokenSampler
 from tokentape.errors import EngineError
 
 _PREFILL_TOKENS = 2048
@@ -53,8 +53,6 @@ class Worker:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._thread = threading.Thread(target=self._run, name="tokentape-transformers", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -87,7 +85,7 @@ class Worker:
                 request.one_version = False
             if self._prefixes is not None:
                 self._prefixes.clear()
-            self._batch.use(model)
+            self._batch.model = model
             self._sampler.weight_version = weight_version
 
         return self._between_steps(swap)
@@ -129,7 +127,7 @@ class Worker:
                     self._decode()
         finally:
             for request in [*self._running, *self._waiting]:
-                self._sampler.finish(request, End("abort"))
+                self._sampler.finish(request, "abort")
 
     def _receive(self) -> bool:
         """Call functions and queue requests that arrived; wait if idle. Return False if the thread should end."""
@@ -155,7 +153,7 @@ class Worker:
         while waiting and len(self._running) + len(joining) < self._max_batch:
             request = waiting[0]
             if request.cancelled:
-                self._sampler.finish(waiting.popleft(), End("abort"))
+                self._sampler.finish(waiting.popleft(), "abort")
                 continue
             prefix = self._known_prefix(request)
             widest = max(widest, len(request.prompt_ids) - prefix.length)
@@ -241,7 +239,7 @@ class Worker:
         for row in sorted(leaving):
             request = self._running[row]
             if not request.finished:
-                self._sampler.finish(request, End("abort"))
+                self._sampler.finish(request, "abort")
             if request.one_version and self._prefixes is not None:
                 computed = [*request.prefix_key.tolist(), *request.ids[:-1]]
                 self._prefixes.put(np.array(computed, dtype=np.int64), self._batch.row(row), request.adapter)

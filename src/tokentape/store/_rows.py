@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, astuple, fields
 from functools import cache, lru_cache, partial
 from operator import itemgetter
@@ -170,17 +170,6 @@ _DECODERS = {table: (name, read) for _, table, name, read in _KINDS}
 
 
 @lru_cache(maxsize=256)
-def _sampling(text: str) -> Mapping[str, Any]:
-    parameters: dict[str, Any] = _parsed(text)
-    return parameters
-
-
-@lru_cache(maxsize=256)
-def _stop(text: str) -> Any:
-    return _parsed(text)
-
-
-@lru_cache(maxsize=256)
 def _distribution(text: str | None) -> TokenDistribution | None:
     return None if text is None else TokenDistribution(*_parsed(text))
 
@@ -238,6 +227,7 @@ def _finite(text: str) -> float:
     return value
 
 
+_parsed_once = lru_cache(maxsize=512)(_parsed)
 _QUICK = msgspec.json.Decoder()
 _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
@@ -277,8 +267,8 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "setup": (_plain, intern),
     "engine": (_plain, intern),
     "weight_version": (_plain, intern),
-    "stop": (canonical_json, _stop),
-    "sampling": (canonical_json, _sampling),
+    "stop": (canonical_json, _parsed_once),
+    "sampling": (canonical_json, _parsed_once),
     "sampled_from": (_distribution_text, _distribution),
     "logprobs_of": (_distribution_text, _distribution),
     "weight_changes": (

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Engine, Row, Select, Table, bindparam, exists, func, select
+from sqlalchemy import Connection, CursorResult, Engine, Row, Select, Table, bindparam, exists, func, select
 
 from tokentape._durable import durable_file
 from tokentape.chat._media import image_parts
@@ -27,7 +27,6 @@ from tokentape.store._snapshots import decode_snapshot
 from tokentape.store._sqlite import DATABASE_NAME, explained, reading_engine
 from tokentape.types import Turn, TurnColumn, TurnPayload
 
-_ROWS_AT_ONCE = 32
 _TOKENS_AT_ONCE = 2**16
 
 _RowsOfSessions: TypeAlias = dict[Table, dict[str, list[Row[Any]]]]
@@ -177,7 +176,7 @@ class _Check:
             raise other_version  # the record can't be checked
         for chunk in together(sizes, _TOKENS_AT_ONCE):
             # A long read transaction would keep a running writer's log from being recycled.
-            heads = self._checked_together(chunk) if len(chunk) > 1 else []
+            heads = self._checked_together(chunk)
             yield from (head for head in heads if head.parts)
             for session_id in () if heads else chunk:
                 head = SessionHead(session_id)
@@ -235,7 +234,7 @@ class _Check:
         def rows(table: Table, *columns: Any, **key: Any) -> Iterable[Row[Any]]:
             if session_rows is not None and not key:
                 return session_rows[table].get(session_id, ())
-            return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
+            return _rows(connection, session_id, table, *columns, **key)
 
         row = next(iter(rows(schema.sessions)), None)
         listed = [*rows(schema.turns, schema.turns.c.seq)]
@@ -265,14 +264,12 @@ class _Check:
         with self._damage_found(session_id):
             for row in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
                 media.setdefault(row.turn, set()).add(row.sha256)
-        turn_rows = (
-            zip(seqs, listed, strict=True) if session_rows is not None else _turn_rows(connection, session_id, seqs)
-        )
-        for before, (seq, row_of_turn) in zip([-1, *seqs], turn_rows, strict=False):
+        for before, seq, row in zip([-1, *seqs], seqs, listed, strict=False):
             if seq != before + 1:
                 self._add_finding(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
             try:
-                row = row_of_turn or _rows_of_turns(connection, session_id, seq, seq)[0]
+                if session_rows is None:
+                    [row] = rows(schema.turns, seq=seq)
                 turn: Turn = decode(schema.turns, row)
                 head.add(turn)
                 self.turns += 1
@@ -294,7 +291,7 @@ class _Check:
             head.parts.get("payloads", []).sort()
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
-        [row] = _rows_of_turns(connection, record.session_id, record.turn, record.turn)
+        [row] = _rows(connection, record.session_id, schema.turns, seq=record.turn)
         turn: Turn = decode(schema.turns, row)
         sizes = turn.added_ids.size, turn.completion_ids.size
         for problem in per_token_faults(record, *sizes, is_root=turn.parent is None):
@@ -330,6 +327,11 @@ class _Check:
             self._add_finding(f"it can't be read ({type(error).__name__})", session_id, turn)
 
 
+def _rows(connection: Connection, session_id: str, table: Table, *columns: Any, **key: Any) -> CursorResult[Any]:
+    """Read a session's rows: `columns` (by default all) of the rows with the values in `key`."""
+    return connection.execute(_of_session(table, columns, (*key,)), {"session_id": session_id, **key})
+
+
 @cache
 def _of_session(table: Table, columns: tuple[Any, ...], key: tuple[str, ...]) -> Select[Any]:
     """Return the statement that reads a session's rows. The columns in `key` are additional parameters."""
@@ -354,20 +356,6 @@ def _of_sessions(table: Table, columns: tuple[Any, ...]) -> Select[Any]:
     return select(*columns, of.label("of_session")).where(condition).order_by(of, *table.primary_key)
 
 
-def _rows_of_turns(connection: Connection, session_id: str, first: int, last: int) -> Sequence[Row[Any]]:
-    return connection.execute(_SOME_TURNS, {"session_id": session_id, "first": first, "last": last}).all()
-
-
-def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
-    """Yield (turn number, row). The row is None if reading several at once failed: read it alone then."""
-    for start in range(0, len(seqs), _ROWS_AT_ONCE):
-        chunk = seqs[start : start + _ROWS_AT_ONCE]
-        rows: dict[int, Row[Any]] = {}
-        with suppress(Exception):  # a damaged row can raise anything
-            rows = {row.seq: row for row in _rows_of_turns(connection, session_id, chunk[0], chunk[-1])}
-        yield from ((seq, rows.pop(seq, None)) for seq in chunk)
-
-
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
     """Yield a turn's faults. `digests` are the digests of the turns before it."""
     yield from turn_faults(turn)
@@ -377,10 +365,6 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
         yield "its contents don't match its digest and its parent's"
 
 
-_SOME_TURNS = select(schema.turns).where(
-    schema.turns.c.session_id == bindparam("session_id"),
-    schema.turns.c.seq.between(bindparam("first"), bindparam("last")),
-)
 _HELD = schema.snapshot_sessions.c
 _IN_SESSION = schema.turns.join(schema.sessions, schema.sessions.c.session_id == schema.turns.c.session_id)
 _THERE = select(func.count()).select_from(_IN_SESSION).where(schema.sessions.c.position == _HELD.position)
