@@ -138,6 +138,8 @@ class ReceivedTokens:
         self._vocab_size = vocab_size
         self._own_stops = own_stops
         self._lowest = lowest
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._passed_stops: frozenset[int] = frozenset()
         self.tokens = 0
         self.last_id: int | None = None
 
@@ -160,6 +162,7 @@ class ReceivedTokens:
         if most and len(top) != len(ids):
             raise EngineContractError(f"the engine returned {len(top)} lists of alternatives for {len(ids)} ids")
         self.check_ids(ids)
+        self._note_passed_stops(ids)
         self.tokens += len(ids)
         if self.tokens > self._params.max_tokens:
             raise EngineContractError(
@@ -172,6 +175,12 @@ class ReceivedTokens:
             top_logprobs=tuple([alternatives(row, most, self._lowest) for row in top]) if most else (),
             supports=self._supports(ids, masks) if self._params.supports else (),
         )
+
+    def _note_passed_stops(self, ids: Sequence[int]) -> None:
+        if not ids:
+            return
+        before = () if self.last_id is None else (self.last_id,)
+        self._passed_stops |= self._stop_ids.intersection((*before, *ids[:-1]))
 
     def _supports(self, ids: Sequence[int], masks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
         if len(masks) != len(ids):
@@ -213,8 +222,18 @@ class ReceivedTokens:
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         """Return the stop id or stop string that ended the completion; None for reasons other than `stop`.
 
-        Raises `EngineContractError` if the stop was not requested or differs from the last id.
+        Raises `EngineContractError` if the stop was not requested or differs from the last id, or if the completion
+        continued after a requested stop id.
         """
+        stop = self._stop(reason, matched)
+        if self._passed_stops:
+            raise EngineContractError(
+                f"the engine continued after stop id {min(self._passed_stops)}, at which the request told it to end; "
+                "use a server that supports `stop_token_ids`"
+            )
+        return stop
+
+    def _stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         if reason == "abort":
             return None
         if self.last_id is None:
