@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_FILES, settings_apart
+from tokentape.audit._model_files import (
+    CONFIG_FILES,
+    OTHER_FILES,
+    PROCESSOR_FILES,
+    comparable_settings,
+    settings_apart,
+)
 from tokentape.audit._skew import battery, text_probes
 from tokentape.audit._skew.backends import Ability, Backend, BackendOptions, SkewChat, open_backend
 from tokentape.audit._skew.causes import TextCauses
@@ -134,6 +140,8 @@ class _Run:
         self.known: tuple[dict[str, list[int]], dict[str, list[int]]] = {}, {}
         """Both sides' ids of battery texts, which servers are not asked for again."""
         self.longest = 0
+        self.most = 0, 0
+        """The largest numbers of messages and of tools in a conversation that was rendered."""
         self.own = 0, 0
         """The number of the user's conversations that were rendered, and that were rendered differently."""
 
@@ -211,6 +219,7 @@ class _Run:
             result = chat_findings(self.a, self.b, self.causes, self.progress, own)
             self._add(result.findings, result.left)
             self.own = result.counts["own"], result.counts["own differing"]
+            self.most = result.counts["messages"], result.counts["tools"]
             self.tried["render"] = result.counts["render"]
             if result.counts["masks"]:
                 self.tried["masks"] = result.counts["masks"]
@@ -231,8 +240,10 @@ class _Run:
 
     def loading(self) -> None:
         """If files besides tokenizer.json differ, load both folders with transformers and compare."""
-        ours, theirs = self.a.facts.loading, self.b.facts.loading
-        if ours is None or theirs is None or ours == theirs:
+        if self.a.facts.loading is None or self.b.facts.loading is None:
+            return
+        ours, theirs = comparable_settings(self.a.facts.loading, self.b.facts.loading)
+        if ours == theirs:
             return
         difference = settings_apart(ours, theirs)
         a, b = (Path((side.reopened_as or "").removeprefix("json:")) for side in (self.a, self.b))
@@ -250,6 +261,8 @@ class _Run:
         yield "template kwargs other than those passed"
         yield "streams, sampling, and an engine's length limits"
         yield f"texts longer than {self.longest:,} characters"
+        if self.tried.get("render"):
+            yield f"conversations of more than {self.most[0]} messages or {self.most[1]} tools"
         for letter, side in (("A", a), ("B", b)):
             if side.spec is None and not (a.tables and b.tables):
                 yield f"the tokenizer's parts in {letter}, {side.kind}: only its outputs were compared"
@@ -260,6 +273,9 @@ class _Run:
         for name in PROCESSOR_FILES:
             if a.files.get(name) != b.files.get(name):
                 yield f"{name}, which differs: transformers processors read it, tokenizers do not"
+        for name in OTHER_FILES:
+            if a.files and b.files and a.files.get(name) != b.files.get(name):
+                yield f"{name}, which differs: libraries or versions that read it may get other ids"
         if lacking := [letter for letter, side in (("A", a), ("B", b)) if side.configuration is None]:
             files = " and ".join(CONFIG_FILES)
             yield f"stop ids and embedding rows: {' and '.join(lacking)} has no {files}, or does not show them"

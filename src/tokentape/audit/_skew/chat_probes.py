@@ -26,7 +26,10 @@ _MASKED = "Mark exactly what the model samples, and nothing else: make the mask 
 
 @dataclass(slots=True)
 class ChatFound:
-    """The result of comparing conversations: findings, unexplained differences, and counts by kind of conversation."""
+    """The result of comparing conversations: findings, unexplained differences, and counts.
+
+    The counts are of conversations by kind, and the largest numbers of messages and of tools in one.
+    """
 
     findings: list[Skew] = field(default_factory=list)
     left: int = 0
@@ -76,6 +79,8 @@ def chat_findings(
         if outcomes is None or (isinstance(outcomes.a, SkewResult) and isinstance(outcomes.b, SkewResult)):
             continue
         report.counts.update({"render": 1, "own": users})
+        for what, parts in (("messages", conversation.messages), ("tools", conversation.tools)):
+            report.counts[what] = max(report.counts[what], len(parts))
         a_side, b_side = outcomes.a, outcomes.b
         if not isinstance(a_side, Rendering) or not isinstance(b_side, Rendering) or a_side.ids != b_side.ids:
             report.counts["own differing"] += users
