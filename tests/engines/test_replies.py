@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._replies import EngineReply, ReceivedTokens, alternatives, decode, joined
 from tokentape.errors import EngineContractError, EngineUnavailable
+from tokentape.types import FinishReason
 
 PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(7,), stop_strings=("end",))
 
@@ -50,6 +51,25 @@ def test_tokens_are_passed_on_as_they_came_and_counted() -> None:
 def test_tokens_that_can_not_be_are_refused(ids: list[int], logprobs: list[float | None], says: str) -> None:
     with pytest.raises(EngineContractError, match=says):
         completion().delta(ids, logprobs)
+
+
+@pytest.mark.parametrize("events", [[[1, 7, 2]], [[1, 7], [2]], [[7], [7]], [[7, 1, 1, 7]]])
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+def test_a_completion_that_goes_on_after_a_requested_stop_id_is_refused(
+    events: list[list[int]], reason: FinishReason
+) -> None:
+    tokens = completion(own_stops=True)
+    for ids in events:
+        tokens.delta(ids, [-1.0] * len(ids))
+    with pytest.raises(EngineContractError, match="continued after stop id 7"):
+        tokens.stop(reason, tokens.last_id)
+
+
+def test_an_end_without_tokens_may_follow_a_stop_id() -> None:
+    tokens = completion()
+    tokens.delta([1, 7], [-1.0, -1.0])
+    assert tokens.delta([], []) == SampleDelta((), ())
+    assert tokens.stop("stop", 7) == 7
 
 
 def test_alternatives_are_needed_for_each_token_where_they_were_asked_for() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from tests.records import UNCHANGED
 from tests.session.builders import make_turn, said, user
-from tokentape._session.verdict import check_verdicts, verdict, wanted_verdict
+from tokentape._session.verdict import BRIDGE_CHECKED, bridge_states, check_verdicts, verdict, wanted_verdict
 from tokentape.errors import InvalidRequest
-from tokentape.types import TokenDistribution
+from tokentape.types import Event, TokenDistribution
 
 ROOT = make_turn(0, None, [user("a")], said("A"))
 NEXT = make_turn(1, 0, [user("b")], said("B"))
@@ -137,3 +137,9 @@ def test_reservations_of_several_turns_all_follow() -> None:
 def test_a_reservation_alone_is_no_verdict() -> None:
     with pytest.raises(InvalidRequest, match="matches nothing alone"):
         check_verdicts(["model unverified"])
+
+
+@pytest.mark.parametrize("outcome", [["same"], {"same": ""}, None, "other", True])
+def test_an_outcome_of_a_check_that_is_not_known_leaves_the_bridge_unchecked(outcome: object) -> None:
+    event = Event("s", 1, BRIDGE_CHECKED, {"outcome": outcome}, 1.0)
+    assert verdict([ROOT, NEXT], bridge_states([event])) == "exact, bridge unchecked"

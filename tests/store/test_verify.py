@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.records import SETUP, bits, make_chain, make_turn
 from tests.searching import examples
 from tests.store.conftest import counted
-from tokentape.errors import StoreError
+from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import SqliteStore
 from tokentape.store._head import read_head
 from tokentape.store._snapshots import Selection, Snapshots
@@ -205,6 +205,37 @@ def test_session_metadata_and_rewards_that_cannot_be_read_are_found(directory: P
 def test_damage_of_what_clients_and_engines_said_is_found(directory: Path, change: str) -> None:
     execute(directory, f"UPDATE {change} WHERE session_id = 'a'")
     assert {session_id for session_id, _ in where(verify(directory).findings)} == {"a"}
+
+
+@pytest.mark.parametrize("value", ["9e999", "'nan'", "'-inf'"])
+def test_a_reward_that_is_not_finite_is_found_and_never_read(directory: Path, value: str) -> None:
+    execute(directory, f"UPDATE rewards SET value = {value} WHERE session_id = 'a'")
+    assert where(verify(directory).findings) == [("a", None)]
+    with SqliteStore.open(directory, read_only=True) as store, pytest.raises(StoreCorrupt, match="a reward"):
+        store.load_session("a")
+
+
+@pytest.mark.parametrize("text", ["[]", '[["task", 7]]', "null"])
+@pytest.mark.parametrize("table", ["sessions SET metadata", "events SET body"])
+def test_a_list_in_place_of_an_object_is_found(directory: Path, table: str, text: str) -> None:
+    execute(
+        directory,
+        "INSERT INTO events (session_id, turn, kind, body, created_at) VALUES ('a', 1, 'unread', '{}', 1.0)",
+        f"UPDATE {table} = '{text}' WHERE session_id = 'a'",
+    )
+    assert where(verify(directory).findings) == [("a", None)]
+
+
+@pytest.mark.parametrize(("choices", "found"), [(1, []), (2, [("b", None)]), (0, [("b", None)])])
+def test_an_answer_with_turns_that_do_not_exist_is_found(
+    directory: Path, choices: int, found: list[tuple[str, None]]
+) -> None:
+    execute(
+        directory,
+        "INSERT INTO answers (session_id, first_turn, choices, reply_id, body_digest, created_at)"
+        f" VALUES ('b', 2, {choices}, 'reply', x'00', 1.0)",
+    )
+    assert where(verify(directory).findings) == found
 
 
 def test_a_snapshot_that_can_not_be_read_is_found(directory: Path) -> None:

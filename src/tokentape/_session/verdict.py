@@ -49,8 +49,8 @@ def bridge_states(events: Iterable[Event]) -> dict[int, str]:
         if event.kind in (BRIDGE_DUE, BRIDGE_SKIPPED):
             states.setdefault(event.turn, BRIDGE_UNCHECKED)
         elif event.kind == BRIDGE_CHECKED:
-            outcomes = {"same": "", "differs": BRIDGE_DIFFERS}
-            states[event.turn] = outcomes.get(event.body.get("outcome", ""), BRIDGE_UNCHECKED)
+            outcome = event.body.get("outcome")
+            states[event.turn] = {"same": "", "differs": BRIDGE_DIFFERS}.get(str(outcome), BRIDGE_UNCHECKED)
     return states
 
 

@@ -13,6 +13,9 @@ from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 CONFIG = "tokenizer_config.json"
 _LEGACY = ("special_tokens_map.json", "added_tokens.json")
 _FILES = (CONFIG, *_LEGACY)
+MODEL_CONFIG = "config.json"
+_CLASS = ("model_type", "tokenizer_class")
+"""Keys of config.json by which AutoTokenizer chooses a class; some classes replace parts of tokenizer.json."""
 _ELSEWHERE = ("chat_template", "model_max_length", "name_or_path", "is_local", "local_files_only")
 """Keys that are compared elsewhere, or that only name a location."""
 _OFF_BY_DEFAULT = ("split_special_tokens", "clean_up_tokenization_spaces")
@@ -22,8 +25,16 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 """A template file that processors of images and audio read, but tokenizers do not."""
 PROCESSOR_FILES = (PROCESSOR_TEMPLATE, "processor_config.json", "preprocessor_config.json")
 
-CONFIG_FILES = ("config.json", "generation_config.json")
-ROWS = "config.json vocab_size"
+SHADOWED_TEMPLATE = f"chat_template in {CONFIG}"
+"""A template that is not used, because the folder has a chat_template.jinja. Older libraries read it."""
+OTHER_FILES = (
+    "tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt",
+    SHADOWED_TEMPLATE,
+)  # fmt: skip
+"""Files that hold a tokenizer or template beside tokenizer.json and chat_template.jinja."""
+
+CONFIG_FILES = (MODEL_CONFIG, "generation_config.json")
+ROWS = f"{MODEL_CONFIG} vocab_size"
 """The key of `model_configuration` for the number of embedding rows."""
 MAX_LENGTH = f"{CONFIG} model_max_length"
 _NO_LIMIT = 10**20
@@ -76,6 +87,7 @@ def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[st
     by_file = {CONFIG: config}
     if "added_tokens_decoder" not in config:
         by_file |= {name: read_json(folder / name) for name in _LEGACY}
+    by_file[MODEL_CONFIG] = {key: value for key, value in read_json(folder / MODEL_CONFIG).items() if key in _CLASS}
     added = {token["content"]: token for token in spec.get("added_tokens") or ()}
     named = named_special_tokens(config)
     loading: dict[str, dict[str, Any]] = {}
@@ -122,11 +134,18 @@ def named_templates(folder: Path) -> dict[str, str]:
 
 def require_known_files(settings: Settings) -> None:
     """Raise `ValueError` if settings belong to an unknown file, or if a template's name is a path."""
-    expected = (*_FILES, TEMPLATES)
+    expected = (*_FILES, MODEL_CONFIG, TEMPLATES)
     if unknown := [file for file in settings if file not in expected]:
         raise ValueError(f"unknown settings files: {', '.join(unknown)}; expected only {', '.join(expected)}")
     if paths := [name for name in settings.get(TEMPLATES, ()) if "/" in name or "\\" in name]:
         raise ValueError(f"invalid template names: {', '.join(paths)}; expected names without / and \\")
+
+
+def comparable_settings(ours: Settings, theirs: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both sides' settings, without those of config.json if a side has none, such as a tokenizer's folder."""
+    lacking = any(MODEL_CONFIG not in side for side in (ours, theirs))
+    a, b = ({k: v for k, v in side.items() if not (lacking and k == MODEL_CONFIG)} for side in (ours, theirs))
+    return a, b
 
 
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
@@ -148,6 +167,10 @@ def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder
     for file, keys in {**settings, **config}.items():
         if file in _FILES:  # an untrusted lock may name any path, so write only known files
             (folder / file).write_text(json.dumps(keys), encoding="utf-8")
-    for name in ("tokenizer.json", "config.json"):
-        if (like / name).is_file():
+    chosen = {key: value for key, value in settings.get(MODEL_CONFIG, {}).items() if key in _CLASS}
+    if chosen:
+        rest = {key: value for key, value in read_json(like / MODEL_CONFIG).items() if key not in _CLASS}
+        (folder / MODEL_CONFIG).write_text(json.dumps({**rest, **chosen}), encoding="utf-8")
+    for name in ("tokenizer.json", MODEL_CONFIG):
+        if (like / name).is_file() and not (folder / name).exists():
             (folder / name).symlink_to((like / name).resolve())

@@ -251,15 +251,28 @@ def _real(value: float) -> float:
     return float(value)
 
 
+def _finite_float(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError("a number is not finite")
+    return number
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = _parsed(text)
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
 def _array(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     return partial(array_bytes, name), partial(array_from_bytes, name)
 
 
 _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "created_at": (_real, float),
-    "value": (_real, float),
-    "metadata": (canonical_json, lambda text: dict(_parsed(text))),
-    "body": (canonical_json, lambda text: dict(_parsed(text))),
+    "created_at": (_real, _finite_float),
+    "value": (_real, _finite_float),
+    "metadata": (canonical_json, _object),
+    "body": (canonical_json, _object),
     "body_digest": (bytes.fromhex, bytes.hex),
     "tools": (json_in_order, lambda text: tuple(_parsed(text))),
     "template_kwargs": (json_in_order, _parsed),

@@ -25,7 +25,7 @@ from tokentape.store._reads import together
 from tokentape.store._rows import decode
 from tokentape.store._snapshots import decode_snapshot
 from tokentape.store._sqlite import DATABASE_NAME, explained, reading_engine
-from tokentape.types import Turn, TurnColumn, TurnPayload
+from tokentape.types import RecordedReply, Turn, TurnColumn, TurnPayload
 
 _TOKENS_AT_ONCE = 2**16
 
@@ -81,9 +81,10 @@ def verify(
 
     Checks SQLite's own integrity; tables, indexes and triggers; the digest of every setup and turn, and the chain from
     every turn to its parent; that turns are numbered from 0 without gaps, and parents precede children;
-    `checks.turn_faults`; that columns and payloads fit their turns; the hash of every image, and that the images to
-    which turns refer exist; that the sessions in snapshots exist. These checks alone can't find deleted sessions,
-    deleted newest turns, recomputed digests, or valid changes to rewards, columns, events and metadata.
+    `checks.turn_faults`; that columns, payloads and recorded answers fit their turns; the hash of every image, and that
+    the images to which turns refer exist; that the sessions in snapshots exist. These checks alone can't find deleted
+    sessions, deleted newest turns, recomputed digests, or valid changes to rewards, columns, payloads, events, answers
+    and metadata.
 
     A comparison with `against`, a head saved earlier or its file, finds these: anything deleted, changed or moved since
     the head, or inserted before something in the head. Later additions are counted; with `nothing_added`, they are
@@ -250,7 +251,10 @@ class _Check:
             with self._damage_found(session_id):
                 for row in rows(table):
                     with self._damage_found(session_id):
-                        head.add(decode(table, row))
+                        record = decode(table, row)
+                        head.add(record)
+                        if isinstance(record, RecordedReply) and not {*seqs}.issuperset(record.turns):
+                            raise StoreCorrupt("an answer to a retry names turns that do not exist")
         columns, payloads = schema.token_columns, schema.token_payloads
         for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
             for key in [*rows(table, *names)]:

@@ -403,6 +403,52 @@ def test_a_live_tokenizer_is_compared_as_a_trainer_calls_it(tiny_lock: Lock, mod
     assert "'<|act|>' is new" in str(report)
 
 
+def test_a_special_token_that_code_sets_is_told_if_the_locked_files_name_none(tiny: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    locked = make_lock(edited(tiny, lambda config: config.pop("pad_token"), "tokenizer_config.json"))
+    live = transformers.AutoTokenizer.from_pretrained(tiny)
+    assert examine(locked, live).ok
+    live.pad_token = live.eos_token
+    report = examine(locked, live)
+    assert changed(report) == ["special tokens"]
+    assert "pad_token was none, is '<|im_end|>'" in str(report)
+
+
+def test_a_special_token_of_a_special_tokens_map_was_not_set_by_code(tiny: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    edited(tiny, lambda config: config.pop("pad_token"), "tokenizer_config.json")
+    (tiny / "special_tokens_map.json").write_text('{"pad_token": "<|endoftext|>"}')
+    live = transformers.AutoTokenizer.from_pretrained(tiny)
+    assert live.pad_token == "<|endoftext|>"
+    assert examine(make_lock(tiny), live).ok
+
+
+def test_a_model_type_for_which_transformers_takes_another_class_is_told(tiny: Path) -> None:
+    pytest.importorskip("transformers")
+    edited(tiny, lambda config: config.pop("tokenizer_class", None), "tokenizer_config.json")
+    locked = make_lock(edited(tiny, lambda config: config.update(model_type="qwen3"), "config.json"))
+    assert examine(locked, tiny).ok
+    report = examine(locked, edited(tiny, lambda config: config.update(model_type="gpt2"), "config.json"))
+    assert set(changed(report)) == {"loading"}
+    assert 'config.json model_type was "qwen3", is "gpt2"' in str(report)
+
+
+def test_a_lock_without_the_class_in_config_json_says_so(tiny_lock: Lock, tiny: Path) -> None:
+    components = tiny_lock.components
+    loading = {file: keys for file, keys in (components.loading or {}).items() if file != "config.json"}
+    report = examine(replace(tiny_lock, components=replace(components, loading=loading)), tiny)
+    assert report.ok
+    assert any("the tokenizer class that config.json names" in what for what in report.not_compared)
+
+
+@pytest.mark.parametrize("part", ["goldens", "certificate"])
+def test_a_lock_that_was_emptied_is_refused(tiny_lock: Lock, tmp_path: Path, part: str) -> None:
+    path = tmp_path / "tokentape.lock"
+    write_lock(replace(tiny_lock, **{part: () if part == "goldens" else {}}), path)
+    with pytest.raises(InvalidRequest, match="no golden inputs or no certificate"):
+        read_lock(path)
+
+
 def test_the_template_of_a_live_tokenizer_is_compared(tiny_lock: Lock, model_dir: Path) -> None:
     transformers = pytest.importorskip("transformers")
     live = transformers.AutoTokenizer.from_pretrained(model_dir)

@@ -149,3 +149,50 @@ def test_marks_of_loss_hide_no_difference_of_text() -> None:
     assert _same_template(plain, marked)
     assert not _same_template(plain, marked.replace("\n\n", "\n"))
     assert not _same_template(plain, marked.replace("{% endgeneration %}", "\n\n{% endgeneration %}"))
+
+
+def test_a_model_type_for_which_transformers_takes_another_class_is_skew(sides: tuple[Path, Path]) -> None:
+    for folder, model_type in zip(sides, ("qwen3", "gpt2"), strict=True):
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        (folder / CONFIG).write_text(json.dumps({k: v for k, v in config.items() if k != "tokenizer_class"}))
+        put(folder, "config.json", model_type=model_type)
+    report = audit(*sides)
+    assert {kind for kind, _ in skews(report)} == {"normalizer", "pre-tokenizer"}
+    assert all('config.json model_type is "qwen3" in A and "gpt2" in B' in one.cause for one in report.findings)
+
+
+def test_a_model_type_that_changes_no_tokenizer_is_a_note(sides: tuple[Path, Path]) -> None:
+    for folder, model_type in zip(sides, ("qwen2", "qwen3"), strict=True):
+        put(folder, "config.json", model_type=model_type)
+    report = audit(*sides)
+    assert not report.skewed
+    assert any('config.json model_type is "qwen2" in A and "qwen3" in B' in note for note in report.notes)
+
+
+def test_a_folder_without_config_json_is_not_compared_by_its_model_type(sides: tuple[Path, Path]) -> None:
+    put(sides[0], "config.json", model_type="qwen3")
+    report = audit(*sides)
+    assert not report.skewed
+    assert not report.notes
+
+
+def test_files_that_only_other_libraries_read_are_listed_as_not_covered(sides: tuple[Path, Path]) -> None:
+    for folder, text in zip(sides, ("one", "two"), strict=True):
+        put(folder, CONFIG, chat_template=text)
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        (folder / "tokenizer.model").write_text(text)
+    report = audit(*sides)
+    assert not report.skewed
+    listed = [what.partition(",")[0] for what in report.uncovered if "which differs" in what]
+    assert listed == ["tokenizer.model", f"chat_template in {CONFIG}"]
+
+
+def test_parts_that_read_alike_are_told_apart(sides: tuple[Path, Path]) -> None:
+    single, first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AAB")
+    end = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    special = {"<|im_end|>": {"id": "<|im_end|>", "ids": [3993], "tokens": ["<|im_end|>"]}}
+    for folder, pair in zip(sides, ([first, second], [first, end, second]), strict=True):
+        part = {"type": "TemplateProcessing", "single": [single], "pair": pair, "special_tokens": special}
+        put(folder, "tokenizer.json", post_processor=part)
+    (finding,) = audit(*sides).findings
+    assert "in A and B, but pair is [" in finding.cause

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, groupby
 from typing import Any
 
 import pytest
@@ -70,8 +72,10 @@ def once(chat: SkewChat) -> SkewChat:
         (joined, "B renders messages of one role as one message, joined by '\\n\\n'"),
         (once, "B renders one message for equal messages in a row"),
         (lambda chat: replace(chat, messages=chat.messages[-6:]), "B renders the last 6 messages only"),
+        (contents(html.unescape), "B renders the content of messages with HTML entities decoded"),
+        (contents(html.escape), "B renders the content of messages with HTML characters as entities"),
     ],
-    ids=["NFKC", "white space", "joined", "equal", "last"],
+    ids=["NFKC", "white space", "joined", "equal", "last", "HTML decoded", "HTML"],
 )
 def test_a_server_that_changes_conversations_is_named(change: Callable[[SkewChat], SkewChat], said: str) -> None:
     """They were clean (equal messages), or "the rendering differs" with hundreds of inputs left unexplained."""
@@ -83,6 +87,99 @@ def test_a_server_that_changes_conversations_is_named(change: Callable[[SkewChat
     found = [one for one in skews(Changes(healthy(TINY))) if one.probe == "render"]
     assert [one.cause for one in found if one.cause.startswith(said)] == [found[0].cause]
     assert len(found) == 1
+
+
+def everywhere(change: Callable[[Any], Any], value: Any) -> Any:
+    value = change(value)
+    if isinstance(value, Mapping):
+        return {key: everywhere(change, member) for key, member in value.items()}
+    return [everywhere(change, member) for member in value] if isinstance(value, list | tuple) else value
+
+
+def tools(change: Callable[[Any], Any]) -> Callable[[SkewChat], SkewChat]:
+    return lambda chat: replace(chat, tools=tuple(everywhere(change, chat.tools)))
+
+
+def arguments(change: Callable[[Any], Any]) -> Callable[[SkewChat], SkewChat]:
+    def changed(one: Any) -> Any:
+        return {**one, "arguments": everywhere(change, one["arguments"])} if _has(one, "arguments") else one
+
+    return lambda chat: replace(chat, messages=tuple(everywhere(changed, chat.messages)))
+
+
+def _has(one: Any, name: str) -> bool:
+    return isinstance(one, Mapping) and name in one
+
+
+def without_definitions(one: Any) -> Any:
+    return {key: value for key, value in one.items() if key != "$defs"} if isinstance(one, Mapping) else one
+
+
+def without_optional(one: Any) -> Any:
+    return {"type": "number"} if _has(one, "anyOf") else one
+
+
+def whole(one: Any) -> Any:
+    return int(one) if isinstance(one, float) and one.is_integer() else one
+
+
+def as_double(one: Any) -> Any:
+    return float(one) if isinstance(one, int) and abs(one) > 2**53 else one
+
+
+def by_call(chat: SkewChat) -> SkewChat:
+    runs = groupby(chat.messages, lambda message: message["role"])
+    ordered = (sorted(run, key=lambda one: one.get("tool_call_id", "")) for _, run in runs)
+    return replace(chat, messages=tuple(chain.from_iterable(ordered)))
+
+
+def two_calls(chat: SkewChat) -> SkewChat:
+    cut = [{**one, "tool_calls": one["tool_calls"][:2]} if _has(one, "tool_calls") else one for one in chat.messages]
+    return replace(chat, messages=tuple(cut))
+
+
+TOOLS, CALLS = "tool definitions are written differently", "arguments of tool calls are written differently"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (tools(without_definitions), TOOLS),
+        (tools(without_optional), TOOLS),
+        (arguments(whole), CALLS),
+        (arguments(as_double), CALLS),
+        (by_call, ""),
+        (two_calls, ""),
+        (lambda chat: replace(chat, tools=chat.tools[:5]), ""),
+        (lambda chat: replace(chat, messages=chat.messages[-20:]), ""),
+        (contents(lambda text: text.replace("\u200d", "")), ""),
+    ],
+    ids=["$defs", "optional", "1.0", "large", "order", "two calls", "five tools", "twenty messages", "joiners"],
+)
+def test_a_server_that_changes_what_agents_send_is_found(change: Callable[[SkewChat], SkewChat], said: str) -> None:
+    """Each was clean: no conversation had such schemas, arguments, calls, results, numbers or characters."""
+
+    class Changes(Planted):
+        def render(self, conversation: SkewChat) -> Rendering:
+            return self._own.render(change(conversation))
+
+    found = [one for one in audit(healthy(TINY), Changes(healthy(TINY))).findings if one.severity == "skew"]
+    assert found
+    assert all(one.probe == "render" and one.cause.startswith(said) for one in found)
+
+
+def test_a_side_that_drops_an_invisible_character_is_found() -> None:
+    class Drops(Planted):
+        def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+            return self._own.encode([text.replace("\u00ad", "") for text in texts], special=special)
+
+    assert [one.example for one in audit(healthy(TINY), Drops(healthy(TINY))).findings] == ["\u00ad"]
+
+
+def test_a_clean_report_says_how_large_the_conversations_were() -> None:
+    report = audit(healthy(TINY), Planted(healthy(TINY)))
+    assert not report.skewed
+    assert "conversations of more than 26 messages or 11 tools" in report.uncovered
 
 
 def test_a_server_that_writes_names_of_tools_in_lower_case_is_found() -> None:

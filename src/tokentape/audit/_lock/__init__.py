@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tokentape.audit._skew.backends.server import introduced
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
+from tokentape.chat._tokenizer_files import named_special_tokens
 from tokentape.engines._http import HttpClient
 from tokentape.engines._tokenizing import server_chat_ids, server_text_ids
 from tokentape.errors import InvalidRequest, NothingToMeasure, TokenizationChanged
@@ -141,7 +143,8 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
         not_compared.append("parts: the tokenizer is not one of the `tokenizers` library")
     else:
         compiled = ChatTemplate(variants["default"], variants.get("tool_use"))
-        special_tokens = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
+        locked = lock.components.special_tokens
+        special_tokens = {key: getattr(tokenizer, key, None) for key in (*locked, *_set_by_code(lock, tokenizer))}
         components = Components(
             files={},
             **_lockfile.spec_parts(json.loads(source_of())),
@@ -152,6 +155,22 @@ def _observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> 
         )
     name = f"the {type(tokenizer).__name__} given"
     return Observed(name, observed_ids, _lockfile.versions(), components, source=source_of, not_compared=not_compared)
+
+
+def _set_by_code(lock: Lock, tokenizer: Any) -> list[str]:
+    """Return the names of special tokens that the tokenizer has, but neither the locked files nor its class sets."""
+    if lock.components.loading is None:
+        return []  # this older lock lacks files that may set them
+    by_map = named_special_tokens(lock.components.loading.get("special_tokens_map.json", {}))
+    parameters = signature(type(tokenizer).__init__).parameters
+    by_class = {name: parameter.default for name, parameter in parameters.items()}
+    return [
+        name
+        for name, token in getattr(tokenizer, "special_tokens_map", {}).items()
+        if name not in lock.components.special_tokens
+        and not isinstance(token, list)
+        and str(token) not in (by_map.get(name), str(by_class.get(name)))
+    ]
 
 
 async def observe_server(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tokentape.audit import _model_files as model_files
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, LockGolden, unpacked_merges
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
-from tokentape.audit._skew.parts import Merge
+from tokentape.audit._skew.parts import Merge, nested_difference
 from tokentape.audit._tokendiff.alignment import anchors, first_difference
 from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
@@ -170,6 +170,9 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         "config.json, truncation and padding": old.configuration is None,
         "model_max_length": old.configuration is not None and model_files.MAX_LENGTH not in old.configuration,
         "files besides tokenizer.json that transformers reads": old.loading is None,
+        "the tokenizer class that config.json names": old.loading is not None
+        and model_files.MODEL_CONFIG not in old.loading
+        and any(key.startswith(f"{model_files.MODEL_CONFIG} ") for key in old.configuration or ()),
     }
     unlocked = [f"{what}, which this older lock does not contain" for what, lacks in lacking.items() if lacks]
     not_compared = *observed.not_compared, *unlocked
@@ -211,7 +214,7 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
 
 def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
     """Return changes from files other than tokenizer.json, or a note if transformers loads the same tokenizer."""
-    was, now = dict(old.loading or {}), dict(new.loading or {})
+    was, now = model_files.comparable_settings(old.loading or {}, new.loading or {})
     templates = model_files.unlike(was.pop(model_files.TEMPLATES, {}), now.pop(model_files.TEMPLATES, {}))
     changes = [_change("template", f"the template named {name} {_came(*pair)}") for name, pair in templates.items()]
     if was == now:
@@ -243,20 +246,8 @@ def _change(what: str, description: str) -> LockChange:
 def _step_change(was: Any, now: Any) -> str:
     if was is None or now is None:
         return f"was {_kind(was)}, is {_kind(now)}"
-    path, old, new = _nested_difference(was, now, "")
+    path, old, new = nested_difference(was, now)
     return f"{_kind(was)}{path}: was {_short(old)}, is {_short(new)}"
-
-
-def _nested_difference(old: Any, new: Any, path: str) -> tuple[str, Any, Any]:
-    """Return the path to the first difference between two nested values, and the values there."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("type") == new.get("type"):
-        for key in (*old, *new):
-            if old.get(key) != new.get(key):
-                return _nested_difference(old.get(key), new.get(key), f"{path}.{key}")
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        index = first_difference(old, new)
-        return _nested_difference(old[index], new[index], f"{path}[{index}]")
-    return path, old, new
 
 
 def _kind(step: Any) -> str:

@@ -267,6 +267,8 @@ def read_lock(path: str | Path) -> Lock:
             raise ValueError("it has unknown or missing fields")
         if set(lock.components.steps) != set(_STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
+        if not lock.goldens or not lock.certificate:
+            raise ValueError("it has no golden inputs or no certificate")
         model_files.require_known_files(lock.components.loading or {})
     except (msgspec.ValidationError, ValueError) as error:
         raise InvalidRequest(f"{path} is not a valid lockfile: {type(error).__name__}: {error}") from None

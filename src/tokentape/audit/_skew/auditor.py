@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_FILES, settings_apart
+from tokentape.audit._model_files import (
+    CONFIG_FILES,
+    OTHER_FILES,
+    PROCESSOR_FILES,
+    comparable_settings,
+    settings_apart,
+)
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends import Ability, Backend, BackendOptions, SkewChat, open_backend
 from tokentape.audit._skew.backends import spec as spec_backend
@@ -142,6 +148,8 @@ class _Run:
         self.notes: list[str] = []
         self.causes = TextCauses(a, b)
         self.longest = 0
+        self.most = 0, 0
+        """The largest numbers of messages and of tools in a conversation that was rendered."""
         self.own = 0, 0
         """The number of the user's conversations that were rendered, and that were rendered differently."""
 
@@ -246,6 +254,7 @@ class _Run:
         probe.compare_echoes()
         self._add(probe.findings, probe.left)
         self.own = probe.counts["own"], probe.counts["own differing"]
+        self.most = probe.counts["messages"], probe.counts["tools"]
         probes: tuple[Probe, ...] = ("render", "masks", "echo")
         self.tried |= {name: probe.counts[name] for name in probes if name in probe.counts}
 
@@ -260,8 +269,10 @@ class _Run:
 
     def loading(self) -> None:
         """If files besides tokenizer.json differ, load both folders with transformers and compare."""
-        ours, theirs = self.a.facts.loading, self.b.facts.loading
-        if ours is None or theirs is None or ours == theirs:
+        if self.a.facts.loading is None or self.b.facts.loading is None:
+            return
+        ours, theirs = comparable_settings(self.a.facts.loading, self.b.facts.loading)
+        if ours == theirs:
             return
         difference = settings_apart(ours, theirs)
         a, b = (Path((side.reopened_as or "").removeprefix("json:")) for side in (self.a, self.b))
@@ -279,6 +290,8 @@ class _Run:
         yield "template kwargs other than those passed"
         yield "streams, sampling, and an engine's length limits"
         yield f"texts longer than {self.longest:,} characters"
+        if self.tried.get("render"):
+            yield f"conversations of more than {self.most[0]} messages or {self.most[1]} tools"
         for letter, side in (("A", a), ("B", b)):
             if side.spec is None and not (a.tables and b.tables):
                 yield f"the tokenizer's parts in {letter}, {side.kind}: only its outputs were compared"
@@ -289,6 +302,9 @@ class _Run:
         for name in PROCESSOR_FILES:
             if a.files.get(name) != b.files.get(name):
                 yield f"{name}, which differs: transformers processors read it, tokenizers do not"
+        for name in OTHER_FILES:
+            if a.files and b.files and a.files.get(name) != b.files.get(name):
+                yield f"{name}, which differs: libraries or versions that read it may get other ids"
         if lacking := [letter for letter, side in (("A", a), ("B", b)) if side.configuration is None]:
             files = " and ".join(CONFIG_FILES)
             yield f"stop ids and embedding rows: {' and '.join(lacking)} has no {files}, or does not show them"

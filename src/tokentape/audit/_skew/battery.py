@@ -27,6 +27,10 @@ from tokentape.types import Message, Tool
 
 FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _COMPOSED = ("e\u0301 \u00e9 \ufb01 \u00a0 x", "\u212b \u2126 \u1e9b\u0323")
+_INVISIBLE = (
+    *"\u00ad\u034f\u061c\u115f\u180e\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u202a\u202c\u202e\u2060\u2062\u2066",
+    *"\u2069\ufe0e\ufe0f\ufeff\ufff9\U000e0001\U000e0061",
+)
 _WORDS = ("word", "WORD", "Word", "wORD", "été", "ÉTÉ")
 _AROUND = ("{}", " {}", "{}'s", "x{}", "{}1", "{}.", "({})", "{}\n", "/{}", "_{}", "\n{}")
 
@@ -40,6 +44,7 @@ def texts() -> dict[str, tuple[str, ...]]:
         "digits": (*groups["digits"], *(f" {text}" for text in groups["digits"])),
         "normal forms": tuple(dict.fromkeys(unicodedata.normalize(form, t) for t in composed for form in FORMS)),
         "control characters": tuple(f"a{chr(code)}b" for code in (*range(0x20), *range(0x7F, 0xA0))),
+        "invisible characters": tuple(f"a{character}b" for character in _INVISIBLE),
         "case": tuple(pattern.format(word) for word in _WORDS for pattern in _AROUND),
     }
 
@@ -67,6 +72,8 @@ _MOST_MERGES = 200
 _MOST_RIVALS = 200
 _MOST_CHANGED = 20
 _LONG = 400
+_MANY_TOOLS = 8
+_MANY_TURNS = 12
 _REPLACING = ("replace", "removeprefix", "removesuffix")
 _AT_ONCE = 24
 _BESIDE = ("{}", " {}", "a{}b", "{} {}", "{}\u0338", "{}1")
@@ -222,6 +229,10 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
         yield SkewChat((user,), (tool,), name=f"tools: {what}")
         yield SkewChat((system, user), (tool,), name=f"tools, system: {what}")
     yield SkewChat((system, user), (grammar.TOOL, strange), name="two tools")
+    nested: Tool = _DATA["a nested tool"]
+    yield SkewChat((user,), (nested,), name="tools: a nested tool")
+    named = [{**nested, "function": {**nested["function"], "name": f"tools.name_{n}"}} for n in range(_MANY_TOOLS)]
+    yield SkewChat((user,), (*named, nested, grammar.TOOL, nested), name="many tools, one twice")
     for name, turn in grammar.TURNS.items():
         tools = (grammar.TOOL,) if "call" in name or "argument" in name else ()
         yield SkewChat((user, turn), tools, generate=False, name=f"answer: {name}")
@@ -237,10 +248,20 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
     yield SkewChat((user, user), name="equal messages in a row")
     yield _called(user, {**call, "tool_calls": call["tool_calls"] * 2}, "ok", "equal calls in a row")
     yield SkewChat((_user(" ".join(f"longword{n}" for n in range(_LONG))),), name="a long question")
+    answers = [{"role": "assistant", "content": f"An answerword {n}."} for n in range(_MANY_TURNS)]
+    turns = (message for n, answer in enumerate(answers) for message in (_user(f"A question {n}?"), answer))
+    yield SkewChat((system, *turns, user), name="a long conversation")
+    yield SkewChat((user, *answers[:2], user), name="two answers in a row")
+    results = [grammar.result(n, f"result {n}") for n in (1, 2, 3)]
+    for order in (results, results[::-1]):
+        yield SkewChat((user, grammar.THREE_CALLS, *order), (grammar.TOOL,), name="three calls and results")
     flags: dict[str, Any] = {"place": "x", "exact": False, "options": {"deep": None, "flag": True}, "ratio": 1e-7}
     typed: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, flags)]}
     yield _called(user, dict(call, content=None), "ok", "call with content None")
     yield _called(user, typed, "true", "booleans and None")
+    for name, arguments in _DATA["arguments"].items():
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, arguments)]}
+        yield _called(user, calling, "ok", f"arguments: {name}")
     yield _called(user, call, '{"ok": true, "text": "<é & 日本>"}', "result in JSON")
     if control is not None:
         yield SkewChat((_user(f"a{control}b"),), name="user spells a control token")

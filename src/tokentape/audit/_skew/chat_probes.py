@@ -65,7 +65,10 @@ class ChatProbe:
         self.left = 0
         """The number of differences that were not explained."""
         self.counts: Counter[str] = Counter()
-        """Inputs that were compared, by probe, and the user's conversations among them (`own`, `own differing`)."""
+        """Inputs that were compared, by probe, and the user's conversations among them (`own`, `own differing`).
+
+        Also the largest numbers of `messages` and `tools` in a conversation.
+        """
 
     def compare(self, progress: Callable[[str], None], own: Sequence[SkewChat] = ()) -> None:
         """Render the built-in and the user's `own` conversations with both backends, and explain the differences."""
@@ -82,6 +85,8 @@ class ChatProbe:
             if outcomes is None or (outcomes.refused and not outcomes.differ):
                 continue
             self.counts.update({"render": 1, "own": users})
+            for what, parts in (("messages", conversation.messages), ("tools", conversation.tools)):
+                self.counts[what] = max(self.counts[what], len(parts))
             if outcomes.differ:
                 self.counts["own differing"] += users
                 differing.append(outcomes)

@@ -318,7 +318,24 @@ def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
     if name == "settings":
         changed = ", ".join(f"{key}={pair[0]} in A and {pair[1]} in B" for key, pair in unlike(a_part, b_part).items())
         return f"the model settings differ: {changed}"
-    return f"the {PARTS[name]} is {brief(a_part)} in A and {brief(b_part)} in B"
+    words = brief(a_part), brief(b_part)
+    if words[0] == words[1]:
+        path, a_value, b_value = nested_difference(a_part, b_part)
+        where = path.removeprefix(".")
+        return f"the {PARTS[name]} is {words[0]} in A and B, but {where} is {a_value!r} in A and {b_value!r} in B"
+    return f"the {PARTS[name]} is {words[0]} in A and {words[1]} in B"
+
+
+def nested_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any]:
+    """Return the path to the first difference between two nested values, such as `.steps[1]`, and the values there."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.get("type") == b.get("type"):
+        for key in (*a, *b):
+            if a.get(key) != b.get(key):
+                return nested_difference(a.get(key), b.get(key), f"{path}.{key}")
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        index = first_difference(a, b)
+        return nested_difference(a[index], b[index], f"{path}[{index}]")
+    return path, a, b
 
 
 def _entries_apart(a_part: Any, b_part: Any) -> str:

@@ -39,6 +39,8 @@ OF_TEXT: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("with tabs as spaces", lambda text: text.expandtabs(4)),
     ("with several spaces as one", lambda text: " ".join(filter(None, text.split(" ")))),
     ("in lower case", str.lower),
+    ("with HTML entities decoded", html.unescape),
+    ("with HTML characters as entities", html.escape),
 )
 """Changes to a text, each with a description of the changed text."""
 
@@ -105,20 +107,23 @@ _WORDS = "booleans and None are written as Python on one side and as JSON on the
 _NO_STRING = "Write values with `tojson` in the template, not with `string` or `~`."
 _SPACED = "Write JSON with the same separators on both sides."
 _FULL_TOOLS = "Send tools with every field that the server adds, in its order, or render with the trainer's template."
+_SAME_ARGUMENTS = "Pass arguments on unchanged: no other order, no other numbers, no values left out."
 _ONE_BOS = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
 _AS_SENT = "Make the same change before training renders messages, or disable it in the server."
 _AS_TEXT = "Send content as text, or set the server's content format for this template."
 _PROMPTED = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
 
 
-def _without_tools(text: str) -> str:
-    """Return the text with each tool definition, a line of JSON, replaced by its name."""
+def _named_lines(text: str, *, calls: bool) -> str:
+    """Return the text with each line of JSON that is a call, or else a tool definition, replaced by its name."""
 
     def shortened(line: str) -> str:
         try:
-            tool = json.loads(line) if line.startswith("{") else None
-            return line if tool is None else f"tool {tool.get('function', tool)['name']}"
-        except (ValueError, LookupError, TypeError):
+            found = json.loads(line) if line.startswith("{") else None
+            if found is None or ("arguments" in found) != calls:
+                return line
+            return f"tool {found.get('function', found)['name']}"
+        except (ValueError, LookupError, TypeError, AttributeError):
             return line
 
     return "\n".join(map(shortened, text.split("\n")))
@@ -130,6 +135,7 @@ def _unescaped(text: str) -> str:
 
 _json_words = partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _CONSTANTS[match[0]])
 _unspaced = partial(re.compile(r"([,:])\s+").sub, r"\1")
+_without_tools, _without_arguments = partial(_named_lines, calls=False), partial(_named_lines, calls=True)
 _undated, _unthought = partial(_DATES.sub, "DATE"), partial(_THINKING.sub, "")
 _Form: TypeAlias = tuple[str, Kind, Callable[[str], str], str, str]
 """The key, the kind, a function that removes such differences from a text, the cause, the fix."""
@@ -142,6 +148,7 @@ _FORMS: tuple[_Form, ...] = (
 _LATER_FORMS: tuple[_Form, ...] = (
     ("spacing", "JSON", _unspaced, "JSON is spaced differently", _SPACED),
     ("tools", "tools", _without_tools, "tool definitions are written differently", _FULL_TOOLS),
+    ("arguments", "tools", _without_arguments, "arguments of tool calls are written differently", _SAME_ARGUMENTS),
     ("reasoning", "reasoning", _unthought, "reasoning is kept, left out or framed differently", _SAME_TEMPLATE),
 )
 """Forms to try after content parts and generation prompts, because they would match those too."""

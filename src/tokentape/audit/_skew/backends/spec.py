@@ -27,7 +27,7 @@ _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
 _BEGIN, _END = "\U0010fffc", "\U0010fffd"
 _READ = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *model_files.PROCESSOR_FILES, "config.json",
-    "generation_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "generation_config.json", "special_tokens_map.json", "added_tokens.json", *model_files.OTHER_FILES,
 )  # fmt: skip
 
 
@@ -322,7 +322,11 @@ def find_template(folder: Path, config: Mapping[str, Any], options: backends.Bac
 
 def hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of the files in a folder that tokenization depends on."""
-    return {name: hash_file(folder / name) for name in _READ if (folder / name).is_file()}
+    found = {name: hash_file(folder / name) for name in _READ if (folder / name).is_file()}
+    template = read_json(folder / model_files.CONFIG).get("chat_template")
+    if template and "chat_template.jinja" in found:
+        found[model_files.SHADOWED_TEMPLATE] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
+    return found
 
 
 def hash_file(path: Path) -> str:
