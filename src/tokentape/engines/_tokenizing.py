@@ -65,7 +65,7 @@ async def server_text_ids(
         return None
     body = {api.text: text, api.special: special, **({} if api.controls is None else {api.controls: controls})}
     reply = await _post(http, "/tokenize", {"model": model, **body} if api.takes_model else body)
-    return reply and _required(reply.tokens)
+    return None if reply is None else _required(reply.tokens)
 
 
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
@@ -78,7 +78,7 @@ async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int
         return None
     body = {"tokens": list(ids), **api.decoding}
     reply = await _post(http, "/detokenize", {"model": model, **body} if api.takes_model else body)
-    decoded: str | None = reply and _required(getattr(reply, api.decoded))
+    decoded: str | None = None if reply is None else _required(getattr(reply, api.decoded))
     return decoded
 
 
@@ -102,7 +102,7 @@ async def server_chat_ids(
     if api.template is None:
         body = {"model": model, **chat, "add_generation_prompt": generate}
         reply = await _post(http, "/tokenize", body)
-        return reply and _required(reply.tokens)
+        return None if reply is None else _required(reply.tokens)
     if not generate:
         chat["add_generation_prompt"] = False
     reply = await _post(http, api.template, chat)
