@@ -13,11 +13,13 @@ from functools import lru_cache
 from typing import Literal
 
 from tokentape.chat._assistant_format import AssistantFormat
-from tokentape.chat._call_reader import CallReader, ReadCall
+from tokentape.chat._call_body import ReadCall
+from tokentape.chat._call_reader import CallReader
 from tokentape.chat._delimiters import before_ends, held_back
+from tokentape.chat._parse import Parser
 from tokentape.chat._reader import Reader
-from tokentape.chat._reply import ReplyParts, ToolCall
-from tokentape.chat._tokenizer import MARK, Tokenizer
+from tokentape.chat._reply import ToolCall
+from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
 _Speech = Literal["reasoning", "content"]
@@ -51,15 +53,11 @@ class _Delimiter:
         return [cls(core, enters, start, len(text) - start - len(core), anywhere, is_word)] if core else []
 
 
-class RegionScanner:
+class RegionParser(Parser):
     """Splits a completion into reasoning, content and calls, region by region."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, reader: Reader, parts: ReplyParts, form: AssistantFormat, tools: Mapping[str, Tool]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._reader = reader
-        self._parts = parts
+    def __init__(self, reader: Reader, tools: Mapping[str, Tool], form: AssistantFormat) -> None:
+        super().__init__(reader, tools)
         borders = _borders(form, with_calls=bool(tools))
         self._calls = borders.calls.fresh(tools) if borders.calls is not None else None
         self._leaves, self._search, self._before_calls = borders.leaves, borders.search, borders.before_calls
@@ -80,11 +78,9 @@ class RegionScanner:
 
     @property
     def reasoning_open(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
         return self._speech == "reasoning"
 
     def scan(self, *, final: bool) -> None:
-        """Parse the reader's text. `final` means that it is complete."""
         more = True
         while more:
             if self._region == "call":

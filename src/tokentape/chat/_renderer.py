@@ -20,10 +20,12 @@ from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.chat._bridge import overlap, repeated_end, trim_to_turn_end
 from tokentape.chat._call_syntax import KEY
 from tokentape.chat._caller_text import provenance_of_tokens
+from tokentape.chat._channels import ChannelParser
 from tokentape.chat._media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat._overrides import Overrides, find_overrides
 from tokentape.chat._parse import Parser, ReplyParser, SafeParser
-from tokentape.chat._reader import read_text
+from tokentape.chat._reader import Reader, read_text
+from tokentape.chat._regions import RegionParser
 from tokentape.chat._reply import Reply
 from tokentape.chat._splice import History, StopMismatch, find_splices
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
@@ -309,13 +311,16 @@ class Renderer(TemplateText):
         self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None
     ) -> Parser:
         """Return the parser derived from the template, even if there are overrides."""
-        return Parser(
-            self.tokenizer,
-            self.format_after(prompt_ids, self.format(setup)),
-            stop_ids=self.stop_ids(setup),
-            stop_strings=stop_strings,
-            tools=setup.tools,
-        )
+        form = self.format_after(prompt_ids, self.format(setup))
+        close = form.content_close.last.strip()
+        if close and not MARK.search(close):
+            # The vocabulary has no token that ends a turn, so the engine can't stop there.
+            stop_strings = [*stop_strings, close]
+        reader = Reader(self.tokenizer, self.stop_ids(setup), stop_strings)
+        tools = {tool["function"]["name"]: tool for tool in setup.tools}
+        if form.channels is not None:
+            return ChannelParser(reader, tools, form.channels)
+        return RegionParser(reader, tools, form)
 
     def format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
         """Return the format for a turn after this prompt. R1's prompts after a tool result do not open reasoning."""
