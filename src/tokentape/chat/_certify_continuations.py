@@ -258,10 +258,9 @@ class Continuations:
         return _MERGES if pieces != self._ids(full) else None
 
     def _after_turn(self, reply: Message, suffix: str) -> TurnSuffix:
-        tokenizer = self._renderer.tokenizer
-        key = "close", id(reply)
-        close = self._once(key, reply, lambda: self._renderer.turn_close(reply, self._setup))
-        return trim_to_turn_end(suffix, close, self._renderer.format(self._setup), tokenizer, tokenizer.eos_ids)
+        renderer, setup = self._renderer, self._setup
+        close = self._once(("close", id(reply)), reply, lambda: renderer.turn_close(reply, setup))
+        return trim_to_turn_end(suffix, close, renderer.format(setup), renderer.tokenizer)
 
     def _ends(self, reply: Message, suffix: str | None) -> Iterator[str]:
         """Yield the token with which the template ends such a turn, if it is a stop token."""

@@ -6,7 +6,7 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -152,40 +152,22 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}{place}"
 
 
-@dataclass(slots=True)
-class PlainReader:
-    """Reads one completion as plain text: call `feed` with ids as they arrive, then `finish`.
+class PlainReader(Parser):
+    """Reads one completion as plain text, which ends before the stop id or stop string.
 
-    The text ends before the stop id or stop string. Special tokens are left out, as servers do.
+    Special tokens are left out, as servers do.
     """
 
-    tokenizer: Tokenizer
-    stop_ids: frozenset[int]
-    stop_strings: Sequence[str] = ()
-    _reader: Reader = field(init=False)
-    _returned: list[str] = field(default_factory=list)
+    reasoning_open = False
 
-    def __post_init__(self) -> None:
-        self._reader = Reader(self.tokenizer, self.stop_ids, self.stop_strings)
+    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], stop_strings: Sequence[str] = ()) -> None:
+        super().__init__(Reader(tokenizer, stop_ids, stop_strings), {})
 
-    def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Add newly sampled ids, and return the new text that later ids can't change."""
-        self._reader.feed(ids)
-        return self._read()
-
-    def finish(self) -> tuple[ReplyDelta, Reply]:
-        """End the completion, and return the rest of the text and a reply with all of it as content."""
-        self._reader.finish()
-        rest = self._read()
-        return rest, Reply("".join(self._returned), "", (), reasoning_open=False)
-
-    def _read(self) -> ReplyDelta:
+    def scan(self, *, final: bool) -> None:
         marked = self._reader.take(len(self._reader.text))
         self._reader.forget()
-        text = MARK.sub(lambda mark: self._spelled(mark[0]), marked)
-        self._returned.append(text)
-        return ReplyDelta(text)
+        self._parts.add("content", MARK.sub(lambda mark: self._spelled(mark[0]), marked))
 
     def _spelled(self, mark: str) -> str:
-        control = self.tokenizer.control_of_mark(mark)
+        control = self._tokenizer.control_of_mark(mark)
         return "" if control.special else control.content

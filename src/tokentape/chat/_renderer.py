@@ -29,7 +29,7 @@ from tokentape.chat._regions import RegionParser
 from tokentape.chat._reply import Reply
 from tokentape.chat._splice import History, StopMismatch, find_splices
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
-from tokentape.chat._template_text import TemplateText, keep
+from tokentape.chat._template_text import TemplateText, cached
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.chat._twin_proof import prove_twin
 from tokentape.errors import InvalidRequest, TemplateRefused
@@ -127,8 +127,7 @@ class Renderer(TemplateText):
         """
         kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
         key = setup_key(tools, kwargs, date, self.fingerprint)
-        setup = self._setups.get(key)
-        return keep(self._setups, key, Setup(tuple(tools), kwargs, date, self.fingerprint)) if setup is None else setup
+        return cached(self._setups, key, lambda: Setup(tuple(tools), kwargs, date, self.fingerprint))
 
     def render(
         self,
@@ -210,7 +209,8 @@ class Renderer(TemplateText):
         if self.images is None:
             return added
         counts = [part["tokens"] for part in image_parts(messages)]
-        return PromptTokens(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
+        ids, provenance = repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts)
+        return replace(added, ids=ids, provenance=provenance)
 
     def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> PromptTokens:
         """Encode `text[start:end]`, given the provenance of its characters, `codes`, and the id `before` it."""
@@ -248,13 +248,12 @@ class Renderer(TemplateText):
         form = self.format(setup)
         suffix, codes, close = self._suffix(reply, new_messages, setup, form, history)
         last_id = int(completion_ids[-1]) if len(completion_ids) else None
-        eos_ids = self.tokenizer.eos_ids
 
         def calls_end() -> str:
             last = completion_ids[-_TURN_END:].tolist() if reply.get("tool_calls") else []
             return read_text(self.tokenizer, last, self.stop_ids(setup))
 
-        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
+        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, last_id, calls_end)
         if KEY in cut.text:
             raise TemplateRefused(
                 "the template repeats a call's argument name after the call, where nothing ends the turn"
@@ -272,23 +271,20 @@ class Renderer(TemplateText):
             if shared.isspace() or content.endswith(shared):
                 # The overlap is part of the model's text, so it is not also the turn's end.
                 sampled = 0
-        if sampled:
-            return self._with_images(_rest(ids, provenance, sampled), new_messages)
-        if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
-            # The model sampled a different stop token than the template writes here. It replaces the template's token
-            # that ends the turn, but not the next message's header.
-            skip = 1 if cut.ends_turn else 0
-            added = self._with_images(_rest(ids, provenance, skip), new_messages)
-            return replace(added, stop_mismatch=True)
-        prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
-        space = cut.before[len(cut.before.rstrip()) :]
-        closing = self._close_part(completion_ids, setup, form, prompt_ids, cut.text, space)
-        if cut.ends_turn:
-            provenance[:1] = Provenance.CLOSE
-        added = PromptTokens(
-            np.concatenate([closing, ids]),
-            np.concatenate([np.full(len(closing), Provenance.CLOSE, dtype=np.uint8), provenance]),
-        )
+        if sampled or last_id in self.stop_ids(setup):
+            # A different stop token than the template writes here replaces the token that ends the turn, but not the
+            # next message's header.
+            start = sampled or int(cut.ends_turn)
+            # Copy, because turns stay in memory and a view would keep the whole array alive.
+            added = PromptTokens(ids[start:].copy(), provenance[start:].copy(), stop_mismatch=not sampled)
+        else:
+            prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
+            space = cut.before[len(cut.before.rstrip()) :]
+            closing = self._close_part(completion_ids, setup, prompt_ids, cut.text, space)
+            if cut.ends_turn:
+                provenance[:1] = Provenance.CLOSE
+            closed = np.full(len(closing), Provenance.CLOSE, dtype=np.uint8)
+            added = PromptTokens(np.concatenate([closing, ids]), np.concatenate([closed, provenance]))
         return self._with_images(added, new_messages)
 
     def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
@@ -297,15 +293,12 @@ class Renderer(TemplateText):
         `prompt_ids` are the ids before the completion, or the last of them. They show whether the prompt opens
         reasoning: some prompts do so after a question but not after a tool result. The default is as after a question.
         """
-        parser = self._unsafe_parser(setup, stop_strings, prompt_ids)
-        return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
-
-    def _unsafe_parser(
-        self, setup: Setup, stop_strings: Sequence[str], prompt_ids: TokenIds | None = None
-    ) -> ReplyParser:
+        parser: ReplyParser
         if self.overrides is not None and self.overrides.parser is not None:
-            return self.overrides.parser(setup, stop_strings)
-        return self.derived_parser(setup, stop_strings, prompt_ids)
+            parser = self.overrides.parser(setup, stop_strings)
+        else:
+            parser = self.derived_parser(setup, stop_strings, prompt_ids)
+        return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
 
     def derived_parser(
         self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None
@@ -337,22 +330,18 @@ class Renderer(TemplateText):
 
     def _generation_ids(self, prompt: str) -> TokenIds:
         """Return a generation prompt's usual ids at the end of a prompt."""
-        ids = self._endings.get(prompt)
-        if ids is None:
-            ids = keep(self._endings, prompt, self.tokenizer.encode_after_control(prompt).array)
-        return ids
+        return cached(self._endings, prompt, lambda: self.tokenizer.encode_after_control(prompt).array)
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
         """Return the completion's ids, followed by ids that close its reasoning or content if it was truncated."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
-        return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
+        return np.concatenate([completion_ids, self._close_part(completion_ids, setup)])
 
     def _close_part(
         self,
         completion_ids: TokenIds,
         setup: Setup,
-        form: AssistantFormat,
         prompt_ids: TokenIds | None = None,
         following: str = "",
         space: str = "",
@@ -362,7 +351,7 @@ class Renderer(TemplateText):
         They include `space`, the white space that the template writes after a turn, but no text with which `following`,
         the text after them, begins.
         """
-        parser = self.parser(setup, prompt_ids=prompt_ids)
+        form, parser = self.format(setup), self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
         _, reply = parser.finish()
         close = ""
@@ -425,11 +414,6 @@ def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
                 )
             )
     return "\0".join(texts)
-
-
-def _rest(ids: TokenIds, provenance: Codes, start: int) -> PromptTokens:
-    # Copy, because turns stay in memory and a view would keep the whole array alive.
-    return PromptTokens(ids[start:].copy(), provenance[start:].copy())
 
 
 def _fingerprint(

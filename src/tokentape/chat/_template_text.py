@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from tokentape._canonical import digest_of, json_in_order
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat._bridge import trim_to_turn_end
-from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape
+from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape, Render
 from tokentape.chat._caller_text import (
     Escaper,
     TemplateLiterals,
@@ -52,16 +51,15 @@ class TemplateText:
 
     def format(self, setup: Setup) -> AssistantFormat:
         """Return the delimiters that the template writes around and in assistant turns under `setup`."""
-        form = self._formats.get(setup.key)
-        if form is None:
-            form = read_format(functools.partial(self._ask, setup), self.tokenizer)
-            form = keep(self._formats, setup.key, self._without_stops(form))
-        return form
+
+        def read() -> AssistantFormat:
+            return self._without_stops(read_format(self._asking(setup), self.tokenizer))
+
+        return cached(self._formats, setup.key, read)
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Return the ids that end a turn: the end-of-sequence ids, and those with which the template ends turns."""
-        stop_ids = self._stops.get(setup.key)
-        return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if stop_ids is None else stop_ids
+        return cached(self._stops, setup.key, lambda: self._stop_ids(self.format(setup)))
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
@@ -70,7 +68,7 @@ class TemplateText:
         # never be sampled. Without end-of-sequence ids it is used nevertheless, because nothing else ends the turn.
         within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
         for suffix, close in ((form.content_suffix, form.content_close), (form.calls_suffix, form.calls_close)):
-            cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids)
+            cut = trim_to_turn_end(suffix, close, form, self.tokenizer)
             mark = MARK.match(cut.text)
             if mark is None or self._mark_id(mark[0]) in within:
                 continue
@@ -127,25 +125,24 @@ class TemplateText:
         kind = "", setup.key, str(generate), *(str(message.get("role")) for message in plain)
         characters = MARK.sub("\0", text)
         codes = self._known_codes(kind, characters, texts)
-        if codes is not None:
-            return text, codes
-        edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
-        self._refuse_unknown_roles(plain, edged, setup)
-        codes = provenance_of_characters(edged, len(characters))
-        self._keep_literals(kind, characters, codes, texts)
+        if codes is None:
+            edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
+            self._refuse_unknown_roles(plain, edged, setup)
+            codes = self._codes(edged, kind, characters, texts)
         return text, codes
 
     def _known_codes(self, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes | None:
         """Return the provenance of each character if the template wrote the same literals around earlier texts."""
-        literals = None if texts is None else self._literals.get(kind)
+        literals = self._literals.get(kind)
         return None if literals is None or texts is None else literals.codes(characters, texts)
 
-    def _keep_literals(
-        self, kind: tuple[str, ...], characters: str, codes: Codes, texts: Sequence[Text] | None
-    ) -> None:
+    def _codes(self, edged: str, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes:
+        """Return the provenance of each character by a rendering with edge markers, and cache the literals."""
+        codes = provenance_of_characters(edged, len(characters))
         literals = None if texts is None else template_literals(characters, codes, texts)
         if literals is not None:
             keep(self._literals, kind, literals)
+        return codes
 
     def suffix(
         self, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message] | None = None
@@ -214,15 +211,12 @@ class TemplateText:
                 codes = self._known_codes(kind, characters, texts)
                 if codes is not None:
                     return suffix, codes, close
-                edged = self._render([*before, probe, *map(with_edges, plain)], setup, generate=True)
+                edged = after(self._render([*before, probe, *map(with_edges, plain)], setup, generate=True))
             except TemplateRefused as error:
                 refused = error
                 continue
-            edges = after(edged)
-            self._refuse_dropped(plain, [*before, probe], suffix, edges, after, setup)
-            codes = provenance_of_characters(edges, len(characters))
-            self._keep_literals(kind, characters, codes, texts)
-            return suffix, codes, close
+            self._refuse_dropped(plain, [*before, probe], suffix, edged, after, setup)
+            return suffix, self._codes(edged, kind, characters, texts), close
         raise refused
 
     def _compared_ending(self, content: str) -> str:
@@ -236,29 +230,24 @@ class TemplateText:
         if sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
             return close
 
-        def ask(messages: Sequence[Message], generate: bool) -> str:
-            return self._render([*form.question[:-1], *messages], setup, generate=generate)
-
+        ask = self._asking(setup, form.question[:-1])
         key_text = json_in_order([probe, form.generation_prompt, list(form.question)])
         key = setup.key, digest_of(key_text.encode("ascii"))
-        cached = self._closes.get(key)
-        if cached is None:
-            cached = keep(self._closes, key, turn_close(ask, probe, VALUE, form.generation_prompt))
-        return cached
+        return cached(self._closes, key, lambda: turn_close(ask, probe, VALUE, form.generation_prompt))
 
     def _bridging_setup(self, setup: Setup) -> Setup:
         """Return the setup for local bridges, which has no tools if the text after turns is the same without them.
 
         Tools are written before the conversation, outside of a bridge, and can be most of the rendered text.
         """
-        bridging = self._bridging.get(setup.key)
-        if bridging is None:
-            bridging = setup
+
+        def choose() -> Setup:
             bare = setup if self._looks_up_fields(setup) else replace(setup, tools=())
             with contextlib.suppress(TemplateRefused):
-                bridging = bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
-            bridging = keep(self._bridging, setup.key, bridging)
-        return bridging
+                return bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
+            return setup
+
+        return cached(self._bridging, setup.key, choose)
 
     def _looks_up_fields(self, setup: Setup) -> bool:
         """Return whether tools have unusual fields, such as a schema of results, that the template's source names."""
@@ -292,24 +281,26 @@ class TemplateText:
         plain = self._plain(messages, setup, reshape=True)
         return plain, self._render(plain, setup, generate=generate)
 
-    def _ask(self, setup: Setup, plain: Sequence[Message], generate: bool) -> str:
-        return self._render(plain, setup, generate=generate)
+    def _asking(self, setup: Setup, before: Sequence[Message] = ()) -> Render:
+        """Return a function that renders messages after those in `before`."""
+        return lambda messages, generate: self._render([*before, *messages], setup, generate=generate)
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        escaped = self._escaped.get(setup.key)
-        if escaped is None:
-            escaped = self._escaper.escape_all(setup.tools), self._escaper.escape_kwargs(setup.template_kwargs)
-            keep(self._escaped, setup.key, escaped)
-        tools, kwargs = escaped
+        escaper = self._escaper
+        tools, kwargs = cached(
+            self._escaped,
+            setup.key,
+            lambda: (escaper.escape_all(setup.tools), escaper.escape_kwargs(setup.template_kwargs)),
+        )
         rendered = self.template.render(
             plain,
             tools=tools,
             add_generation_prompt=generate,
             date=setup.date,
             variables={**self.tokenizer.special_tokens, **kwargs},
-            escapes=self._escaper.escapes,
+            escapes=escaper.escapes,
         )
-        return self._escaper.marked(rendered)
+        return escaper.marked(rendered)
 
     def _render_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
         try:
@@ -415,6 +406,12 @@ def _text_count(message: Message) -> int:
         return 0
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     return sum(bool(text.strip()) for text in texts)
+
+
+def cached(cache: dict[_Key, _Kept], key: _Key, make: Callable[[], _Kept]) -> _Kept:
+    """Return the cached value for a key. If there is none, call `make` and store its result."""
+    value = cache.get(key)
+    return keep(cache, key, make()) if value is None else value
 
 
 def keep(cache: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:

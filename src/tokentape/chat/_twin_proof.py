@@ -17,8 +17,8 @@ from pathlib import Path
 
 import tokenizers
 
-from tokentape.chat import _added_tokens as added_tokens
 from tokentape.chat import _tokenizer as tokenizer_module
+from tokentape.chat import _tokenizer_files as tokenizer_files
 from tokentape.chat._disk_cache import cache_directory, keep
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -62,7 +62,7 @@ def prove_twin(tokenizer: Tokenizer) -> None:
 def _key(tokenizer: Tokenizer) -> str:
     """Return a digest of the tokenizer file, control tokens, library version and source that a proof depends on."""
     parts = [tokenizer.sha256, [control.content for control in tokenizer.controls], tokenizers.__version__]
-    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (added_tokens, tokenizer_module)]
+    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (tokenizer_files, tokenizer_module)]
     parts.append(Path(__file__).read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
