@@ -105,7 +105,7 @@ def _end_of_sampled(shared: str, sampled: str) -> int:
 def _end_within(form: AssistantFormat, tokenizer: Tokenizer) -> str | None:
     """Return the mark of the end-of-sequence token after a turn if it is the same before questions and tool results."""
     before_next = form.content_suffix.partition(QUESTION["content"])[0], form.calls_suffix.partition(OTHER_VALUE)[0]
-    stops = {control.mark for control in tokenizer.controls if control.id in tokenizer.eos_ids}
+    stops = tokenizer.marks(tokenizer.eos_ids)
     ends = [[mark for mark in MARK.findall(text) if mark in stops] for text in before_next]
     return ends[0][0] if ends[0] and ends[0][:1] == ends[1][:1] else None
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from tokentape.chat._call_body import JSON_PUNCTUATION, BodyReader, Broken, ReadCall, body_reader
 from tokentape.chat._call_literals import may_be_head, needs_known_tool, read_head
 from tokentape.chat._call_syntax import CallSyntax
-from tokentape.chat._delimiters import SPACE, any_of, may_grow, optional, pattern, pieces, skip_space
+from tokentape.chat._delimiters import SPACE, any_of, may_grow, optional, pattern, pieces, skip, skip_space
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
@@ -113,8 +113,7 @@ class CallReader:
 
         Return None if more text may change the answer.
         """
-        match = self._between.match(text, position)
-        start, position = position, skip_space(text, match.end() if match else position)
+        start, position = position, skip_space(text, skip(self._between, text, position))
         syntax = self._syntax
         expected = [syntax.separator, syntax.section_close, syntax.close, syntax.open, ";{", ",{"]
         if not final and may_grow(text, position, expected[:4] if not self.bare else expected[4:]):
@@ -137,10 +136,8 @@ class CallReader:
         Return None if more text may complete the delimiter.
         """
         # Models may write too many braces, or only parts of the closing delimiter.
-        spare = self._spare.match(text, call.end)
-        position = spare.end() if spare else call.end
-        match = self._closing.match(text, position)
-        end = match.end() if match else position
+        position = skip(self._spare, text, call.end)
+        end = skip(self._closing, text, position)
         close = self._syntax.close
         complete = final or not close.strip() or text.endswith(self._last, position, end)
         if not complete and may_grow(text, end, [close]):

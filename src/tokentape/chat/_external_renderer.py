@@ -142,8 +142,9 @@ class ExternalRenderer(Renderer):
         refusal = "the renderer accepted no conversation with it"
         tried = 0
         rewritten: tuple[str, tuple[Message, ...]] | None = None
-        for history, reply, new in grammar.conversations(name):
-            whole = (*history, reply, *new)
+        for conversation in grammar.conversations(name):
+            history, reply, new = conversation
+            whole = conversation.messages
             try:
                 completion_ids = self._completion(setup, history, reply)
                 context_ids = np.concatenate([self.render(history, setup).ids, completion_ids])

@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.chat._compared_strings import HIGHEST, NOTHING_COMPARED, Compared
@@ -51,6 +51,20 @@ EARLIER: Message = {"role": "user", "content": "And an earlierword?"}
 NEXT: Message = {"role": "user", "content": "  then a nextword\n\n"}
 
 DATE = "2024-07-26"
+
+
+class Conversation(NamedTuple):
+    """A conversation in which new messages follow a turn."""
+
+    history: tuple[Message, ...]
+    reply: Message
+    new: tuple[Message, ...]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages."""
+        return (*self.history, self.reply, *self.new)
+
 
 _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 
@@ -320,10 +334,8 @@ def _with_name(name: str) -> tuple[tuple[Message, ...], ...]:
     )
 
 
-def conversations(
-    name: str, compared: Compared = NOTHING_COMPARED
-) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield the (history, turn, new messages) to try for a continuation: usual histories first, the shortest first.
+def conversations(name: str, compared: Compared = NOTHING_COMPARED) -> Iterator[Conversation]:
+    """Yield the conversations to try for a continuation: usual histories first, the shortest first.
 
     The other histories have unusual ids or ends, instructions in between, names that the template compares, or more
     turns than the highest number in its comparisons; see `_long_histories` for the divisor.
@@ -333,21 +345,21 @@ def conversations(
         if NO_SYSTEM in name and SYSTEM in history:
             continue
         for turn in turns:
-            yield history, turn, new
+            yield Conversation(history, turn, new)
     instructed = () if NO_SYSTEM in name else _INSTRUCTED
     long = _long_histories(max(3, min(compared.number, HIGHEST) + 1), compared.divisor)
     named = [history for name in compared.names for history in _with_name(name)]
     for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *named, *long):
-        yield history, turns[0], new
+        yield Conversation(history, turns[0], new)
 
 
-def with_calls_unanswered(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield (history, turn, new messages) with unanswered calls, unless the continuation has tool results."""
+def with_calls_unanswered(name: str) -> Iterator[Conversation]:
+    """Yield conversations with unanswered calls, unless the continuation has tool results."""
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     if turns is _ANSWERS:
         for history in ((QUESTION,), (SYSTEM, QUESTION)):
             for turn in (*_CALLING, *_CALLING_TWICE):
-                yield history, turn, new
+                yield Conversation(history, turn, new)
 
 
 def is_clean(turn: Message) -> bool:

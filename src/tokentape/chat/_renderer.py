@@ -83,7 +83,8 @@ class Renderer(TemplateText):
         self.images = images
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
         self._setups: dict[str, Setup] = {}
-        self._endings: dict[str, TokenIds] = {}
+        self._prompt_ids: dict[str, TokenIds] = {}
+        """The usual ids of generation prompts, by their text."""
 
     @classmethod
     def load(
@@ -157,18 +158,8 @@ class Renderer(TemplateText):
         setup = self._setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
         text, codes = self.render_text_with_provenance(messages, setup, generate=True)
-        splices = find_splices(
-            text,
-            messages,
-            {n: self._with_part_closed(ids, setup) for n, ids in (sampled or {}).items()},
-            tokenizer=self.tokenizer,
-            form=self.format(setup),
-            stop_ids=self.stop_ids(setup) if sampled else frozenset(),
-            prompt_of=lambda n: self._render_or_nothing(self._plain(messages[:n], setup, reshape=True), setup),
-            words=self.template.compared.strings,
-            history=history,
-            stop_mismatch=stop_mismatch,
-        )
+        closed = {n: self._with_part_closed(ids, setup) for n, ids in (sampled or {}).items()}
+        splices = find_splices(self, setup, text, messages, closed, history, stop_mismatch)
         marks = [match.start() for match in MARK.finditer(text)] if splices else []
 
         def coded(start: int, end: int) -> Codes:
@@ -319,18 +310,15 @@ class Renderer(TemplateText):
         """Return the format for a turn after this prompt. R1's prompts after a tool result do not open reasoning."""
         if prompt_ids is None or form.reasoning is None:
             return form
-        usual = self._generation_ids(form.generation_prompt)
+        prompt = form.generation_prompt
+        usual = cached(self._prompt_ids, prompt, lambda: self.tokenizer.encode_after_control(prompt).array)
         if len(usual) and np.array_equal(prompt_ids[-len(usual) :], usual):
             return form
         text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
-        if text.endswith(form.generation_prompt.rstrip()):
+        if text.endswith(prompt.rstrip()):
             return form
         opened = text.endswith(form.reasoning.open.strip()) or _opens(text, form)
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
-
-    def _generation_ids(self, prompt: str) -> TokenIds:
-        """Return a generation prompt's usual ids at the end of a prompt."""
-        return cached(self._endings, prompt, lambda: self.tokenizer.encode_after_control(prompt).array)
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
         """Return the completion's ids, followed by ids that close its reasoning or content if it was truncated."""

@@ -62,29 +62,28 @@ class TemplateText:
         return cached(self._stops, setup.key, lambda: self._stop_ids(self.format(setup)))
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
-        eos_ids = self.tokenizer.eos_ids
-        ids = set(eos_ids)
+        tokenizer = self.tokenizer
+        eos_marks, ids = tokenizer.marks(tokenizer.eos_ids), set(tokenizer.eos_ids)
         # A token that also occurs within turns is not a stop token: a later part of the turn, or a second call, would
         # never be sampled. Without end-of-sequence ids it is used nevertheless, because nothing else ends the turn.
-        within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
+        within = MARK.findall(form.within_turns) if tokenizer.eos_ids else []
         for suffix, close in ((form.content_suffix, form.content_close), (form.calls_suffix, form.calls_close)):
-            cut = trim_to_turn_end(suffix, close, form, self.tokenizer)
+            cut = trim_to_turn_end(suffix, close, form, tokenizer)
             mark = MARK.match(cut.text)
-            if mark is None or self._mark_id(mark[0]) in within:
+            if mark is None or mark[0] in within:
                 continue
             # If conversations end with an end-of-sequence token, a different token may end the turns within them (Phi),
             # but the next message's header is not a stop token.
-            ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close.last))
-            if cut.ends_turn or not ended:
-                ids.add(self._mark_id(mark[0]))
+            if cut.ends_turn or eos_marks.isdisjoint(MARK.findall(close.last)):
+                ids.add(tokenizer.control_of_mark(mark[0]).id)
         return frozenset(ids)
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
         """Cut the format's closes of content and calls before the token that ends the turn."""
-        stop_ids = self._stop_ids(form)
+        stops, eos_marks = map(self.tokenizer.marks, (self._stop_ids(form), self.tokenizer.eos_ids))
         content_end, turn_end = form.content_end, form.turn_end
         after = content_end + turn_end
-        stop = next((m.start() for m in MARK.finditer(after) if self._mark_id(m[0]) in stop_ids), len(after))
+        stop = next((m.start() for m in MARK.finditer(after) if m[0] in stops), len(after))
         form = replace(form, content_end=content_end[:stop], turn_end=after[len(content_end) : stop])
         if form.calls is None:
             return form
@@ -94,14 +93,11 @@ class TemplateText:
         def cut(text: str) -> str:
             if turn_close and not MARK.search(turn_close):
                 return text.partition(turn_close)[0]
-            ends = (m.start() for m in MARK.finditer(text) if self._mark_id(m[0]) in self.tokenizer.eos_ids)
+            ends = (m.start() for m in MARK.finditer(text) if m[0] in eos_marks)
             return text[: next(ends, len(text))]
 
         calls = replace(form.calls, close=cut(form.calls.close), section_close=cut(form.calls.section_close))
         return replace(form, calls=calls)
-
-    def _mark_id(self, mark: str) -> int:
-        return self.tokenizer.control_of_mark(mark).id
 
     def render_text(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Return the marked text of a conversation. `generate` adds the generation prompt. Used by certificates."""
@@ -302,9 +298,13 @@ class TemplateText:
         )
         return escaper.marked(rendered)
 
-    def _render_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
+    def prompt_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
+        """Return the marked text of a conversation and the generation prompt; empty if the template refuses it."""
+        return self._render_or_nothing(self._plain(messages, setup, reshape=True), setup)
+
+    def _render_or_nothing(self, plain: Sequence[Message], setup: Setup) -> str:
         try:
-            return self._render(messages, setup, generate=True)
+            return self._render(plain, setup, generate=True)
         except TemplateRefused:
             return ""
 

@@ -229,6 +229,10 @@ class Tokenizer:
         """Return the control token of a mark."""
         return self._by_mark[mark]
 
+    def marks(self, ids: Iterable[int]) -> frozenset[str]:
+        """Return the marks of the control tokens with these ids."""
+        return frozenset(self._by_id[token_id].mark for token_id in ids if token_id in self._by_id)
+
     def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the control tokens' ids and the `stop_ids`."""
         ids = self._breaks.get(stop_ids)

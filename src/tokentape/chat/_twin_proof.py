@@ -72,7 +72,8 @@ def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference 
 
     `cuts` is the number of concatenations of two or three vocabulary entries to try, each whole and cut off.
     """
-    for texts in _batches(proof_texts(tokenizer, cuts)):
+    remaining = proof_texts(tokenizer, cuts)
+    while texts := list(islice(remaining, _AT_ONCE)):
         expected = tokenizer.encode_plain_batch(texts)
         actual = tokenizer.encode_marked_batch([tokenizer.mark_controls(text) for text in texts])
         for text, ours, theirs in zip(texts, actual, expected, strict=True):
@@ -133,8 +134,3 @@ def _corpus(tokenizer: Tokenizer) -> Iterator[str]:
         yield f"{line}\r\n"
         yield f"{control}{line}\n\n{control} {line}{control}"
         yield f"{line} {n * 7919}.{n:03d}e-{n} don't I'LL {{\"k\": [{n}, null]}}\t\t{control}"
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(islice(texts, _AT_ONCE)):
-        yield batch
