@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from tokentape.chat._call_literals import (
     LiteralEnd,
@@ -60,13 +60,20 @@ class Broken:
     """Whether the error is invalid JSON: an object with balanced brackets that ends at `position`."""
 
 
-class BodyReader(Protocol):
+class BodyReader(ABC):
+    """Reads the body of one call, which begins at `start`."""
+
+    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._start = start
+
+    @abstractmethod
     def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         """Return the call if it is complete, `Broken` if the text can't become a call, None if more text is needed.
 
         `over` means that the model has ended its turn, so a call ends no later than the text.
         """
-        ...
 
 
 def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start: int) -> BodyReader | None:
@@ -74,11 +81,13 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
     start = skip_space(text, start)
     if start == len(text):
         return None
-    if syntax.style == "json" or text[start] == "{":
-        return _JsonBody(syntax, start)
-    if syntax.style == "literal":
-        return _LiteralBody(syntax, tools, start)
-    return _NamedBody(syntax, tools, start) if syntax.style == "named" else _TaggedBody(syntax, tools, start)
+    readers: Mapping[str, type[BodyReader]] = {
+        "json": _JsonBody,
+        "named": _NamedBody,
+        "literal": _LiteralBody,
+        "tagged": _TaggedBody,
+    }
+    return readers["json" if text[start] == "{" else syntax.style](syntax, tools, start)
 
 
 @lru_cache(maxsize=64)
@@ -106,20 +115,19 @@ def object_arguments(raw: str) -> tuple[str, CallStatus]:
     return standard(core), "ok" if isinstance(value, dict) else "bad_arguments"
 
 
-class _JsonBody:
+class _JsonBody(BodyReader):
     """Reads `{"name": NAME, "arguments": {...}}`."""
 
-    def __init__(self, syntax: CallSyntax, start: int) -> None:
-        self._syntax = syntax
-        self._object = ObjectEnd(start, breaks(syntax.close))
+    _object: ObjectEnd | None = None
 
     def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
-        start = self._object.start
+        start = self._start
         if text[start] != "{":
             return Broken(start)
         position = skip_space(text, start + 1)
         if position < len(text) and text[position] != '"':
             return Broken(start + 1)
+        self._object = self._object or ObjectEnd(start, breaks(self._syntax.close))
         end = self._object.find(text)
         if end is None:
             return None if self._object.broken_at is None else Broken(self._object.broken_at)
@@ -149,15 +157,11 @@ class _JsonBody:
         return ReadCall(end, name, *object_arguments(raw_arguments or ""), call_id)
 
 
-class _NamedBody:
+class _NamedBody(BodyReader):
     """Reads `NAME name_close [ID id_close] {...}`."""
 
-    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
-        self._syntax = syntax
-        self._tools = tools
-        self._start = start
-        self._head: re.Match[str] | None = None
-        self._object: ObjectEnd | None = None
+    _head: re.Match[str] | None = None
+    _object: ObjectEnd | None = None
 
     def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         if self._head is None or self._object is None:
@@ -192,16 +196,12 @@ class _NamedBody:
         return ReadCall(end, max(names, key=len, default=name), arguments, status, name)
 
 
-class _LiteralBody:
+class _LiteralBody(BodyReader):
     """Reads `NAME name_close KEY key_close VALUE, ...)`."""
 
-    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
-        self._syntax = syntax
-        self._tools = tools
-        self._start = start
-        self._name = ""
-        self._id: str | None = None
-        self._brackets: LiteralEnd | None = None
+    _name = ""
+    _id: str | None = None
+    _brackets: LiteralEnd | None = None
 
     def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         if self._brackets is None:
@@ -228,14 +228,12 @@ class _LiteralBody:
         return ReadCall(brackets.end, self._name, arguments, "ok", self._id)
 
 
-class _TaggedBody:
+class _TaggedBody(BodyReader):
     """Reads `NAME name_close (key_open KEY key_close VALUE value_close)*`."""
 
     def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
-        self._syntax = syntax
+        super().__init__(syntax, tools, start)
         self._tags = _tags(syntax)
-        self._tools = tools
-        self._start = start
         self._name = ""
         self._named = False
         """Whether the name is complete, because an argument has begun."""

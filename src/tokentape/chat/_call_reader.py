@@ -76,8 +76,6 @@ class CallReader:
         """
         reader = copy(self)
         reader._tools = tools
-        reader._start = reader._seek = 0
-        reader._body = None
         return reader
 
     def read(self, text: str, position: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokentape._canonical import digest_of, json_in_order
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
@@ -149,8 +150,8 @@ class TemplateText:
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
         """Return the text after `reply` at the end of a conversation. Used by certificates."""
         form = self.format(setup)
-        probe, sentinel, close = next(_probes(reply, (), form, ""))
-        return self._close(probe, sentinel, close, setup, form)
+        probe = next(_probes(reply, (), form, ""))
+        return self._close(probe, probe.message, setup, form)
 
     def _suffix(
         self,
@@ -176,20 +177,15 @@ class TemplateText:
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
         thinks = form.shows_reasoning_after and any(reply.get(field) for field in REASONING_FIELDS)
         thinking = dict.fromkeys(REASONING_FIELDS, REASONING) if thinks else {}
-
-        def after(text: str) -> str:
-            return _after(text, sentinel, ending)
-
-        for without, sentinel, close in _probes(reply, plain, form, content, self._compared_ending(content)):
-            ending = without["content"].rpartition(CONTENT)[2] if sentinel is CONTENT else ""
-            ending = self._escaper.unescape(ending)
-            probe = {**without, **thinking}
-            kind = sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
+        for probe in _probes(reply, plain, form, content, self._compared_ending(content)):
+            message, ending = {**probe.message, **thinking}, self._escaper.unescape(probe.ending)
+            after = functools.partial(_after, sentinel=probe.sentinel, ending=ending)
+            kind = probe.sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
             try:
-                text = self._render([*before, probe, *plain], setup, generate=True)
-                if sentinel not in text or not _after(text, sentinel).startswith(ending.rstrip()):
+                text = self._render([*before, message, *plain], setup, generate=True)
+                if probe.sentinel not in text or not _after(text, probe.sentinel).startswith(ending.rstrip()):
                     continue
-                if form.repeats_arguments and sentinel is VALUE and any(m["role"] == "tool" for m in plain):
+                if form.repeats_arguments and probe.sentinel is VALUE and any(m["role"] == "tool" for m in plain):
                     refused = TemplateRefused("the chat template writes a call's arguments again with its result")
                     break
                 suffix = after(text)
@@ -199,19 +195,19 @@ class TemplateText:
                         "the previous turn has the name. Send the result with a `name`."
                     )
                     continue
-                if probe.get("content") and content.strip() and content.strip() in suffix and sentinel is VALUE:
+                if message.get("content") and content.strip() and content.strip() in suffix and probe.sentinel is VALUE:
                     # The template writes the turn's content after the results, but the model sampled it before them.
                     continue
                 characters = MARK.sub("\0", suffix)
-                close = self._close(probe, sentinel, close, setup, form)
+                close = self._close(probe, message, setup, form)
                 codes = self._known_codes(kind, characters, texts)
                 if codes is not None:
                     return suffix, codes, close
-                edged = after(self._render([*before, probe, *map(with_edges, plain)], setup, generate=True))
+                edged = after(self._render([*before, message, *map(with_edges, plain)], setup, generate=True))
             except TemplateRefused as error:
                 refused = error
                 continue
-            self._refuse_dropped(plain, [*before, probe], suffix, edged, after, setup)
+            self._refuse_dropped(plain, [*before, message], suffix, edged, after, setup)
             return suffix, self._codes(edged, kind, characters, texts), close
         raise refused
 
@@ -221,15 +217,15 @@ class TemplateText:
         length = max((len(text) for text in self.template.compared.strings if bare.endswith(text)), default=0)
         return content[len(bare) - length :] if length else ""
 
-    def _close(self, probe: Message, sentinel: str, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
-        """Return the text after `probe` at the end of a conversation: `close`, unless it varies with ids or content."""
-        if sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
-            return close
+    def _close(self, probe: _Probe, message: Message, setup: Setup, form: AssistantFormat) -> TurnClose:
+        """Return the text after `message` at the end of a conversation, which may vary with call ids or content."""
+        if probe.sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not message.get("content")):
+            return probe.close
 
         ask = self._asking(setup, form.question[:-1])
-        key_text = json_in_order([probe, form.generation_prompt, list(form.question)])
+        key_text = json_in_order([message, form.generation_prompt, list(form.question)])
         key = setup.key, digest_of(key_text.encode("ascii"))
-        return cached(self._closes, key, lambda: turn_close(ask, probe, VALUE, form.generation_prompt))
+        return cached(self._closes, key, lambda: turn_close(ask, message, VALUE, form.generation_prompt))
 
     def _bridging_setup(self, setup: Setup) -> Setup:
         """Return the setup for local bridges, which has no tools if the text after turns is the same without them.
@@ -358,13 +354,23 @@ def _names_of_calls(reply: Message) -> list[Message]:
     return [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
 
 
+class _Probe(NamedTuple):
+    """An assistant message to render in place of a reply."""
+
+    message: Message
+    sentinel: str
+    """What the message has in place of the end of the turn's last text."""
+    close: TurnClose
+    ending: str = ""
+    """The end of the content, after the sentinel, that the template looks for."""
+
+
 def _probes(
     reply: Message, new_messages: Sequence[Message], form: AssistantFormat, content: str, ending: str = ""
-) -> Iterator[tuple[Message, str, TurnClose]]:
-    """Yield assistant messages to render in place of `reply`, each with its sentinel and its `TurnClose`.
+) -> Iterator[_Probe]:
+    """Yield messages to render in place of `reply`, the most similar one first.
 
-    `content` is the reply's content, which the messages repeat because a template may look for words in it. `ending` is
-    the end of it that the template looks for, which follows the sentinel.
+    `content` is the reply's content, which the messages repeat because a template may look for words in it.
     """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
@@ -376,16 +382,16 @@ def _probes(
     if form.shape is not None and calls:
         calling = _calling(form.shape, calls, "" if reply.get("content") == "" else None)
         if reply.get("content") and form.content_after_calls is not None:
-            yield {**calling, **speaking}, CONTENT, form.content_after_calls
+            yield _Probe({**calling, **speaking}, CONTENT, form.content_after_calls, ending)
         if content.strip():
-            yield {**calling, "content": content}, VALUE, form.calls_close
-        yield calling, VALUE, form.calls_close
-    yield speaking, CONTENT, form.content_close
+            yield _Probe({**calling, "content": content}, VALUE, form.calls_close)
+        yield _Probe(calling, VALUE, form.calls_close)
+    yield _Probe(speaking, CONTENT, form.content_close, ending)
     if ending:
         # The template may change the end of the content.
-        yield {**speaking, "content": content + CONTENT}, CONTENT, form.content_close
+        yield _Probe({**speaking, "content": content + CONTENT}, CONTENT, form.content_close)
     if form.shape is not None and answered and not calls:
-        yield _calling(form.shape, answered), VALUE, form.calls_close
+        yield _Probe(_calling(form.shape, answered), VALUE, form.calls_close)
 
 
 def _calling(shape: CallShape, calls: Sequence[tuple[str, str]], content: str | None = "") -> Message:
