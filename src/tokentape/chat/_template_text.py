@@ -129,7 +129,10 @@ class TemplateText:
         return text, codes
 
     def _known_codes(self, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes | None:
-        """Return the provenance of each character if the template wrote the same literals around earlier texts."""
+        """Return the provenance of each character if the template wrote the same literals around earlier texts.
+
+        `kind` is what else determines the literals: the setup, the roles of the messages, and the turn before them.
+        """
         literals = self._literals.get(kind)
         return None if literals is None or texts is None else literals.codes(characters, texts)
 
@@ -221,7 +224,6 @@ class TemplateText:
         """Return the text after `message` at the end of a conversation, which may vary with call ids or content."""
         if probe.sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not message.get("content")):
             return probe.close
-
         ask = self._asking(setup, form.question[:-1])
         key_text = json_in_order([message, form.generation_prompt, list(form.question)])
         key = setup.key, digest_of(key_text.encode("ascii"))
