@@ -8,11 +8,10 @@ import pytest
 from tests.chat.conftest import slow_unless
 from tokentape.chat import _tokenizer as tokenizer_module
 from tokentape.chat import _twin_proof as twin_proof
-from tokentape.chat._added_tokens import read_added_tokens
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.chat._tokenizer_files import from_text
+from tokentape.chat._tokenizer_files import from_text, read_added_tokens
 from tokentape.chat._twin_proof import prove_twin, twin_difference
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable

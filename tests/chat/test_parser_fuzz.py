@@ -12,7 +12,7 @@ from tests.chat.fuzz.__main__ import run
 from tests.chat.fuzz.completions import TOOLS, Completions
 from tests.chat.fuzz.judge import complaints
 from tests.chat.fuzz.templates import Pair, pairs, syntaxes
-from tokentape.chat._parse import Parser
+from tokentape.chat._regions import RegionParser
 from tokentape.chat._reply import Reply, ReplyDelta
 
 FAST = (
@@ -55,7 +55,7 @@ def test_nothing_is_lost_of_any_composed_call_syntax() -> None:
     assert {pair.name: found for pair in syntaxes() if (found := run(pair, 0, 1000, "2"))} == {}
 
 
-class Loses(Parser):
+class Loses(RegionParser):
     """Drops the content."""
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
@@ -67,7 +67,7 @@ class Loses(Parser):
         return ReplyDelta()
 
 
-class Cuts(Parser):
+class Cuts(RegionParser):
     """Returns what depends on how the stream is cut."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -86,7 +86,7 @@ class Cuts(Parser):
         )
 
 
-class Fails(Parser):
+class Fails(RegionParser):
     """Raises at the end."""
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
@@ -96,7 +96,9 @@ class Fails(Parser):
 @pytest.mark.parametrize(
     ("faulty", "complaint"), [(Loses, "lost text: zqabcdez"), (Cuts, "another reply"), (Fails, "IndexError in ")]
 )
-def test_a_faulty_parser_is_found_out(faulty: type[Parser], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_parser_is_found_out(
+    faulty: type[RegionParser], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     setup = renderer.setup(TOOLS)
     ids = renderer.tokenizer.encode_plain("a zqabcdez b <|im_end|>")
@@ -105,7 +107,7 @@ def test_a_faulty_parser_is_found_out(faulty: type[Parser], complaint: str, monk
         return [one for seed in range(3) for one in complaints(renderer, setup, ids, random.Random(seed))]
 
     assert found() == []
-    monkeypatch.setattr("tokentape.chat._renderer.Parser", faulty)
+    monkeypatch.setattr("tokentape.chat._renderer.RegionParser", faulty)
     assert any(one.startswith(complaint) for one in found())
 
 

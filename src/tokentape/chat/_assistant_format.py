@@ -80,39 +80,41 @@ class AssistantFormat:
     """The text before a turn that is no longer the last; the generation prompt may contain more, such as `<think>`."""
     content_open: str
     """The text between the generation prompt and the content of a turn without reasoning."""
-    content_reopen: str
-    """The text between the end of reasoning and the content, if content has its own delimiter."""
     content_end: str
     """The text that closes the content within its turn, before calls or the turn's end; empty if there is none."""
-    turn_end: str
-    """The text between `content_end` and the token that ends a turn without calls; usually empty."""
-    empty_content: str
-    """The text between reasoning and the end of a turn without content, if the template frames empty content."""
     content_close: TurnClose
     """The text after the content at the end of a conversation."""
-    reasoning: Reasoning | None
-    shape: CallShape | None
-    """None if the template renders no tool calls."""
-    calls: CallSyntax | None
-    """None if the template renders no calls or their syntax was not recognized."""
-    calls_close: TurnClose
-    """The text after the last call's arguments at the end of a conversation."""
     content_suffix: str
     """The text from the content through the next user message and generation prompt; empty if that is refused."""
-    channels: Channels | None
-    """Set if reasoning and content are framed the same way."""
-    calls_suffix: str
+    turn_end: str = ""
+    """The text between `content_end` and the token that ends a turn without calls; usually empty."""
+    shows_reasoning_after: bool = False
+    """Whether the text after a turn differs if the turn has reasoning."""
+    needs_earlier: bool = False
+    """The template accepts a user message only after an earlier exchange."""
+
+    shape: CallShape | None = None
+    """None if the template renders no tool calls."""
+    calls: CallSyntax | None = None
+    """None if the template renders no calls or their syntax was not recognized."""
+    calls_close: TurnClose = TurnClose("", "")
+    """The text after the last call's arguments at the end of a conversation."""
+    calls_suffix: str = ""
     """The text from the last call's arguments through a tool result and generation prompt; empty if that is refused."""
-    content_after_calls: TurnClose | None
+    content_after_calls: TurnClose | None = None
     """The text after the content at the end of a conversation if the template writes content after calls, else None."""
     before_content: str = ""
     """The text between a turn's calls and its content, if the template writes both in one turn in that order."""
-    shows_reasoning_after: bool = False
-    """Whether the text after a turn differs if the turn has reasoning."""
     repeats_arguments: bool = False
     """Whether the template writes a call's arguments again with the call's result."""
-    needs_earlier: bool = False
-    """The template accepts a user message only after an earlier exchange."""
+
+    reasoning: Reasoning | None = None
+    content_reopen: str = ""
+    """The text between the end of reasoning and the content, if content has its own delimiter."""
+    empty_content: str = ""
+    """The text between reasoning and the end of a turn without content, if the template frames empty content."""
+    channels: Channels | None = None
+    """Set if reasoning and content are framed the same way."""
 
     @property
     def question(self) -> tuple[Message, ...]:
@@ -152,86 +154,94 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         thinking = {**turn, **dict.fromkeys(REASONING_FIELDS, REASONING)}
         after_thinking = _after(ask([QUESTION, thinking, QUESTION], True), CONTENT)
         shows_reasoning_after = after_thinking != content_suffix and REASONING not in after_thinking
-    header = _read_header(followed, base, generation_prompt)
     content_open, content_close = _around(answer, prompt, CONTENT)
     if content_suffix:
         # Some templates write more after the last turn of a conversation. That text closes nothing.
         content_close = content_close[: common_prefix(content_close, content_suffix)]
-    content_end = turn_end = content_close if MARK.search(content_close) else ""
-    shape = find_shape(ask)
-    calls, calls_close, calls_suffix, content_after_calls, before_content = None, TurnClose("", ""), "", None, ""
-    repeats_arguments = False
-    if shape is not None:
-        calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
-        content_end = _before_calls(ask, shape, content_end)
-        with contextlib.suppress(TemplateRefused):
-            # A template may reject some argument types in calls: calls are then not parsed; everything else works.
-            calls = read_calls(ask, prompt, shape)
-        if calls is not None:
-            calls = replace(calls, section_open=_without_content(calls.section_open, content_open, content_end))
-        calls_close = turn_close(ask, calling, VALUE, generation_prompt)
-        result = {
-            "role": "tool",
-            "tool_call_id": NAME if shape.name_is_id else PROBE_ID,
-            "name": NAME,
-            "content": OTHER_VALUE,
-        }
-        with contextlib.suppress(TemplateRefused):
-            answered = ask([QUESTION, calling, result], True)
-            repeats_arguments = answered.count(VALUE) > max(ask([QUESTION, calling], False).count(VALUE), 1)
-            calls_suffix = _after(answered, VALUE)
-            only_last = calls_close.last[common_prefix(calls_close.last, calls_suffix) :]
-            if calls is not None and only_last.strip() and not MARK.search(only_last):
-                # Text that is written only after the last turn of a conversation does not close calls.
-                calls = replace(calls, section_close=calls.section_close.removesuffix(only_last))
-            speaking = {**calling, "content": CONTENT}
-            text = ask([QUESTION, speaking, result], True)
-            after = text.partition(VALUE)[2].partition(OTHER_VALUE)[0]
-            if CONTENT in after:
-                content_after_calls = turn_close(ask, speaking, CONTENT, generation_prompt)
-                before_content = after.partition(CONTENT)[0]
-    reasoning = read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
+    form = AssistantFormat(
+        generation_prompt=generation_prompt,
+        header=_read_header(followed, base, generation_prompt),
+        content_open=content_open,
+        content_end=content_close if MARK.search(content_close) else "",
+        content_close=turn_close(ask, turn, CONTENT, generation_prompt),
+        content_suffix=content_suffix,
+        shows_reasoning_after=shows_reasoning_after,
+        needs_earlier=len(earlier) > 0,
+    )
+    form = _with_calls(form, ask, prompt)
+    reasoning = read_reasoning(ask, prompt, form)
     if reasoning is None:
         # Some templates render reasoning only from the second answer on.
         ask_later = _from_question(render, EARLIER)
         with contextlib.suppress(TemplateRefused):
-            prompt_later = ask_later([QUESTION], True)
-            reasoning = read_reasoning(ask_later, prompt_later, header, generation_prompt, shape, calls)
-    if reasoning is None:
-        reasoning = reasoning_never_shown(ask, tokenizer, header, generation_prompt)
-    content_reopen = empty_content = ""
-    if reasoning is not None:
-        reasoning, content_reopen = shortest_close(ask, reasoning, shape, content_open)
-        thought = {"role": "assistant", "content": "", **dict.fromkeys(REASONING_FIELDS, REASONING)}
-        if len({*MARK.findall(turn_end)}) > 1:
-            # Content also has a closing token. A template may leave out a header that nothing closes.
-            frame = content_reopen + turn_end
-            with contextlib.suppress(TemplateRefused):
-                after = _after(continued(ask, thought), REASONING)
-                empty_content = frame if after.startswith(reasoning.close + frame) else ""
-        opened, closed = (generation_prompt.rfind(delimiter.strip()) for delimiter in (reasoning.open, reasoning.close))
-        reasoning = replace(reasoning, opened_by_prompt=reasoning.opened_by_prompt and opened >= closed)
-    return AssistantFormat(
-        generation_prompt=generation_prompt,
-        header=header,
-        content_open=content_open,
-        content_reopen=content_reopen,
+            reasoning = read_reasoning(ask_later, ask_later([QUESTION], True), form)
+    reasoning = reasoning or reasoning_never_shown(ask, tokenizer, form)
+    return form if reasoning is None else _with_reasoning(form, ask, reasoning)
+
+
+def _with_calls(form: AssistantFormat, ask: Render, prompt: str) -> AssistantFormat:
+    """Return the format with how the template writes calls. `prompt` is the rendered question with the prompt."""
+    shape = find_shape(ask)
+    if shape is None:
+        return form
+    calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
+    content_end = _before_calls(ask, shape, form.content_end)
+    calls = None
+    with contextlib.suppress(TemplateRefused):
+        # A template may reject some argument types in calls: calls are then not parsed; everything else works.
+        calls = read_calls(ask, prompt, shape)
+    if calls is not None:
+        calls = replace(calls, section_open=_without_content(calls.section_open, form.content_open, content_end))
+    form = replace(
+        form,
         content_end=content_end,
-        turn_end=turn_end[len(content_end) :],
-        empty_content=empty_content,
-        content_close=turn_close(ask, turn, CONTENT, generation_prompt),
-        reasoning=reasoning,
-        channels=_read_channels(header, content_open, reasoning, calls),
+        turn_end=form.content_end[len(content_end) :],
         shape=shape,
         calls=calls,
-        calls_close=calls_close,
-        content_suffix=content_suffix,
-        calls_suffix=calls_suffix,
-        content_after_calls=content_after_calls,
-        before_content="" if header and header.strip() in before_content else before_content,
-        repeats_arguments=repeats_arguments,
-        shows_reasoning_after=shows_reasoning_after,
-        needs_earlier=len(earlier) > 0,
+        calls_close=turn_close(ask, calling, VALUE, form.generation_prompt),
+    )
+    result = {
+        "role": "tool",
+        "tool_call_id": NAME if shape.name_is_id else PROBE_ID,
+        "name": NAME,
+        "content": OTHER_VALUE,
+    }
+    with contextlib.suppress(TemplateRefused):
+        answered = ask([QUESTION, calling, result], True)
+        repeats_arguments = answered.count(VALUE) > max(ask([QUESTION, calling], False).count(VALUE), 1)
+        form = replace(form, repeats_arguments=repeats_arguments)
+        form = replace(form, calls_suffix=_after(answered, VALUE))
+        only_last = form.calls_close.last[common_prefix(form.calls_close.last, form.calls_suffix) :]
+        if calls is not None and only_last.strip() and not MARK.search(only_last):
+            # Text that is written only after the last turn of a conversation does not close calls.
+            form = replace(form, calls=replace(calls, section_close=calls.section_close.removesuffix(only_last)))
+        speaking = {**calling, "content": CONTENT}
+        text = ask([QUESTION, speaking, result], True)
+        before_content, content, _ = text.partition(VALUE)[2].partition(OTHER_VALUE)[0].partition(CONTENT)
+        if content:
+            has_header = form.header and form.header.strip() in before_content
+            content_after_calls = turn_close(ask, speaking, CONTENT, form.generation_prompt)
+            before_content = "" if has_header else before_content
+            form = replace(form, content_after_calls=content_after_calls, before_content=before_content)
+    return form
+
+
+def _with_reasoning(form: AssistantFormat, ask: Render, reasoning: Reasoning) -> AssistantFormat:
+    """Return the format with the delimiters of reasoning and of the content after it."""
+    reasoning, content_reopen = shortest_close(ask, reasoning, form)
+    turn_end, empty_content = form.content_end + form.turn_end, ""
+    if len({*MARK.findall(turn_end)}) > 1:
+        # Content also has a closing token. A template may leave out a header that nothing closes.
+        thought = {"role": "assistant", "content": "", **dict.fromkeys(REASONING_FIELDS, REASONING)}
+        frame = content_reopen + turn_end
+        with contextlib.suppress(TemplateRefused):
+            after = _after(continued(ask, thought), REASONING)
+            empty_content = frame if after.startswith(reasoning.close + frame) else ""
+    opened, closed = (form.generation_prompt.rfind(text.strip()) for text in (reasoning.open, reasoning.close))
+    reasoning = replace(reasoning, opened_by_prompt=reasoning.opened_by_prompt and opened >= closed)
+    channels = _read_channels(form, reasoning)
+    return replace(
+        form, reasoning=reasoning, content_reopen=content_reopen, empty_content=empty_content, channels=channels
     )
 
 
@@ -367,19 +377,16 @@ def _read_header(followed: str, base: str, generation_prompt: str) -> str:
     return header[max(header.find(opening[0]), 0) :] if opening is not None else header
 
 
-def _read_channels(
-    header: str, content_open: str, reasoning: Reasoning | None, calls: CallSyntax | None
-) -> Channels | None:
+def _read_channels(form: AssistantFormat, reasoning: Reasoning) -> Channels | None:
     """Return the framing if reasoning and content share one (a mark, a word, a mark), else None."""
-    if reasoning is None:
-        return None
-    frames = [FRAME.fullmatch(text.strip()) for text in (reasoning.open, content_open)]
+    frames = [FRAME.fullmatch(text.strip()) for text in (reasoning.open, form.content_open)]
     close = MARK.match(reasoning.close.strip())
     if frames[0] is None or frames[1] is None or close is None or frames[0].group(1, 3) != frames[1].group(1, 3):
         return None
+    calls = form.calls
     call_open = calls.open.strip() if calls is not None and calls.style == "named" else ""
     marks = MARK.findall(reasoning.open + reasoning.close)
-    texts = [header, reasoning.open, content_open, call_open, calls.name_close if calls is not None else ""]
+    texts = [form.header, reasoning.open, form.content_open, call_open, calls.name_close if calls is not None else ""]
     words = MARK.sub(" ", " ".join(texts)).split()
     return Channels(
         frames[0][3], close[0], frames[0][2], call_open, tuple(dict.fromkeys(marks)), tuple(dict.fromkeys(words))

@@ -40,7 +40,6 @@ def trim_to_turn_end(
     close: TurnClose,
     form: AssistantFormat,
     tokenizer: Tokenizer,
-    eos_ids: frozenset[int],
     last_id: int | None = None,
     calls_end: Callable[[], str] = str,
 ) -> TurnSuffix:
@@ -52,7 +51,7 @@ def trim_to_turn_end(
     model. The next message's header ends a turn only if its token does not also occur within turns. If it does, only
     the sampled ids show where the turn ended: `last_id`, or `calls_end`, the marked text of a turn's last ids.
     """
-    shared = suffix[: common_prefix(suffix, close.last)]
+    eos_ids, shared = tokenizer.eos_ids, suffix[: common_prefix(suffix, close.last)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
     ends = [position for position, control in marks if control.id in eos_ids][:1] or [
         position for position, control in marks if control.special and control.mark not in form.within_turns
@@ -80,7 +79,7 @@ def trim_to_turn_end(
     if sampled:
         return _cut(suffix, sampled, ends_turn=True)
     if within or header is None or suffix[len(shared) : header.start()].strip():
-        end = _end_within(form, tokenizer, eos_ids)
+        end = _end_within(form, tokenizer)
         if end is not None and end in suffix[len(shared) :]:
             # The template writes a turn differently if the conversation goes on. That text is not repeated.
             return _cut(suffix, suffix.index(end, len(shared)), ends_turn=False)
@@ -103,10 +102,11 @@ def _end_of_sampled(shared: str, sampled: str) -> int:
     return end if length else 0
 
 
-def _end_within(form: AssistantFormat, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> str | None:
+def _end_within(form: AssistantFormat, tokenizer: Tokenizer) -> str | None:
     """Return the mark of the end-of-sequence token after a turn if it is the same before questions and tool results."""
     before_next = form.content_suffix.partition(QUESTION["content"])[0], form.calls_suffix.partition(OTHER_VALUE)[0]
-    ends = [[m for m in MARK.findall(text) if tokenizer.control_of_mark(m).id in eos_ids] for text in before_next]
+    stops = tokenizer.marks(tokenizer.eos_ids)
+    ends = [[mark for mark in MARK.findall(text) if mark in stops] for text in before_next]
     return ends[0][0] if ends[0] and ends[0][:1] == ends[1][:1] else None
 
 

@@ -169,7 +169,7 @@ class _RealRendering:
         return shared == ending or (ending[len(shared) :] == marks[-1] and not ended_before)
 
     def _stops_at(self, mark: str) -> bool:
-        return self._renderer.tokenizer.control_of_mark(mark).id in self._renderer.stop_ids(self._setup)
+        return mark in self._renderer.tokenizer.marks(self._renderer.stop_ids(self._setup))
 
     @cached_property
     def _suffix(self) -> str:

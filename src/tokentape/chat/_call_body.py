@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from tokentape.chat._call_literals import (
     LiteralEnd,
@@ -24,6 +24,7 @@ from tokentape.chat._call_literals import (
 from tokentape.chat._call_syntax import KEY, CallSyntax
 from tokentape.chat._delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
 from tokentape.chat._json_text import ObjectEnd, decode, members, property_schema, quoted_json, standard, value_json
+from tokentape.chat._reply import CallStatus
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
@@ -38,14 +39,15 @@ _OTHER_FIELDS = ("id", "type", "function", "index")
 
 
 @dataclass(frozen=True, slots=True)
-class CallBody:
-    """A complete call. Its closing delimiter, unless it is missing, begins at `end`."""
+class ReadCall:
+    """A call found in a text."""
 
     end: int
-    name: str
-    arguments: str
-    valid: bool
-    """Whether the arguments are a JSON object."""
+    """The position after the call. From a `BodyReader`, its closing delimiter begins there, unless it is missing."""
+    name: str | None
+    """None if the text up to `end` only begins like a call."""
+    arguments: str = ""
+    status: CallStatus = "unclosed"
     id: str | None = None
 
 
@@ -58,13 +60,20 @@ class Broken:
     """Whether the error is invalid JSON: an object with balanced brackets that ends at `position`."""
 
 
-class BodyReader(Protocol):
-    def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
+class BodyReader(ABC):
+    """Reads the body of one call, which begins at `start`."""
+
+    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._start = start
+
+    @abstractmethod
+    def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         """Return the call if it is complete, `Broken` if the text can't become a call, None if more text is needed.
 
         `over` means that the model has ended its turn, so a call ends no later than the text.
         """
-        ...
 
 
 def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start: int) -> BodyReader | None:
@@ -72,11 +81,13 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
     start = skip_space(text, start)
     if start == len(text):
         return None
-    if syntax.style == "json" or text[start] == "{":
-        return _JsonBody(syntax, start)
-    if syntax.style == "literal":
-        return _LiteralBody(syntax, tools, start)
-    return _NamedBody(syntax, tools, start) if syntax.style == "named" else _TaggedBody(syntax, tools, start)
+    readers: Mapping[str, type[BodyReader]] = {
+        "json": _JsonBody,
+        "named": _NamedBody,
+        "literal": _LiteralBody,
+        "tagged": _TaggedBody,
+    }
+    return readers["json" if text[start] == "{" else syntax.style](syntax, tools, start)
 
 
 @lru_cache(maxsize=64)
@@ -86,38 +97,37 @@ def breaks(close: str) -> str:
     return f"{MARK.pattern}|{any_of(closing)}"
 
 
-def object_arguments(raw: str) -> tuple[str, bool]:
-    """Return the arguments as JSON text, and whether they are an object.
+def object_arguments(raw: str) -> tuple[str, CallStatus]:
+    """Return the arguments as JSON text, and the status of their call: `ok` if they are an object.
 
     Missing arguments and null become `{}`, and a JSON string is replaced by the JSON text that it contains.
     """
     core = raw.strip()
     if core in ("", "null", '""'):
-        return "{}", True
+        return "{}", "ok"
     try:
         value = decode(core)
         if core[0] == '"':
             core = value.strip() or "{}"
             value = decode(core)
     except ValueError:
-        return core, False
-    return standard(core), isinstance(value, dict)
+        return core, "bad_arguments"
+    return standard(core), "ok" if isinstance(value, dict) else "bad_arguments"
 
 
-class _JsonBody:
+class _JsonBody(BodyReader):
     """Reads `{"name": NAME, "arguments": {...}}`."""
 
-    def __init__(self, syntax: CallSyntax, start: int) -> None:
-        self._syntax = syntax
-        self._object = ObjectEnd(start, breaks(syntax.close))
+    _object: ObjectEnd | None = None
 
-    def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
-        start = self._object.start
+    def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
+        start = self._start
         if text[start] != "{":
             return Broken(start)
         position = skip_space(text, start + 1)
         if position < len(text) and text[position] != '"':
             return Broken(start + 1)
+        self._object = self._object or ObjectEnd(start, breaks(self._syntax.close))
         end = self._object.find(text)
         if end is None:
             return None if self._object.broken_at is None else Broken(self._object.broken_at)
@@ -143,22 +153,17 @@ class _JsonBody:
         raw_arguments = next((fields[key] for key in keys if key in fields), None)
         if raw_arguments is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
             # The key of the arguments is unknown: return the whole object rather than a call without arguments.
-            return CallBody(end, name, text[start:end], valid=False, id=call_id)
-        arguments, valid = object_arguments(raw_arguments or "")
-        return CallBody(end, name, arguments, valid, call_id)
+            return ReadCall(end, name, text[start:end], "bad_arguments", call_id)
+        return ReadCall(end, name, *object_arguments(raw_arguments or ""), call_id)
 
 
-class _NamedBody:
+class _NamedBody(BodyReader):
     """Reads `NAME name_close [ID id_close] {...}`."""
 
-    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
-        self._syntax = syntax
-        self._tools = tools
-        self._start = start
-        self._head: re.Match[str] | None = None
-        self._object: ObjectEnd | None = None
+    _head: re.Match[str] | None = None
+    _object: ObjectEnd | None = None
 
-    def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
+    def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         if self._head is None or self._object is None:
             head, after_head = _named(self._syntax)
             limit = self._start + _LONGEST_HEAD
@@ -181,28 +186,24 @@ class _NamedBody:
             return None if self._object.broken_at is None else Broken(self._object.broken_at)
         return self._body(end, self._head, text[self._object.start : end])
 
-    def _body(self, end: int, head: re.Match[str], raw: str) -> CallBody:
-        arguments, valid = object_arguments(raw)
+    def _body(self, end: int, head: re.Match[str], raw: str) -> ReadCall:
+        arguments, status = object_arguments(raw)
         name: str = head["name"]
         if not self._syntax.name_is_id:
-            return CallBody(end, name, arguments, valid, head["front"] or head["id"])
+            return ReadCall(end, name, arguments, status, head["front"] or head["id"])
         # The name is the longest known tool name within the id, such as `add` in `functions.add:0`.
         names = [tool for tool in self._tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", name)]
-        return CallBody(end, max(names, key=len, default=name), arguments, valid, name)
+        return ReadCall(end, max(names, key=len, default=name), arguments, status, name)
 
 
-class _LiteralBody:
+class _LiteralBody(BodyReader):
     """Reads `NAME name_close KEY key_close VALUE, ...)`."""
 
-    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
-        self._syntax = syntax
-        self._tools = tools
-        self._start = start
-        self._name = ""
-        self._id: str | None = None
-        self._brackets: LiteralEnd | None = None
+    _name = ""
+    _id: str | None = None
+    _brackets: LiteralEnd | None = None
 
-    def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
+    def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         if self._brackets is None:
             head = read_head(self._syntax, text, self._start)
             if head is None:
@@ -223,18 +224,16 @@ class _LiteralBody:
         try:
             arguments = arguments_json(self._syntax, self._tools.get(self._name), raw)
         except LiteralError:
-            return CallBody(brackets.end, self._name, raw, valid=False, id=self._id)
-        return CallBody(brackets.end, self._name, arguments, valid=True, id=self._id)
+            return ReadCall(brackets.end, self._name, raw, "bad_arguments", self._id)
+        return ReadCall(brackets.end, self._name, arguments, "ok", self._id)
 
 
-class _TaggedBody:
+class _TaggedBody(BodyReader):
     """Reads `NAME name_close (key_open KEY key_close VALUE value_close)*`."""
 
     def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
-        self._syntax = syntax
+        super().__init__(syntax, tools, start)
         self._tags = _tags(syntax)
-        self._tools = tools
-        self._start = start
         self._name = ""
         self._named = False
         """Whether the name is complete, because an argument has begun."""
@@ -246,7 +245,7 @@ class _TaggedBody:
         self._seek = start
         """Where to continue searching for the end of that value."""
 
-    def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
+    def read(self, text: str, *, over: bool) -> ReadCall | Broken | None:
         tags = self._tags
         while True:
             if not self._named:
@@ -320,14 +319,14 @@ class _TaggedBody:
             raw, is_text = raw[len(opening) : -len(closing)], True if schema is None else None
         return value_json(raw, schema, is_text=is_text)
 
-    def _body(self) -> CallBody | Broken:
+    def _body(self) -> ReadCall | Broken:
         if not self._arguments and self._name not in self._tools:
             return Broken(self._position)
         # Some models write a call without arguments as one with an empty key and value.
         pairs = [
             f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._arguments if key or value != '""'
         ]
-        return CallBody(self._position, self._name, f"{{{', '.join(pairs)}}}", valid=True)
+        return ReadCall(self._position, self._name, f"{{{', '.join(pairs)}}}", "ok")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tokentape.chat._call_syntax import CallSyntax
-from tokentape.chat._delimiters import pattern, skip_space
+from tokentape.chat._delimiters import pattern, skip, skip_space
 from tokentape.chat._json_text import property_schema, takes_only_text, value_json
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
@@ -144,7 +144,7 @@ def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
 def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str]:
     position = 0
     notation = _notation(syntax)
-    while (position := _skip(text, position, notation.between)) < len(text):
+    while (position := skip(notation.between, text, position)) < len(text):
         match = _KEY.match(text, position)
         if match is None or not text.startswith(notation.key_close, match.end()):
             raise LiteralError("an argument has no name")
@@ -182,7 +182,7 @@ def _value(text: str, position: int, notation: _Notation, depth: int) -> tuple[s
         return literal or json.dumps(raw, ensure_ascii=False), match.end()
     closing = _CLOSERS[_OPENERS.index(opening)]
     items = []
-    position = _skip(text, position + 1, _COMMA)
+    position = skip(_COMMA, text, position + 1)
     while position < len(text) and text[position] != closing:
         if opening == "{":
             key, position = _key(text, position, notation)
@@ -191,7 +191,7 @@ def _value(text: str, position: int, notation: _Notation, depth: int) -> tuple[s
         else:
             item, position = _value(text, position, notation, depth + 1)
             items.append(item)
-        position = _skip(text, position, _COMMA)
+        position = skip(_COMMA, text, position)
     if position == len(text):
         raise LiteralError("a bracket is not closed")
     return ("{%s}" if opening == "{" else "[%s]") % ", ".join(items), position + 1
@@ -259,12 +259,6 @@ def _unescaped(raw: str) -> str:
         return chr(code) if code <= 0x10FFFF else match[0]
 
     return _ESCAPE.sub(unescape, raw)
-
-
-def _skip(text: str, position: int, between: re.Pattern[str]) -> int:
-    """Return the position after the separators at `position`."""
-    match = between.match(text, position)
-    return match.end() if match else position
 
 
 def needs_known_tool(syntax: CallSyntax) -> bool:

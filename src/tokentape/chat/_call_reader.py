@@ -9,32 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 
-from tokentape.chat._call_body import JSON_PUNCTUATION, BodyReader, Broken, CallBody, body_reader
+from tokentape.chat._call_body import JSON_PUNCTUATION, BodyReader, Broken, ReadCall, body_reader
 from tokentape.chat._call_literals import may_be_head, needs_known_tool, read_head
 from tokentape.chat._call_syntax import CallSyntax
-from tokentape.chat._delimiters import SPACE, any_of, may_grow, optional, pattern, pieces, skip_space
-from tokentape.chat._reply import CallStatus
+from tokentape.chat._delimiters import SPACE, any_of, may_grow, optional, pattern, pieces, skip, skip_space
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
 _LONGEST_DELIMITER = 300
-
-
-@dataclass(frozen=True, slots=True)
-class ReadCall:
-    """A call found in a text. `name` is None if the text only begins like a call.
-
-    `end` is the position after the call and its closing delimiter.
-    """
-
-    end: int
-    name: str | None
-    """None if the text up to `end` is not a call."""
-    arguments: str = ""
-    status: CallStatus = "unclosed"
-    id: str | None = None
 
 
 class CallReader:
@@ -92,8 +76,6 @@ class CallReader:
         """
         reader = copy(self)
         reader._tools = tools
-        reader._start = reader._seek = 0
-        reader._body = None
         return reader
 
     def read(self, text: str, position: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
@@ -116,7 +98,7 @@ class CallReader:
         body = self._body.read(text, over=over) if self._body is not None else None
         if body is None and not final:
             return None
-        if isinstance(body, CallBody):
+        if isinstance(body, ReadCall):
             call = self._closed(text, body, final=final)
         else:
             call = self._broken(text, body, final=final, over=over, within_reasoning=within_reasoning)
@@ -129,8 +111,7 @@ class CallReader:
 
         Return None if more text may change the answer.
         """
-        match = self._between.match(text, position)
-        start, position = position, skip_space(text, match.end() if match else position)
+        start, position = position, skip_space(text, skip(self._between, text, position))
         syntax = self._syntax
         expected = [syntax.separator, syntax.section_close, syntax.close, syntax.open, ";{", ",{"]
         if not final and may_grow(text, position, expected[:4] if not self.bare else expected[4:]):
@@ -147,30 +128,23 @@ class CallReader:
             return position, read_head(syntax, text, position) is not None
         return position, self._next.match(text, position) is not None
 
-    def _closed(self, text: str, body: CallBody, *, final: bool) -> ReadCall | None:
-        """Return the call with this complete body. It ends after as much of its closing delimiter as was written.
+    def _closed(self, text: str, call: ReadCall, *, final: bool) -> ReadCall | None:
+        """Return a complete call with the position after as much of its closing delimiter as was written.
 
         Return None if more text may complete the delimiter.
         """
         # Models may write too many braces, or only parts of the closing delimiter.
-        spare = self._spare.match(text, body.end)
-        position = spare.end() if spare else body.end
-        match = self._closing.match(text, position)
-        end = match.end() if match else position
+        position = skip(self._spare, text, call.end)
+        end = skip(self._closing, text, position)
         close = self._syntax.close
         complete = final or not close.strip() or text.endswith(self._last, position, end)
         if not complete and may_grow(text, end, [close]):
             return None
-        if end == position:
-            end = body.end
-        status: CallStatus = "ok"
-        if not body.valid:
-            status = "bad_arguments"
-        elif body.name not in self._tools:
+        if call.status == "ok" and call.name not in self._tools:
             if self.bare:
-                return ReadCall(body.end, None)
-            status = "unknown_tool"
-        return ReadCall(end, body.name, body.arguments, status, body.id)
+                return ReadCall(call.end, None)
+            call = replace(call, status="unknown_tool")
+        return replace(call, end=end if end > position else call.end)
 
     def _broken(
         self, text: str, broken: Broken | None, *, final: bool, over: bool, within_reasoning: bool

@@ -24,7 +24,9 @@ from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import plain_message
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import TemplateRefused
-from tokentape.types import Message, Setup, TokenIds
+from tokentape.types import Message, Setup
+
+_DATES = ("2024-01-01", "2025-12-31")
 
 
 def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None) -> Certificate:
@@ -58,7 +60,7 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
         reasoning_opened_by_prompt=form.reasoning is not None and form.reasoning.opened_by_prompt,
         generation_prompt=tokenizer.spell_marks(form.generation_prompt),
         stop_tokens=tuple(control.content for control in stops if control is not None),
-        date_dependent=_depends_on_date(renderer, setup),
+        date_dependent=len({_prompt(renderer, [grammar.QUESTION], setup, date) for date in _DATES}) > 1,
         dropped=tuple(_dropped(renderer, setup)),
         injection_safe=_injection_safe(renderer, setup),
         control_tokens=tuple(control.content for control in tokenizer.controls),
@@ -85,13 +87,13 @@ def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Se
 
 
 def _continuations(renderer: Renderer, with_tools: Setup, without_tools: Setup) -> Iterator[Continuation]:
-    finders = Continuations(renderer, with_tools), Continuations(renderer, without_tools)
+    tested = {setup.key: Continuations(renderer, setup) for setup in (with_tools, without_tools)}
     for name in grammar.NAMES:
-        bare = grammar.NO_TOOLS in name
+        setup = without_tools if grammar.NO_TOOLS in name else with_tools
         if isinstance(renderer, ExternalRenderer):
-            yield renderer.continuation(without_tools if bare else with_tools, name)
+            yield renderer.continuation(setup, name)
         else:
-            yield finders[bare].find(name)
+            yield tested[setup.key].find(name)
 
 
 _PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": "calls"}
@@ -140,7 +142,8 @@ def _parse_check(
         return ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
     if _writes_content_as_reasoning(renderer, setup, message, completion, history):
         return ParseCheck(name, holds=None, detail="the template writes this content just as it writes reasoning")
-    parser = renderer.parser(setup, prompt_ids=_prompt_ids(renderer, setup, history))
+    prompt = renderer.render_text(history, setup, generate=True)
+    parser = renderer.parser(setup, prompt_ids=renderer.tokenizer.encode_marked(prompt).array)
     parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
     problem = _difference(shown, parser.finish()[1])
     return ParseCheck(name, holds=problem is None, detail=problem or "")
@@ -198,10 +201,6 @@ def written_turn(
     return _cut_turn(renderer, setup, thought, f"{thought['reasoning_content']}{opened.close}{turn}")
 
 
-def _prompt_ids(renderer: Renderer, setup: Setup, history: Sequence[Message]) -> TokenIds:
-    return renderer.tokenizer.encode_marked(renderer.render_text(history, setup, generate=True)).array
-
-
 def _from_question(text: str) -> str:
     """Return a rendering from the question on. The text before the question may depend on later messages."""
     return text[max(text.find(grammar.QUESTION["content"]), 0) :]
@@ -209,8 +208,7 @@ def _from_question(text: str) -> str:
 
 def _cut_turn(renderer: Renderer, setup: Setup, message: Message, turn: str) -> tuple[Message, str]:
     """Return the part of the message in the turn up to its first stop token, and the turn up to there."""
-    stop_ids = renderer.stop_ids(setup)
-    stops = [control.mark for control in renderer.tokenizer.controls if control.id in stop_ids]
+    stops = renderer.tokenizer.marks(renderer.stop_ids(setup))
     ends = [turn.index(mark) + len(mark) for mark in stops if mark in turn]
     turn = turn[: min(ends)] if ends else turn
     return _shown(message, turn), turn
@@ -247,11 +245,6 @@ def _difference(message: Message, reply: Reply) -> str | None:
     if (message.get("reasoning_content") or "").strip() != reply.reasoning.strip():
         return f"reasoning came back as {reply.reasoning!r}"
     return None
-
-
-def _depends_on_date(renderer: Renderer, setup: Setup) -> bool:
-    texts = {_prompt(renderer, [grammar.QUESTION], setup, date) for date in ("2024-01-01", "2025-12-31")}
-    return len(texts) > 1
 
 
 def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:

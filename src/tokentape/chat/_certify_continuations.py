@@ -7,12 +7,13 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from string import ascii_lowercase
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._bridge import TurnSuffix, trim_to_turn_end
 from tokentape.chat._certificate import Continuation, Strategy
 from tokentape.chat._compared_strings import HIGHEST
+from tokentape.chat._grammar import Conversation
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._strategy import local_or_contextual, reaches_prompt
 from tokentape.chat._tokenizer import MARK
@@ -20,6 +21,10 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Setup
 
 _Asked = TypeVar("_Asked")
+_Rewritten: TypeAlias = tuple[str, tuple[Message, ...]]
+"""How a template rewrites earlier text, and a conversation in which it does."""
+
+_FROM_BEST: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
 _MERGES = "the text stays, but it encodes to different ids where the turn meets its prompt"
 
 
@@ -39,47 +44,35 @@ class Continuations:
         refusal = "the template accepted no conversation with it"
         tried = 0
         shortest: tuple[Message, ...] = ()
-        strategy: Strategy = "local"
-        rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
-        ends: dict[str, None] = {}
         compared = self._renderer.template.compared
-        if compared.number > HIGHEST:
-            strategy = "contextual"
-        for history, reply, new in grammar.conversations(name, compared):
+        strategy: Strategy = "contextual" if compared.number > HIGHEST else "local"
+        rewritten: dict[bool, _Rewritten] = {}
+        """The first conversations that show how the template rewrites earlier text, by whether their turn is clean."""
+        ends: dict[str, None] = {}
+        for conversation in grammar.conversations(name, compared):
+            history, reply, _ = conversation
             try:
                 # If the turn's prompt can't be rendered, no model can have written the turn.
                 self._marked(history, generate=True)
-                full = self._marked((*history, reply, *new), generate=True)
-                own_strategy, suffix = self._strategy(history, reply, new)
+                self._marked(conversation.messages, generate=True)
+                own_strategy, suffix = self._strategy(conversation)
             except TemplateRefused as error:
                 refusal = str(error)
                 continue
             tried += 1
             shortest = shortest or history
-            strategy = _worse(strategy, own_strategy)
+            strategy = max(strategy, own_strategy, key=_FROM_BEST.index)
             ends |= dict.fromkeys(self._ends(reply, suffix))
             clean = grammar.is_clean(reply)
-            if clean not in rewritten:
-                reason = self._rewrites(history, reply, full, suffix)
-                if reason is not None:
-                    rewritten[clean] = reason, (*history, reply, *new)
+            reason = None if clean in rewritten else self._rewrites(conversation, suffix)
+            if reason is not None:
+                rewritten[clean] = reason, conversation.messages
         if not tried:
             return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
-        if True not in rewritten:
-            for merging in self._that_merge(self._accepted((grammar.QUESTION,))):
-                rewritten.setdefault(grammar.is_clean(merging[-1]), (_MERGES, merging))
-                if True in rewritten:
-                    break
-        if True not in rewritten:
-            found_merging = self._merges_with_number(name)
-            if found_merging is not None:
-                rewritten[True] = _MERGES, found_merging
-        if True not in rewritten and self._setup.tools:
-            for messages, reply, new in grammar.with_calls_unanswered(name):
-                history = self._accepted(messages)
-                reason = self._rewrites_unanswered(history, reply, new)
-                if reason is not None:
-                    rewritten.setdefault(True, (reason, (*history, reply, *new)))
+        for clean, found in self._rarely_rewritten(name) if True not in rewritten else ():
+            rewritten.setdefault(clean, found)
+            if clean:
+                break
         if strategy in ("local", "contextual"):
             depends, found_rewritten = self._under_words(name, shortest)
             strategy = "contextual" if depends else strategy
@@ -111,28 +104,29 @@ class Continuations:
         key = ("marked", generate, *map(id, messages))
         return self._once(key, messages, lambda: self._renderer.render_text(messages, self._setup, generate=generate))
 
-    def _suffix(self, reply: Message, new: tuple[Message, ...], history: tuple[Message, ...] | None = None) -> str:
-        messages = reply, new, history
+    def _suffix(self, conversation: Conversation, *, local: bool = False) -> str:
+        """Return the text after the turn: in this conversation or, with `local`, after a placeholder question."""
+        reply, new, history = conversation.reply, conversation.new, None if local else conversation.history
         key = ("suffix", id(reply), *map(id, new), None, *map(id, history or ()))
-        return self._once(key, messages, lambda: self._renderer.suffix(reply, new, self._setup, history))
+        return self._once(key, conversation, lambda: self._renderer.suffix(reply, new, self._setup, history))
 
-    def _strategy(
-        self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
-    ) -> tuple[Strategy, str | None]:
+    def _local_or_contextual(self, conversation: Conversation, suffix: str) -> Strategy:
+        return local_or_contextual(lambda: self._suffix(conversation, local=True), suffix)
+
+    def _strategy(self, conversation: Conversation) -> tuple[Strategy, str | None]:
         """Return the strategy for one conversation, and its suffix if that contains all new messages."""
+        history, reply, new = conversation
         try:
-            suffix = self._suffix(reply, new, history)
+            suffix = self._suffix(conversation)
         except TemplateRefused:
             if reaches_prompt(self._renderer, self._setup, [*history, reply], new):
                 return "fork", None
             raise
         if any(word in suffix for word in grammar.words_of([*history, *self._setup.tools])):
             return "fork", suffix
-        return local_or_contextual(lambda: self._suffix(reply, new), suffix), suffix
+        return self._local_or_contextual(conversation, suffix), suffix
 
-    def _under_words(
-        self, name: str, shortest: tuple[Message, ...]
-    ) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
+    def _under_words(self, name: str, shortest: tuple[Message, ...]) -> tuple[bool, _Rewritten | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`.
 
         `shortest` is the shortest history after which the template accepts the continuation's turn and new messages.
@@ -144,7 +138,13 @@ class Continuations:
         reply, depends = replies[0], False
         speaking = reply if reply["content"] else self._with(reply, content="An answerword.")
         thinking = self._with(reply, reasoning_content="A thoughtword.")
-        rewritten: tuple[str, tuple[Message, ...]] | None = None
+        rewritten: _Rewritten | None = None
+
+        def note(conversation: Conversation, suffix: str) -> None:
+            nonlocal rewritten
+            reason = self._rewrites(conversation, suffix)
+            rewritten = (reason, conversation.messages) if reason is not None else rewritten
+
         strings, length = self._renderer.template.compared.strings, self._renderer.template.compared.length
         # It may look for several in one text, or for a long text.
         together = (" ".join(strings),) if len(strings) > 1 else ()
@@ -154,18 +154,18 @@ class Continuations:
             for history in grammar.histories_with(words):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
+                usual = Conversation(history, reply, new)
                 try:
-                    suffix = self._suffix(reply, new, history)
-                    depends = depends or local_or_contextual(lambda: self._suffix(reply, new), suffix) != "local"
-                    depends = depends or self._suffix(speaking, new, history) != self._suffix(with_words, new, history)
+                    suffix = self._suffix(usual)
+                    depends = depends or self._local_or_contextual(usual, suffix) != "local"
+                    said, said_words = (usual._replace(reply=turn) for turn in (speaking, with_words))
+                    depends = depends or self._suffix(said) != self._suffix(said_words)
                     for turn in (reply, thinking) if rewritten is None else ():
-                        full = self._marked((*history, turn, *new), generate=True)
-                        reason = self._rewrites(history, turn, full, suffix)
-                        rewritten = (reason, (*history, turn, *new)) if reason is not None else rewritten
+                        note(usual._replace(reply=turn), suffix)
                     if not depends:
                         # The template may count the messages with these words.
-                        local = functools.partial(self._suffix, reply, all_said)
-                        depends = local_or_contextual(local, self._suffix(reply, all_said, history)) != "local"
+                        counted = usual._replace(new=all_said)
+                        depends = self._local_or_contextual(counted, self._suffix(counted)) != "local"
                 except TemplateRefused:
                     continue
                 if depends and rewritten is not None:
@@ -174,13 +174,27 @@ class Continuations:
             said_by = [(*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)]
             for later, turn in itertools.product(said_by, (reply, thinking)) if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
-                    full = self._marked((*shortest, turn, *later), generate=True)
-                    reason = self._rewrites(shortest, turn, full, self._suffix(turn, later, shortest))
-                    rewritten = (reason, (*shortest, turn, *later)) if reason is not None else rewritten
+                    changed = Conversation(shortest, turn, later)
+                    note(changed, self._suffix(changed))
         return depends, rewritten
 
     def _accepted(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return grammar.accepted(messages, self._renderer.format(self._setup))
+
+    def _rarely_rewritten(self, name: str) -> Iterator[tuple[bool, _Rewritten]]:
+        """Yield (whether the turn is clean, rewriting) for tokens that merge and for calls without results."""
+        for merging in self._that_merge(self._accepted((grammar.QUESTION,))):
+            yield grammar.is_clean(merging[-1]), (_MERGES, merging)
+        for numbered in self._numbered(name):
+            with contextlib.suppress(TemplateRefused):
+                if self._rewrites(numbered, self._suffix(numbered)) == _MERGES:
+                    yield True, (_MERGES, numbered.messages)
+        for unanswered in grammar.with_calls_unanswered(name) if self._setup.tools else ():
+            conversation = unanswered._replace(history=self._accepted(unanswered.history))
+            with contextlib.suppress(TemplateRefused):
+                reason = self._rewrites_unanswered(conversation)
+                if reason is not None:
+                    yield True, (reason, conversation.messages)
 
     def _that_merge(self, history: tuple[Message, ...]) -> Iterator[tuple[Message, ...]]:
         """Yield conversations with a reply whose beginning merges into one token with the end of its prompt.
@@ -213,42 +227,33 @@ class Continuations:
                 seen.add(end)
                 history = self._accepted(grammar.after_exchange(history))
 
-    def _merges_with_number(self, name: str) -> tuple[Message, ...] | None:
-        """Return a conversation in which a turn merges with the number at the end of its prompt; None if none does."""
+    def _numbered(self, name: str) -> Iterator[Conversation]:
+        """Yield conversations in which a clean turn may merge with the number at the end of its prompt."""
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
-        starts = ((grammar.QUESTION,), (grammar.SYSTEM, grammar.QUESTION))
-        numbered = [history for start in starts for history in self._with_other_ends(self._accepted(start))]
-        for history, reply in itertools.product(numbered, filter(grammar.is_clean, replies)):
-            with contextlib.suppress(TemplateRefused):
-                full = self._marked((*history, reply, *new), generate=True)
-                if self._rewrites(history, reply, full, self._suffix(reply, new, history)) == _MERGES:
-                    return (*history, reply, *new)
-        return None
+        for start in ((grammar.QUESTION,), (grammar.SYSTEM, grammar.QUESTION)):
+            for history in self._with_other_ends(self._accepted(start)):
+                for reply in filter(grammar.is_clean, replies):
+                    yield Conversation(history, reply, new)
 
-    def _rewrites_unanswered(
-        self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
-    ) -> str | None:
-        """Return how earlier ids change after calls without results; None if they don't or such calls are refused."""
-        try:
-            full = self._marked((*history, reply, *new), generate=True)
-            turn = full[len(self._marked(history, generate=True)) :]
-            if any(call["function"]["name"] not in turn for call in reply["tool_calls"]):
-                # Some templates drop the calls of a turn that has content, even if it is empty (DeepSeek-V3).
-                reply = {**reply, "content": None}
-                full = self._marked((*history, reply, *new), generate=True)
-            return self._rewrites(history, reply, full, self._strategy(history, reply, new)[1])
-        except TemplateRefused:
-            return None
+    def _rewrites_unanswered(self, conversation: Conversation) -> str | None:
+        """Return how earlier ids change after calls without results; None if they don't."""
+        prompt = self._marked(conversation.history, generate=True)
+        turn = self._marked(conversation.messages, generate=True)[len(prompt) :]
+        if any(call["function"]["name"] not in turn for call in conversation.reply["tool_calls"]):
+            # Some templates drop the calls of a turn that has content, even if it is empty (DeepSeek-V3).
+            conversation = conversation._replace(reply={**conversation.reply, "content": None})
+        return self._rewrites(conversation, self._strategy(conversation)[1])
 
-    def _rewrites(self, history: tuple[Message, ...], reply: Message, full: str, suffix: str | None) -> str | None:
+    def _rewrites(self, conversation: Conversation, suffix: str | None) -> str | None:
         """Return how rendering the longer conversation changes earlier ids; None if it does not."""
+        full = self._marked(conversation.messages, generate=True)
         if suffix is None:
             return "a new message's text is written before the turn"
-        prompt = self._marked(history, generate=True)
-        spoken = self._marked((*history, reply), generate=False)
+        prompt = self._marked(conversation.history, generate=True)
+        spoken = self._marked((*conversation.history, conversation.reply), generate=False)
         if not spoken.startswith(prompt):
             return "the generation prompt differs from what the template later writes before the turn"
-        after = self._after_turn(reply, suffix)
+        after = self._after_turn(conversation.reply, suffix)
         if not full.startswith(prompt):
             return "the text before the turn is written differently once the conversation goes on"
         turn = full[len(prompt) : len(full) - len(after.text)]
@@ -258,20 +263,13 @@ class Continuations:
         return _MERGES if pieces != self._ids(full) else None
 
     def _after_turn(self, reply: Message, suffix: str) -> TurnSuffix:
-        tokenizer = self._renderer.tokenizer
-        key = "close", id(reply)
-        close = self._once(key, reply, lambda: self._renderer.turn_close(reply, self._setup))
-        return trim_to_turn_end(suffix, close, self._renderer.format(self._setup), tokenizer, tokenizer.eos_ids)
+        renderer, setup = self._renderer, self._setup
+        close = self._once(("close", id(reply)), reply, lambda: renderer.turn_close(reply, setup))
+        return trim_to_turn_end(suffix, close, renderer.format(setup), renderer.tokenizer)
 
     def _ends(self, reply: Message, suffix: str | None) -> Iterator[str]:
         """Yield the token with which the template ends such a turn, if it is a stop token."""
         mark = MARK.match(self._after_turn(reply, suffix).text) if suffix is not None else None
-        if mark is not None:
-            control = self._renderer.tokenizer.control_of_mark(mark[0])
-            if control.id in self._renderer.stop_ids(self._setup):
-                yield control.content
-
-
-def _worse(first: Strategy, second: Strategy) -> Strategy:
-    order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
-    return max(first, second, key=order.index)
+        tokenizer = self._renderer.tokenizer
+        if mark is not None and mark[0] in tokenizer.marks(self._renderer.stop_ids(self._setup)):
+            yield tokenizer.control_of_mark(mark[0]).content

@@ -15,23 +15,19 @@ from collections.abc import Mapping
 
 from tokentape.chat._assistant_format import Channels
 from tokentape.chat._call_body import object_arguments
+from tokentape.chat._parse import Parser
 from tokentape.chat._reader import Reader
-from tokentape.chat._reply import CallStatus, ReplyParts, ToolCall
-from tokentape.chat._tokenizer import MARK, Tokenizer
+from tokentape.chat._reply import ToolCall
+from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
 
-class ChannelScanner:
+class ChannelParser(Parser):
     """Splits a completion with channels into reasoning, content and calls, part by part."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, reader: Reader, parts: ReplyParts, channels: Channels, tools: Mapping[str, Tool]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._reader = reader
-        self._parts = parts
+    def __init__(self, reader: Reader, tools: Mapping[str, Tool], channels: Channels) -> None:
+        super().__init__(reader, tools)
         self._channels = channels
-        self._tools = tools
         self._header_at = 0
         self._seek = 0
         """Where to continue searching for the end of the open header or call."""
@@ -46,11 +42,9 @@ class ChannelScanner:
 
     @property
     def reasoning_open(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
         return self._region == "reasoning" and not self._reader.stopped
 
     def scan(self, *, final: bool) -> None:
-        """Parse the reader's text. `final` means that it is complete."""
         while self._step_header(final=final) if self._region == "header" else self._step_part(final=final):
             pass
         if self._region in ("content", "reasoning"):
@@ -134,12 +128,11 @@ class ChannelScanner:
         self._parts.add("reasoning" if region == "reasoning" else "content", self._tokenizer.spell_marks(text))
 
     def _add_call(self, raw: str, end: int, *, ended: bool) -> None:
-        arguments, valid = object_arguments(raw)
-        status: CallStatus = "ok" if self._name in self._tools else "unknown_tool"
-        if not ended and not (valid and raw.strip()):
+        arguments, status = object_arguments(raw)
+        if not ended and not (status == "ok" and raw.strip()):
             status = "unclosed"
             self._add_text("content", self._reader.text[self._header_at : end])
-        elif not valid:
-            status = "bad_arguments"
+        elif status == "ok" and self._name not in self._tools:
+            status = "unknown_tool"
         span = self._reader.tokens(self._header_at, end)
         self._parts.tool_calls.append(ToolCall(self._name, arguments, status, span))

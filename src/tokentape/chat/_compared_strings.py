@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jinja2 import nodes
@@ -41,49 +41,50 @@ NOTHING_COMPARED = Compared((), (), 0, 0, 1)
 
 def compared(template: nodes.Template) -> Compared:
     """Return the constants in a template's comparisons, tests and searches."""
-    count, length = _numbers(template)
-    return Compared(_compared_strings(template), _compared_names(template), count, length, _divisor(template))
-
-
-def _compared_strings(template: nodes.Template) -> tuple[str, ...]:
-    """Return the strings that a template compares with values that are no names, or passes to a method such as `find`.
-
-    A string is also found if it is assigned to a variable, listed for a loop or passed to a macro. Comparisons of
-    roles, types and names are skipped because they do not involve the text of messages.
-    """
     assigned = _assigned(template)
-    macros = {macro.name for macro in template.find_all(nodes.Macro)}
-    strings: dict[str, None] = {}
-    for compare in template.find_all(nodes.Compare):
-        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+    comparisons = [[node.expr, *(operand.expr for operand in node.ops)] for node in template.find_all(nodes.Compare)]
+    named = [side for sides in comparisons if any(_field(side) == "name" for side in sides) for side in sides]
+    strings = [text for text in _texts(_compared_with_text(template, comparisons), assigned) if text not in _ROLES]
+    number, length = _numbers(template, assigned)
+    return Compared(
+        strings=tuple(strings[:_MOST]),
+        names=tuple(_texts(named, assigned)[:_MOST]),
+        number=number,
+        length=length,
+        divisor=_divisor(template, assigned),
+    )
+
+
+def _compared_with_text(template: nodes.Template, comparisons: Iterable[Sequence[nodes.Expr]]) -> Iterator[nodes.Node]:
+    """Yield expressions that are compared with values that are no names, or passed to a method such as `find`.
+
+    Arguments of macros count too. Comparisons of roles, types and names are skipped because they do not involve the
+    text of messages.
+    """
+    for sides in comparisons:
         if not any(map(_holds_no_text, sides)):
-            strings |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
+            yield from sides
+    macros = {macro.name for macro in template.find_all(nodes.Macro)}
     for call in template.find_all(nodes.Call):
         searches = isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS
         if searches or (isinstance(call.node, nodes.Name) and call.node.name in macros):
-            strings |= dict.fromkeys(text for argument in call.args for text in _strings(argument, assigned))
+            yield from call.args
     for test in template.find_all(nodes.Test):
         if not _holds_no_text(test.node):
-            strings |= dict.fromkeys(text for argument in test.args or () for text in _strings(argument, assigned))
-    return tuple(text for text in strings if text.strip() and len(text) <= _LONGEST and text not in _ROLES)[:_MOST]
+            yield from test.args or ()
 
 
-def _compared_names(template: nodes.Template) -> tuple[str, ...]:
-    assigned = _assigned(template)
-    names: dict[str, None] = {}
-    for compare in template.find_all(nodes.Compare):
-        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
-        if any(_field(side) == "name" for side in sides):
-            names |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
-    return tuple(name for name in names if name.strip() and len(name) <= _LONGEST)[:_MOST]
+def _texts(expressions: Iterable[nodes.Node], assigned: Mapping[str, nodes.Expr]) -> list[str]:
+    """Return the strings among the expressions, and those that variables among them are set to or loop over."""
+    texts = dict.fromkeys(text for node in expressions for text in _strings(node, assigned))
+    return [text for text in texts if text.strip() and len(text) <= _LONGEST]
 
 
-def _numbers(template: nodes.Template) -> tuple[int, int]:
+def _numbers(template: nodes.Template, assigned: Mapping[str, nodes.Expr]) -> tuple[int, int]:
     """Return the highest number in comparisons with anything else than a text's length, and in those with one.
 
     A number that is assigned to a variable is found if the variable is compared.
     """
-    assigned = _assigned(template)
     highest = {False: 0, True: 0}
     for compared in (*template.find_all(nodes.Compare), *template.find_all(nodes.Test)):
         named = [assigned.get(name.name) for name in compared.find_all(nodes.Name)]
@@ -95,12 +96,11 @@ def _numbers(template: nodes.Template) -> tuple[int, int]:
     return highest[False], highest[True]
 
 
-def _divisor(template: nodes.Template) -> int:
+def _divisor(template: nodes.Template, assigned: Mapping[str, nodes.Expr]) -> int:
     """Return the highest number that a template divides a count by; 1 if there is none.
 
     Division by 2 is no matter: other histories have odd and even numbers of turns.
     """
-    assigned = _assigned(template)
     divisors = [mod.right for mod in template.find_all(nodes.Mod)]
     divisors += [(test.args or [test.node])[0] for test in template.find_all(nodes.Test) if test.name == "divisibleby"]
     named = [assigned.get(node.name, node) if isinstance(node, nodes.Name) else node for node in divisors]

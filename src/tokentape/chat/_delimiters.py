@@ -89,10 +89,15 @@ def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
     return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 
 
+def skip(expected: re.Pattern[str], text: str, position: int) -> int:
+    """Return the position after what the expression matches at `position`; `position` if it does not match there."""
+    match = expected.match(text, position)
+    return match.end() if match else position
+
+
 def skip_space(text: str, position: int) -> int:
     """Return the position after at most 1000 white-space characters at `position`."""
-    space = _SPACE.match(text, position)
-    return space.end() if space else position
+    return skip(_SPACE, text, position)
 
 
 def _whole(piece: str) -> str:

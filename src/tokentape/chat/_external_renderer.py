@@ -6,8 +6,8 @@ bridges is checked for that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +15,9 @@ import numpy as np
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Continuation, Strategy
 from tokentape.chat._media import ImageProcessor, image_parts
-from tokentape.chat._overrides import Completion, Overrides, parse_whole
-from tokentape.chat._parse import ReplyParser
+from tokentape.chat._overrides import Completion, Overrides, call_of, parse_whole
 from tokentape.chat._renderer import PromptTokens, Renderer
-from tokentape.chat._reply import CallStatus, Reply, ToolCall
+from tokentape.chat._reply import Reply, ToolCall
 from tokentape.chat._template import ChatTemplate, plain_message
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
@@ -64,6 +63,8 @@ class ExternalRenderer(Renderer):
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides, images: ImageProcessor | None = None
     ) -> None:
+        if overrides.parser is None:
+            overrides = replace(overrides, parser=parse_whole(self, self.parse))
         super().__init__(tokenizer, template, overrides, images)
         assert overrides.renderer is not None
         self._object: RendererObject = overrides.renderer
@@ -141,8 +142,9 @@ class ExternalRenderer(Renderer):
         refusal = "the renderer accepted no conversation with it"
         tried = 0
         rewritten: tuple[str, tuple[Message, ...]] | None = None
-        for history, reply, new in grammar.conversations(name):
-            whole = (*history, reply, *new)
+        for conversation in grammar.conversations(name):
+            history, reply, new = conversation
+            whole = conversation.messages
             try:
                 completion_ids = self._completion(setup, history, reply)
                 context_ids = np.concatenate([self.render(history, setup).ids, completion_ids])
@@ -179,28 +181,6 @@ class ExternalRenderer(Renderer):
             turn = [*self.tokenizer.encode_after_control(reply.get("content") or "").ids, *sorted(stop_ids)[:1]]
         stops = [index for index, token_id in enumerate(turn) if token_id in stop_ids]
         return self.tokenizer.array(turn[: stops[0] + 1] if stops else turn)
-
-    def _unsafe_parser(
-        self, setup: Setup, stop_strings: Sequence[str], prompt_ids: TokenIds | None = None
-    ) -> ReplyParser:
-        if self.overrides is not None and self.overrides.parser is not None:
-            return self.overrides.parser(setup, stop_strings)
-        return parse_whole(self, self.parse)(setup, stop_strings)
-
-
-def call_of(name: Any, arguments: Any, tool_names: set[str], span: tuple[int, int], call_id: Any = None) -> ToolCall:
-    """Return a `ToolCall` for a call that an external parser found. `arguments` is an object or its JSON text.
-
-    `tool_names` contains the names of the tools, and `span` is the range of completion tokens.
-    """
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    status: CallStatus = "ok" if name in tool_names else "unknown_tool"
-    try:
-        if not isinstance(json.loads(text), Mapping):
-            status = "bad_arguments"
-    except ValueError:
-        status = "bad_arguments"
-    return ToolCall(str(name or ""), text, status, span, None if call_id is None else str(call_id))
 
 
 def _call(call: Any, tool_names: set[str], length: int) -> ToolCall:

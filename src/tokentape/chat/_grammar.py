@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.chat._compared_strings import HIGHEST, NOTHING_COMPARED, Compared
@@ -52,6 +52,20 @@ NEXT: Message = {"role": "user", "content": "  then a nextword\n\n"}
 
 DATE = "2024-07-26"
 
+
+class Conversation(NamedTuple):
+    """A conversation in which new messages follow a turn."""
+
+    history: tuple[Message, ...]
+    reply: Message
+    new: tuple[Message, ...]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages."""
+        return (*self.history, self.reply, *self.new)
+
+
 _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 
 
@@ -64,12 +78,20 @@ def setup(
 
 def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `n`th call to `TOOL`, with an id that every template accepts: nine letters and digits."""
-    return {"id": f"call0000{n}", "type": "function", "function": {"name": "measure", "arguments": dict(arguments)}}
+    return _call(f"call0000{n}", "measure", arguments)
 
 
 def result(n: int, content: str) -> Message:
     """Return the tool's result for `call(n)`."""
-    return {"role": "tool", "name": "measure", "tool_call_id": f"call0000{n}", "content": content}
+    return _result(f"call0000{n}", content, "measure")
+
+
+def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _result(call_id: str, content: str, name: str = "look_up") -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": call_id, "content": content}
 
 
 def _turn(content: str | None, calls: Sequence[dict[str, Any]] = (), reasoning: str | None = None) -> Message:
@@ -191,27 +213,24 @@ def answers(reply: Message, new_messages: Sequence[Message]) -> bool:
     return len(reply.get("tool_calls") or ()) == len(answered)
 
 
-def _past_call(call_id: str, city: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": "look_up", "arguments": {"city": city}}}
-
-
-def _past_result(call_id: str, content: str) -> Message:
-    return {"role": "tool", "name": "look_up", "tool_call_id": call_id, "content": content}
+def _past_turn(*calls: tuple[str, str], reasoning: str | None = None, name: str = "look_up") -> Message:
+    """Return a turn in a history that looks cities up. Each of `calls` is (id, city)."""
+    return _turn("", [_call(call_id, name, {"city": city}) for call_id, city in calls], reasoning)
 
 
 def _past(call_id: str, *others: str) -> tuple[Message, ...]:
     """Return a user message, a call, two calls for each id in `others`, all with their results, and an answer."""
     return (
         {"role": "user", "content": "Look a pastword up."},
-        _turn("", [_past_call(call_id, "Bern")], "A pastthought."),
-        _past_result(call_id, "Rain over a pastresult."),
+        _past_turn((call_id, "Bern"), reasoning="A pastthought."),
+        _result(call_id, "Rain over a pastresult."),
         *(
             message
             for n, other in enumerate(others)
             for message in (
-                _turn("", [_past_call(other, f"Oslo {n}"), _past_call(other[::-1], f"Lima {n}")]),
-                _past_result(other, f"Sun {n}"),
-                _past_result(other[::-1], f"Snow {n}"),
+                _past_turn((other, f"Oslo {n}"), (other[::-1], f"Lima {n}")),
+                _result(other, f"Sun {n}"),
+                _result(other[::-1], f"Snow {n}"),
             )
         ),
         _turn("A pastanswer.", reasoning="Another pastthought."),
@@ -220,8 +239,8 @@ def _past(call_id: str, *others: str) -> tuple[Message, ...]:
 
 AFTER_RESULT: tuple[Message, ...] = (
     QUESTION,
-    _turn("", [_past_call("Wn6gK4tBd", "Rome")], "A pastthought."),
-    _past_result("Wn6gK4tBd", "Hail"),
+    _past_turn(("Wn6gK4tBd", "Rome"), reasoning="A pastthought."),
+    _result("Wn6gK4tBd", "Hail"),
 )
 """A history that ends with a tool's result."""
 
@@ -266,7 +285,7 @@ def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
         )
     ]
     called = _past("Xq3vT8nLw")[:2]
-    answered = [(*called, _past_result("Xq3vT8nLw", text)) for text in (words, around)]
+    answered = [(*called, _result("Xq3vT8nLw", text)) for text in (words, around)]
     return (*histories, *answered, (*answered[1], _turn(around), QUESTION))
 
 
@@ -287,11 +306,11 @@ def _long_histories(rounds: int, divisor: int) -> tuple[tuple[Message, ...], ...
     """
     histories = []
     for count in range(rounds, rounds + divisor):
-        answered = [(EARLIER, _turn("A pastanswer.")) for _ in range(count)]
-        called = [_past(f"pastid{n:03d}") for n in range(count)]
-        histories += [(*chain.from_iterable(turns), QUESTION) for turns in (answered, called)]
         ids = [f"pastid{n:03d}" for n in range(count)]
-        steps = [(_turn("", [_past_call(i, "Rome")]), _past_result(i, "Hail")) for i in ids]
+        answered = [(EARLIER, _turn("A pastanswer.")) for _ in range(count)]
+        called = [_past(call_id) for call_id in ids]
+        histories += [(*chain.from_iterable(turns), QUESTION) for turns in (answered, called)]
+        steps = [(_past_turn((call_id, "Rome")), _result(call_id, "Hail")) for call_id in ids]
         histories.append((QUESTION, *chain.from_iterable(steps)))
     return tuple(histories)
 
@@ -307,9 +326,7 @@ _NAMED: tuple[Message, ...] = ({**EARLIER, "name": "Ada"}, _turn("A pastanswer."
 
 def _with_name(name: str) -> tuple[tuple[Message, ...], ...]:
     """Return histories in which a tool, or a user, has this name."""
-    calling = _past_call("Pw4sD6hKc", "Pisa")
-    calling["function"]["name"] = name
-    used = (EARLIER, _turn("", [calling]), {**_past_result("Pw4sD6hKc", "Fog"), "name": name})
+    used = (EARLIER, _past_turn(("Pw4sD6hKc", "Pisa"), name=name), _result("Pw4sD6hKc", "Fog", name))
     return (
         (*used, _turn("A pastanswer."), QUESTION),
         used,
@@ -317,10 +334,8 @@ def _with_name(name: str) -> tuple[tuple[Message, ...], ...]:
     )
 
 
-def conversations(
-    name: str, compared: Compared = NOTHING_COMPARED
-) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield the (history, turn, new messages) to try for a continuation: usual histories first, the shortest first.
+def conversations(name: str, compared: Compared = NOTHING_COMPARED) -> Iterator[Conversation]:
+    """Yield the conversations to try for a continuation: usual histories first, the shortest first.
 
     The other histories have unusual ids or ends, instructions in between, names that the template compares, or more
     turns than the highest number in its comparisons; see `_long_histories` for the divisor.
@@ -330,21 +345,21 @@ def conversations(
         if NO_SYSTEM in name and SYSTEM in history:
             continue
         for turn in turns:
-            yield history, turn, new
+            yield Conversation(history, turn, new)
     instructed = () if NO_SYSTEM in name else _INSTRUCTED
     long = _long_histories(max(3, min(compared.number, HIGHEST) + 1), compared.divisor)
     named = [history for name in compared.names for history in _with_name(name)]
     for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *named, *long):
-        yield history, turns[0], new
+        yield Conversation(history, turns[0], new)
 
 
-def with_calls_unanswered(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield (history, turn, new messages) with unanswered calls, unless the continuation has tool results."""
+def with_calls_unanswered(name: str) -> Iterator[Conversation]:
+    """Yield conversations with unanswered calls, unless the continuation has tool results."""
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     if turns is _ANSWERS:
         for history in ((QUESTION,), (SYSTEM, QUESTION)):
             for turn in (*_CALLING, *_CALLING_TWICE):
-                yield history, turn, new
+                yield Conversation(history, turn, new)
 
 
 def is_clean(turn: Message) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tokentape.chat._delimiters import skip
 from tokentape.types import Tool
 
 
@@ -76,34 +77,28 @@ class ObjectEnd:
 def decode(text: str) -> Any:
     """Return the value of a JSON text, with numbers as text. Raises `ValueError` if it is invalid or too deep."""
     try:
-        value, end = _LENIENT.raw_decode(text, _past(_SPACE, text, 0))
+        value, end = _LENIENT.raw_decode(text, skip(_SPACE, text, 0))
     except RecursionError as error:
         raise ValueError("the JSON is nested too deep") from error
-    if _past(_SPACE, text, end) != len(text):
+    if skip(_SPACE, text, end) != len(text):
         raise ValueError("more text follows the JSON value")
     return value
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:
     """Yield (name, raw value) for each member of a JSON object that `decode` accepts."""
-    position = _past(_OPEN, text, 0)
+    position = skip(_OPEN, text, 0)
     while text[position] != "}":
         name, position = _LENIENT.raw_decode(text, position)
-        start = _past(_COLON, text, position)
+        start = skip(_COLON, text, position)
         _, end = _LENIENT.raw_decode(text, start)
         yield name, text[start:end]
-        position = _past(_COMMA, text, end)
+        position = skip(_COMMA, text, end)
 
 
 def standard(raw: str) -> str:
     """Return a JSON text that `decode` accepts as standard JSON, with control characters within strings escaped."""
     return _STRING.sub(lambda match: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", match[0]), raw)
-
-
-def _past(expected: re.Pattern[str], text: str, position: int) -> int:
-    """Return the position after `expected` at `position`; `position` if it is not there."""
-    match = expected.match(text, position)
-    return match.end() if match else position
 
 
 def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from tokentape.chat._assistant_format import AssistantFormat
-from tokentape.chat._channels import ChannelScanner
 from tokentape.chat._reader import Reader, read_text
-from tokentape.chat._regions import RegionScanner
 from tokentape.chat._reply import Reply, ReplyDelta, ReplyParts, ToolCall
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.types import Tool
@@ -32,46 +30,40 @@ class ReplyParser(Protocol):
         ...
 
 
-class Parser:
+class Parser(ABC):
     """Parses one completion: call `feed` with ids as they arrive, then `finish`. `Renderer.parser` creates parsers."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        form: AssistantFormat,
-        *,
-        stop_ids: frozenset[int],
-        stop_strings: Sequence[str] = (),
-        tools: Sequence[Tool] = (),
-    ) -> None:
-        close = form.content_close.last.strip()
-        if close and not MARK.search(close):
-            # The vocabulary has no token that ends a turn, so the engine can't stop there.
-            stop_strings = [*stop_strings, close]
-        by_name = {tool["function"]["name"]: tool for tool in tools}
-        self._reader = Reader(tokenizer, stop_ids, stop_strings)
+    def __init__(self, reader: Reader, tools: Mapping[str, Tool]) -> None:
+        """Create a parser for calls of `tools`, by name. `reader` converts the ids to text."""
+        self._reader = reader
+        self._tools = tools
+        self._tokenizer = reader.tokenizer
         self._parts = ReplyParts()
-        self._scanner: ChannelScanner | RegionScanner
-        if form.channels is not None:
-            self._scanner = ChannelScanner(tokenizer, self._reader, self._parts, form.channels, by_name)
-        else:
-            self._scanner = RegionScanner(tokenizer, self._reader, self._parts, form, by_name)
+
+    @property
+    @abstractmethod
+    def reasoning_open(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
+
+    @abstractmethod
+    def scan(self, *, final: bool) -> None:
+        """Parse the reader's text. `final` means that it is complete."""
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
         """Add newly sampled ids, and return the new part of the reply that later ids can't change."""
         self._reader.feed(ids)
-        self._scanner.scan(final=False)
+        self.scan(final=False)
         return self._parts.drain()
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
         """End the completion, and return the rest of the reply and the whole reply."""
         self._reader.finish()
-        self._scanner.scan(final=True)
+        self.scan(final=True)
         reply = Reply(
             content="".join(self._parts.content),
             reasoning="".join(self._parts.reasoning),
             tool_calls=tuple(self._parts.tool_calls),
-            reasoning_open=self._scanner.reasoning_open,
+            reasoning_open=self.reasoning_open,
         )
         return self._parts.drain(), reply
 
@@ -160,40 +152,22 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}{place}"
 
 
-@dataclass(slots=True)
-class PlainReader:
-    """Reads one completion as plain text: call `feed` with ids as they arrive, then `finish`.
+class PlainReader(Parser):
+    """Reads one completion as plain text, which ends before the stop id or stop string.
 
-    The text ends before the stop id or stop string. Special tokens are left out, as servers do.
+    Special tokens are left out, as servers do.
     """
 
-    tokenizer: Tokenizer
-    stop_ids: frozenset[int]
-    stop_strings: Sequence[str] = ()
-    _reader: Reader = field(init=False)
-    _returned: list[str] = field(default_factory=list)
+    reasoning_open = False
 
-    def __post_init__(self) -> None:
-        self._reader = Reader(self.tokenizer, self.stop_ids, self.stop_strings)
+    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], stop_strings: Sequence[str] = ()) -> None:
+        super().__init__(Reader(tokenizer, stop_ids, stop_strings), {})
 
-    def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Add newly sampled ids, and return the new text that later ids can't change."""
-        self._reader.feed(ids)
-        return self._read()
-
-    def finish(self) -> tuple[ReplyDelta, Reply]:
-        """End the completion, and return the rest of the text and a reply with all of it as content."""
-        self._reader.finish()
-        rest = self._read()
-        return rest, Reply("".join(self._returned), "", (), reasoning_open=False)
-
-    def _read(self) -> ReplyDelta:
+    def scan(self, *, final: bool) -> None:
         marked = self._reader.take(len(self._reader.text))
         self._reader.forget()
-        text = MARK.sub(lambda mark: self._spelled(mark[0]), marked)
-        self._returned.append(text)
-        return ReplyDelta(text)
+        self._parts.add("content", MARK.sub(lambda mark: self._spelled(mark[0]), marked))
 
     def _spelled(self, mark: str) -> str:
-        control = self.tokenizer.control_of_mark(mark)
+        control = self._tokenizer.control_of_mark(mark)
         return "" if control.special else control.content

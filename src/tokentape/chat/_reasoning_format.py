@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from tokentape.chat._call_syntax import (
-    CONTENT,
-    KEY,
-    NAME,
-    QUESTION,
-    REASONING,
-    VALUE,
-    CallShape,
-    CallSyntax,
-    Render,
-    common_prefix,
-)
+from tokentape.chat._call_syntax import CONTENT, KEY, NAME, QUESTION, REASONING, VALUE, Render, common_prefix
 from tokentape.chat._template import REASONING_FIELDS
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message
+
+if TYPE_CHECKING:
+    from tokentape.chat._assistant_format import AssistantFormat
 
 FRAME = re.compile(f"({MARK.pattern})(\\w+)({MARK.pattern})")
 """Matches a control token, a word and a control token, which together frame a part of a turn in a channel."""
@@ -52,10 +44,9 @@ def continued(render: Render, message: Message) -> str:
     return render([QUESTION, message], False)
 
 
-def read_reasoning(
-    render: Render, prompt: str, header: str, generation_prompt: str, shape: CallShape | None, calls: CallSyntax | None
-) -> Reasoning | None:
+def read_reasoning(render: Render, prompt: str, form: AssistantFormat) -> Reasoning | None:
     """Return the delimiters of reasoning before content, or before a call if the template shows it only there."""
+    header, generation_prompt, shape, calls = form.header, form.generation_prompt, form.shape, form.calls
     around = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
     if around is None and shape is not None and calls is not None:
         around = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
@@ -69,7 +60,9 @@ def read_reasoning(
         opening = before[len(prompt) :]
         if opening.strip():
             return Reasoning(opening, close, opened_by_prompt=False)
-        return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
+        after_header = generation_prompt[common_prefix(generation_prompt, header) :]
+        opening = after_header if after_header.strip() else _last_delimiter(generation_prompt)
+        return Reasoning(opening, close, opened_by_prompt=True)
     opening = _last_delimiter(before)
     if opening.strip() in header:
         # The same text opens the content: what differs is the word before it.
@@ -96,14 +89,12 @@ def _spoken(render: Render, message: Message, following: str, *later: Message) -
     return None if start < 0 or end < 0 else (text[:start], text[start + len(REASONING) : end])
 
 
-def shortest_close(
-    render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
-) -> tuple[Reasoning, str]:
+def shortest_close(render: Render, reasoning: Reasoning, form: AssistantFormat) -> tuple[Reasoning, str]:
     """Shorten the close of reasoning to the part that is also written before calls and within a conversation.
 
     Return the reasoning, and the rest of the close, which opens the content after the reasoning.
     """
-    close = reasoning.close
+    close, shape, content_open = reasoning.close, form.shape, form.content_open.strip()
     shared = in_history = len(close)
     if shape is not None:
         around = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
@@ -114,31 +105,26 @@ def shortest_close(
         # Text that only a conversation's last turn has before its content does not close reasoning.
         in_history = common_prefix(close, within[1])
         shared = min(shared, in_history)
-    if content_open.strip() and close.rstrip().endswith(content_open.strip()):
-        shared = min(shared, close.rindex(content_open.strip()) or shared)
+    if content_open and close.rstrip().endswith(content_open):
+        shared = min(shared, close.rindex(content_open) or shared)
     if not close[shared:].strip():
         return reasoning, ""
-    shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
+    # A delimiter ends with a control token, a tag or a line.
+    ends = (match.end() for match in re.finditer(rf"{MARK.pattern}|[>\]\n]", close))
+    shared = max((end for end in ends if end <= shared), default=0)
     if not close[:shared].strip():
         # The header of the content closes the reasoning.
         shared = in_history if close[:in_history].strip() else len(close)
     return replace(reasoning, close=close[:shared]), close[shared:]
 
 
-def _ends_of_delimiters(text: str) -> Iterator[int]:
-    """Yield the positions at which a control token, a tag or a line ends."""
-    return (match.end() for match in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))
-
-
-def reasoning_never_shown(
-    render: Render, tokenizer: Tokenizer, header: str, generation_prompt: str
-) -> Reasoning | None:
+def reasoning_never_shown(render: Render, tokenizer: Tokenizer, form: AssistantFormat) -> Reasoning | None:
     """Return the delimiters of reasoning that the prompt opens and the template strips from history, or None.
 
     No rendering shows how it is closed, so the likely close, `</x>` for `<x>`, is tried: a template that knows it
     strips the text before it.
     """
-    opening = generation_prompt[common_prefix(generation_prompt, header) :]
+    opening = form.generation_prompt[common_prefix(form.generation_prompt, form.header) :]
     tag = re.fullmatch(r"([<\[]\W*)(\w[^<\[]*)", tokenizer.spell_marks(opening).strip())
     if tag is None:
         return None
@@ -148,12 +134,6 @@ def reasoning_never_shown(
     if REASONING in text or CONTENT not in text:
         return None
     return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)
-
-
-def _prompt_opening(header: str, generation_prompt: str) -> str:
-    """Return the text that the generation prompt has after the assistant's header."""
-    opening = generation_prompt[common_prefix(generation_prompt, header) :]
-    return opening if opening.strip() else _last_delimiter(generation_prompt)
 
 
 def _last_delimiter(text: str) -> str:

@@ -13,11 +13,13 @@ from functools import lru_cache
 from typing import Literal
 
 from tokentape.chat._assistant_format import AssistantFormat
-from tokentape.chat._call_reader import CallReader, ReadCall
+from tokentape.chat._call_body import ReadCall
+from tokentape.chat._call_reader import CallReader
 from tokentape.chat._delimiters import before_ends, held_back
+from tokentape.chat._parse import Parser
 from tokentape.chat._reader import Reader
-from tokentape.chat._reply import ReplyParts, ToolCall
-from tokentape.chat._tokenizer import MARK, Tokenizer
+from tokentape.chat._reply import ToolCall
+from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
 _Speech = Literal["reasoning", "content"]
@@ -51,19 +53,14 @@ class _Delimiter:
         return [cls(core, enters, start, len(text) - start - len(core), anywhere, is_word)] if core else []
 
 
-class RegionScanner:
+class RegionParser(Parser):
     """Splits a completion into reasoning, content and calls, region by region."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, reader: Reader, parts: ReplyParts, form: AssistantFormat, tools: Mapping[str, Tool]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._reader = reader
-        self._parts = parts
+    def __init__(self, reader: Reader, tools: Mapping[str, Tool], form: AssistantFormat) -> None:
+        super().__init__(reader, tools)
         borders = _borders(form, with_calls=bool(tools))
         self._calls = borders.calls.fresh(tools) if borders.calls is not None else None
-        self._leaves, self._search, self._before_calls = borders.leaves, borders.search, borders.before_calls
-        self._held = borders.held
+        self._ends, self._before_calls = borders.ends, borders.before_calls
         self._end_space = len(form.content_close.last) - len(form.content_close.last.lstrip())
         self._region: _Region = "content"
         self._speech: _Speech = "content"
@@ -80,11 +77,9 @@ class RegionScanner:
 
     @property
     def reasoning_open(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
         return self._speech == "reasoning"
 
     def scan(self, *, final: bool) -> None:
-        """Parse the reader's text. `final` means that it is complete."""
         more = True
         while more:
             if self._region == "call":
@@ -98,27 +93,26 @@ class RegionScanner:
 
     def _step_text(self, *, final: bool) -> bool:
         """Read through the next delimiter, or all text that can't be part of one. Return whether to continue."""
-        reader, leaves = self._reader, self._leaves[self._speech]
-        match = self._search[self._speech].search(reader.text, reader.position)
+        reader, ends = self._reader, self._ends[self._speech]
+        match = ends.search.search(reader.text, reader.position)
         if match is None:
             end = len(reader.text)
             if not final:
-                cores, before, space = self._held[self._speech]
                 last = reader.text[-1:]
-                if last in before or (space and last.isspace()):
-                    end -= held_back(reader.text, reader.position, cores)
-                    end = self._before_space(end, space)
+                if last in ends.before_ends or (ends.space_before and last.isspace()):
+                    end -= held_back(reader.text, reader.position, ends.cores)
+                    end = self._before_space(end, ends.space_before)
                 if self._blank and self._is_blank(end):
                     return False
             elif self._speech == "content" and reader.stopped:
                 end = self._before_space(end, self._end_space)
             self._add_text(end)
             return False
-        unsure = 0 if final else held_back(reader.text, reader.position, self._held[self._speech][0])
+        unsure = 0 if final else held_back(reader.text, reader.position, ends.cores)
         if unsure >= len(reader.text) - match.start():
             # The match may be part of a longer delimiter, or of one that begins earlier.
             return False
-        delimiter = leaves.get(match[0]) or _Delimiter(match[0], "call")
+        delimiter = ends.delimiters.get(match[0]) or _Delimiter(match[0], "call")
         if delimiter.enters == "call":
             return self._enter_call(match.start(), delimiter)
         repeated = delimiter.enters == self._speech and not delimiter.anywhere
@@ -235,16 +229,38 @@ class RegionScanner:
 
 
 @dataclass(frozen=True, slots=True)
+class _RegionEnds:
+    """The delimiters that end a region of a completion."""
+
+    delimiters: Mapping[str, _Delimiter]
+    """The delimiters by their `core`."""
+    cores: tuple[str, ...]
+    search: re.Pattern[str]
+    """Matches any delimiter."""
+    before_ends: frozenset[str]
+    """The characters with which an incomplete delimiter can end."""
+    space_before: int
+    """The maximum length of the white space before a delimiter that belongs to it."""
+
+    @classmethod
+    def of(cls, delimiters: Sequence[_Delimiter], *, marks: bool) -> _RegionEnds:
+        """Return the ends for these delimiters and, with `marks`, for all control tokens."""
+        cores = tuple(dict.fromkeys(delimiter.core for delimiter in delimiters))
+        patterns = [re.escape(core) for core in sorted(cores, key=len, reverse=True)]
+        return cls(
+            {delimiter.core: delimiter for delimiter in delimiters},
+            cores,
+            re.compile("|".join([*patterns, *([MARK.pattern] if marks else [])]) or "(?!)"),
+            before_ends(cores),
+            max((delimiter.space_before for delimiter in delimiters), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Borders:
     """The delimiters that end a format's regions."""
 
-    leaves: Mapping[_Speech, Mapping[str, _Delimiter]]
-    """For each region, the delimiters that end it, by their text without outer white space."""
-    search: Mapping[_Speech, re.Pattern[str]]
-    """For each region, an expression that matches any of its delimiters."""
-    held: Mapping[_Speech, tuple[tuple[str, ...], frozenset[str], int]]
-    """For each region, the texts of its delimiters, the characters with which an incomplete delimiter can end, and the
-    maximum length of the white space before a delimiter that belongs to it."""
+    ends: Mapping[_Speech, _RegionEnds]
     calls: CallReader | None
     before_calls: Sequence[_Delimiter]
     """Delimiters that end content and also begin calls. They are not text, even if no call follows."""
@@ -254,19 +270,19 @@ class _Borders:
 def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
     """Return a format's delimiters, cached because they do not depend on the completion."""
     calls = CallReader(form.calls, {}) if form.calls is not None and with_calls else None
-    leaves = _leaves(form, calls)
+    delimiters = _delimiters(form, calls)
+    any_mark = calls is not None and calls.bare
     ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
-    begin_calls = [leave.core for leave in leaves["content"] if leave.enters == "call"]
+    begin_calls = [delimiter.core for delimiter in delimiters["content"] if delimiter.enters == "call"]
     return _Borders(
-        {region: {leave.core: leave for leave in delimiters} for region, delimiters in leaves.items()},
-        {region: _search(delimiters, marks=calls is not None and calls.bare) for region, delimiters in leaves.items()},
-        {region: _held(delimiters) for region, delimiters in leaves.items()},
+        {region: _RegionEnds.of(ending, marks=any_mark) for region, ending in delimiters.items()},
         calls,
         [end for end in ends if end.core in begin_calls],
     )
 
 
-def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, list[_Delimiter]]:
+def _delimiters(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, list[_Delimiter]]:
+    """Return the delimiters that end content, and those that end reasoning."""
     space = form.calls.space_before if form.calls is not None else 0
     triggers = [_Delimiter(core, "call", space) for core in calls.triggers] if calls is not None else []
     if calls is not None and calls.bare:
@@ -288,17 +304,6 @@ def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, li
             # Some models close reasoning twice, or without having opened it.
             content += _Delimiter.of(form.reasoning.close, "content")
     return {"content": content, "reasoning": reasoning}
-
-
-def _held(leaves: list[_Delimiter]) -> tuple[tuple[str, ...], frozenset[str], int]:
-    cores = tuple(leave.core for leave in leaves)
-    return cores, before_ends(cores), max((leave.space_before for leave in leaves), default=0)
-
-
-def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
-    """Return an expression for these delimiters and, with `marks`, for all control tokens."""
-    cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
-    return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
 
 
 def _valid(text: str) -> str:

@@ -20,14 +20,16 @@ from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.chat._bridge import overlap, repeated_end, trim_to_turn_end
 from tokentape.chat._call_syntax import KEY
 from tokentape.chat._caller_text import provenance_of_tokens
+from tokentape.chat._channels import ChannelParser
 from tokentape.chat._media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat._overrides import Overrides, find_overrides
 from tokentape.chat._parse import Parser, ReplyParser, SafeParser
-from tokentape.chat._reader import read_text
+from tokentape.chat._reader import Reader, read_text
+from tokentape.chat._regions import RegionParser
 from tokentape.chat._reply import Reply
 from tokentape.chat._splice import History, StopMismatch, find_splices
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
-from tokentape.chat._template_text import TemplateText, keep
+from tokentape.chat._template_text import TemplateText, cached
 from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.chat._twin_proof import prove_twin
 from tokentape.errors import InvalidRequest, TemplateRefused
@@ -81,7 +83,8 @@ class Renderer(TemplateText):
         self.images = images
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
         self._setups: dict[str, Setup] = {}
-        self._endings: dict[str, TokenIds] = {}
+        self._prompt_ids: dict[str, TokenIds] = {}
+        """The usual ids of generation prompts, by their text."""
 
     @classmethod
     def load(
@@ -125,8 +128,7 @@ class Renderer(TemplateText):
         """
         kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
         key = setup_key(tools, kwargs, date, self.fingerprint)
-        setup = self._setups.get(key)
-        return keep(self._setups, key, Setup(tuple(tools), kwargs, date, self.fingerprint)) if setup is None else setup
+        return cached(self._setups, key, lambda: Setup(tuple(tools), kwargs, date, self.fingerprint))
 
     def render(
         self,
@@ -156,18 +158,8 @@ class Renderer(TemplateText):
         setup = self._setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
         text, codes = self.render_text_with_provenance(messages, setup, generate=True)
-        splices = find_splices(
-            text,
-            messages,
-            {n: self._with_part_closed(ids, setup) for n, ids in (sampled or {}).items()},
-            tokenizer=self.tokenizer,
-            form=self.format(setup),
-            stop_ids=self.stop_ids(setup) if sampled else frozenset(),
-            prompt_of=lambda n: self._render_or_nothing(self._plain(messages[:n], setup, reshape=True), setup),
-            words=self.template.compared.strings,
-            history=history,
-            stop_mismatch=stop_mismatch,
-        )
+        closed = {n: self._with_part_closed(ids, setup) for n, ids in (sampled or {}).items()}
+        splices = find_splices(self, setup, text, messages, closed, history, stop_mismatch)
         marks = [match.start() for match in MARK.finditer(text)] if splices else []
 
         def coded(start: int, end: int) -> Codes:
@@ -208,7 +200,8 @@ class Renderer(TemplateText):
         if self.images is None:
             return added
         counts = [part["tokens"] for part in image_parts(messages)]
-        return PromptTokens(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
+        ids, provenance = repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts)
+        return replace(added, ids=ids, provenance=provenance)
 
     def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> PromptTokens:
         """Encode `text[start:end]`, given the provenance of its characters, `codes`, and the id `before` it."""
@@ -246,13 +239,12 @@ class Renderer(TemplateText):
         form = self.format(setup)
         suffix, codes, close = self._suffix(reply, new_messages, setup, form, history)
         last_id = int(completion_ids[-1]) if len(completion_ids) else None
-        eos_ids = self.tokenizer.eos_ids
 
         def calls_end() -> str:
             last = completion_ids[-_TURN_END:].tolist() if reply.get("tool_calls") else []
             return read_text(self.tokenizer, last, self.stop_ids(setup))
 
-        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
+        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, last_id, calls_end)
         if KEY in cut.text:
             raise TemplateRefused(
                 "the template repeats a call's argument name after the call, where nothing ends the turn"
@@ -270,23 +262,20 @@ class Renderer(TemplateText):
             if shared.isspace() or content.endswith(shared):
                 # The overlap is part of the model's text, so it is not also the turn's end.
                 sampled = 0
-        if sampled:
-            return self._with_images(_rest(ids, provenance, sampled), new_messages)
-        if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
-            # The model sampled a different stop token than the template writes here. It replaces the template's token
-            # that ends the turn, but not the next message's header.
-            skip = 1 if cut.ends_turn else 0
-            added = self._with_images(_rest(ids, provenance, skip), new_messages)
-            return replace(added, stop_mismatch=True)
-        prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
-        space = cut.before[len(cut.before.rstrip()) :]
-        closing = self._close_part(completion_ids, setup, form, prompt_ids, cut.text, space)
-        if cut.ends_turn:
-            provenance[:1] = Provenance.CLOSE
-        added = PromptTokens(
-            np.concatenate([closing, ids]),
-            np.concatenate([np.full(len(closing), Provenance.CLOSE, dtype=np.uint8), provenance]),
-        )
+        if sampled or last_id in self.stop_ids(setup):
+            # A different stop token than the template writes here replaces the token that ends the turn, but not the
+            # next message's header.
+            start = sampled or int(cut.ends_turn)
+            # Copy, because turns stay in memory and a view would keep the whole array alive.
+            added = PromptTokens(ids[start:].copy(), provenance[start:].copy(), stop_mismatch=not sampled)
+        else:
+            prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
+            space = cut.before[len(cut.before.rstrip()) :]
+            closing = self._close_part(completion_ids, setup, prompt_ids, cut.text, space)
+            if cut.ends_turn:
+                provenance[:1] = Provenance.CLOSE
+            closed = np.full(len(closing), Provenance.CLOSE, dtype=np.uint8)
+            added = PromptTokens(np.concatenate([closing, ids]), np.concatenate([closed, provenance]))
         return self._with_images(added, new_messages)
 
     def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
@@ -295,59 +284,52 @@ class Renderer(TemplateText):
         `prompt_ids` are the ids before the completion, or the last of them. They show whether the prompt opens
         reasoning: some prompts do so after a question but not after a tool result. The default is as after a question.
         """
-        parser = self._unsafe_parser(setup, stop_strings, prompt_ids)
-        return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
-
-    def _unsafe_parser(
-        self, setup: Setup, stop_strings: Sequence[str], prompt_ids: TokenIds | None = None
-    ) -> ReplyParser:
+        parser: ReplyParser
         if self.overrides is not None and self.overrides.parser is not None:
-            return self.overrides.parser(setup, stop_strings)
-        return self.derived_parser(setup, stop_strings, prompt_ids)
+            parser = self.overrides.parser(setup, stop_strings)
+        else:
+            parser = self.derived_parser(setup, stop_strings, prompt_ids)
+        return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
 
     def derived_parser(
         self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None
     ) -> Parser:
         """Return the parser derived from the template, even if there are overrides."""
-        return Parser(
-            self.tokenizer,
-            self.format_after(prompt_ids, self.format(setup)),
-            stop_ids=self.stop_ids(setup),
-            stop_strings=stop_strings,
-            tools=setup.tools,
-        )
+        form = self.format_after(prompt_ids, self.format(setup))
+        close = form.content_close.last.strip()
+        if close and not MARK.search(close):
+            # The vocabulary has no token that ends a turn, so the engine can't stop there.
+            stop_strings = [*stop_strings, close]
+        reader = Reader(self.tokenizer, self.stop_ids(setup), stop_strings)
+        tools = {tool["function"]["name"]: tool for tool in setup.tools}
+        if form.channels is not None:
+            return ChannelParser(reader, tools, form.channels)
+        return RegionParser(reader, tools, form)
 
     def format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
         """Return the format for a turn after this prompt. R1's prompts after a tool result do not open reasoning."""
         if prompt_ids is None or form.reasoning is None:
             return form
-        usual = self._generation_ids(form.generation_prompt)
+        prompt = form.generation_prompt
+        usual = cached(self._prompt_ids, prompt, lambda: self.tokenizer.encode_after_control(prompt).array)
         if len(usual) and np.array_equal(prompt_ids[-len(usual) :], usual):
             return form
         text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
-        if text.endswith(form.generation_prompt.rstrip()):
+        if text.endswith(prompt.rstrip()):
             return form
         opened = text.endswith(form.reasoning.open.strip()) or _opens(text, form)
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
-
-    def _generation_ids(self, prompt: str) -> TokenIds:
-        """Return a generation prompt's usual ids at the end of a prompt."""
-        ids = self._endings.get(prompt)
-        if ids is None:
-            ids = keep(self._endings, prompt, self.tokenizer.encode_after_control(prompt).array)
-        return ids
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
         """Return the completion's ids, followed by ids that close its reasoning or content if it was truncated."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
-        return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
+        return np.concatenate([completion_ids, self._close_part(completion_ids, setup)])
 
     def _close_part(
         self,
         completion_ids: TokenIds,
         setup: Setup,
-        form: AssistantFormat,
         prompt_ids: TokenIds | None = None,
         following: str = "",
         space: str = "",
@@ -357,7 +339,7 @@ class Renderer(TemplateText):
         They include `space`, the white space that the template writes after a turn, but no text with which `following`,
         the text after them, begins.
         """
-        parser = self.parser(setup, prompt_ids=prompt_ids)
+        form, parser = self.format(setup), self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
         _, reply = parser.finish()
         close = ""
@@ -420,11 +402,6 @@ def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
                 )
             )
     return "\0".join(texts)
-
-
-def _rest(ids: TokenIds, provenance: Codes, start: int) -> PromptTokens:
-    # Copy, because turns stay in memory and a view would keep the whole array alive.
-    return PromptTokens(ids[start:].copy(), provenance[start:].copy())
 
 
 def _fingerprint(

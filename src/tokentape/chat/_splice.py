@@ -7,15 +7,15 @@ replaced by the sampled ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.chat._call_syntax import common_prefix, common_suffix
 from tokentape.chat._reader import Reader
+from tokentape.chat._template_text import TemplateText
 from tokentape.chat._tokenizer import MARK, Tokenizer
-from tokentape.types import Message, TokenIds
+from tokentape.types import Message, Setup, TokenIds
 
 History: TypeAlias = Literal["sampled", "template"]
 """Which ids of earlier turns stay in context: all sampled ids, or only those for the text that the template keeps."""
@@ -35,27 +35,23 @@ class Splice:
 
 
 def find_splices(
+    renderer: TemplateText,
+    setup: Setup,
     text: str,
     messages: Sequence[Message],
     sampled: Mapping[int, TokenIds],
-    *,
-    tokenizer: Tokenizer,
-    form: AssistantFormat,
-    stop_ids: frozenset[int],
-    prompt_of: Callable[[int], str],
-    words: Sequence[str],
     history: History,
-    stop_mismatch: StopMismatch = "keep",
+    stop_mismatch: StopMismatch,
 ) -> list[Splice]:
     """Return the splices of sampled ids into `text`, the marked rendering of `messages` with the generation prompt.
 
-    `sampled` maps indices of assistant messages to completion ids. `prompt_of(n)` renders the prompt before message n.
-    It is called if the template has more than one generation prompt, or if `text` contains one of `words`, the strings
-    that the template compares with texts. Return no splices unless the rendering has exactly one assistant header per
-    assistant message, because turns can't be told apart otherwise.
+    `sampled` maps indices of assistant messages to completion ids. Return no splices unless the rendering has exactly
+    one assistant header per assistant message, because turns can't be told apart otherwise.
     """
     if not sampled:
         return []
+    tokenizer, form, stop_ids = renderer.tokenizer, renderer.format(setup), renderer.stop_ids(setup)
+    stops = tokenizer.marks(stop_ids)
     prompt = form.generation_prompt
     header = form.header[: common_prefix(form.header, prompt)]
     # The prompt may depend on the turn's number, or differ after a tool result.
@@ -70,25 +66,28 @@ def find_splices(
     for other in others:
         index = other.rfind(mark[0])
         header = header[: common_prefix(header, other[index:])] if index >= 0 else header
-    regions = _regions(text, header, tokenizer, stop_ids)
+    regions = _regions(text, header, stops)
     speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if len(regions) != len(speakers):
         return []
-    varies = bool(others) or any(word in text for word in words)
+    # If the prompt varies, or may depend on a word that the template compares with texts, render each turn's prompt.
+    varies = bool(others) or any(word in text for word in renderer.template.compared.strings)
     splices = []
     for turn, (n, (start, end)) in enumerate(zip(speakers, regions, strict=True)):
         if n not in sampled:
             continue
         ids = sampled[n].tolist()
         if history == "template" or stop_mismatch == "fork":
-            ids = _without_other_stop(ids, text[_last_mark(text, start, end) : end], tokenizer, stop_ids)
+            stop = tokenizer.control_of_mark(text[_last_mark(text, start, end) : end]).id
+            if ids and ids[-1] in stop_ids and ids[-1] != stop:
+                ids = ids[:-1]
         if history == "template":
             splices += _suffix_splice(text, start, end, ids, tokenizer)
         else:
             # For a truncated turn, keep the token with which the template ends it.
             ended = not stop_ids.isdisjoint(ids)
             if varies:
-                prompt = prompt_of(n)
+                prompt = renderer.prompt_or_nothing(messages[:n], setup)
                 if prompt.count(header) != turn + 1:
                     continue
             opened = prompt.rpartition(header)[2]
@@ -101,7 +100,7 @@ def find_splices(
     return splices
 
 
-def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[tuple[int, int]]:
+def _regions(text: str, header: str, stops: frozenset[str]) -> list[tuple[int, int]]:
     """Return the bounds of each assistant turn, from after its header through the token that ends it.
 
     The generation prompt's header, which has no turn yet, is left out. Turns do not overlap, even if a template writes
@@ -111,7 +110,7 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
     index = text.find(header)
     while index >= 0:
         start = index + len(header)
-        stop = next((m for m in MARK.finditer(text, start) if tokenizer.control_of_mark(m[0]).id in stop_ids), None)
+        stop = next((mark for mark in MARK.finditer(text, start) if mark[0] in stops), None)
         if stop is None:
             break
         regions.append((start, stop.end()))
@@ -121,12 +120,6 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
 
 def _last_mark(text: str, start: int, end: int) -> int:
     return max(match.start() for match in MARK.finditer(text, start, end))
-
-
-def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[int]:
-    """Return the ids without a final stop token, unless it is the token of `end`, the template's mark."""
-    other = bool(ids) and ids[-1] in stop_ids and ids[-1] != tokenizer.control_of_mark(end).id
-    return ids[:-1] if other else ids
 
 
 def _suffix_splice(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:

@@ -39,7 +39,7 @@ def choose(
         if continuation is None:
             return "fork"
     elif not grammar.answers(reply, new_messages) or any(
-        set(message) - _FIELDS[message["role"] == "tool"] for message in new_messages
+        set(message) - (_RESULT_FIELDS if message["role"] == "tool" else _FIELDS) for message in new_messages
     ):
         continuation = None
     if continuation is not None and continuation.strategy == "refused":
@@ -59,8 +59,9 @@ def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Me
     return renderer.suffix(reply, new_messages, setup, after_image) != here
 
 
-_FIELDS = ({"role", "content"}, {"role", "content", "tool_call_id", "name"})
-"""Fields of the messages that certificates are made from; the second of tool results. A template may compare any other,
+_FIELDS = {"role", "content"}
+_RESULT_FIELDS = {"role", "content", "tool_call_id", "name"}
+"""Fields of the messages, and of the tool results, that certificates are made from. A template may compare any other,
 such as a user's name, with that of earlier messages."""
 
 _MARKER = "tokentapetellingword"

@@ -82,7 +82,7 @@ class ChatTemplate:
     @cached_property
     def compared(self) -> Compared:
         """The constants that the template compares with messages."""
-        return _compared(self.whole_source)
+        return compared(parse_template(self.whole_source.replace("\0", "\n")))
 
     def render(
         self,
@@ -242,11 +242,6 @@ def read_source(path: Path) -> str:
 def parse_template(source: str) -> jinja2.nodes.Template:
     """Return the syntax tree of a template."""
     return _environment().parse(source)
-
-
-@lru_cache(maxsize=32)
-def _compared(source: str) -> Compared:
-    return compared(parse_template(source.replace("\0", "\n")))
 
 
 def _environment() -> Sandbox:

@@ -6,12 +6,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokentape._canonical import digest_of, json_in_order
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat._bridge import trim_to_turn_end
-from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape
+from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, REASONING, VALUE, CallShape, Render
 from tokentape.chat._caller_text import (
     Escaper,
     TemplateLiterals,
@@ -52,41 +52,39 @@ class TemplateText:
 
     def format(self, setup: Setup) -> AssistantFormat:
         """Return the delimiters that the template writes around and in assistant turns under `setup`."""
-        form = self._formats.get(setup.key)
-        if form is None:
-            form = read_format(functools.partial(self._ask, setup), self.tokenizer)
-            form = keep(self._formats, setup.key, self._without_stops(form))
-        return form
+
+        def read() -> AssistantFormat:
+            return self._without_stops(read_format(self._asking(setup), self.tokenizer))
+
+        return cached(self._formats, setup.key, read)
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Return the ids that end a turn: the end-of-sequence ids, and those with which the template ends turns."""
-        stop_ids = self._stops.get(setup.key)
-        return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if stop_ids is None else stop_ids
+        return cached(self._stops, setup.key, lambda: self._stop_ids(self.format(setup)))
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
-        eos_ids = self.tokenizer.eos_ids
-        ids = set(eos_ids)
+        tokenizer = self.tokenizer
+        eos_marks, ids = tokenizer.marks(tokenizer.eos_ids), set(tokenizer.eos_ids)
         # A token that also occurs within turns is not a stop token: a later part of the turn, or a second call, would
         # never be sampled. Without end-of-sequence ids it is used nevertheless, because nothing else ends the turn.
-        within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
+        within = MARK.findall(form.within_turns) if tokenizer.eos_ids else []
         for suffix, close in ((form.content_suffix, form.content_close), (form.calls_suffix, form.calls_close)):
-            cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids)
+            cut = trim_to_turn_end(suffix, close, form, tokenizer)
             mark = MARK.match(cut.text)
-            if mark is None or self._mark_id(mark[0]) in within:
+            if mark is None or mark[0] in within:
                 continue
             # If conversations end with an end-of-sequence token, a different token may end the turns within them (Phi),
             # but the next message's header is not a stop token.
-            ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close.last))
-            if cut.ends_turn or not ended:
-                ids.add(self._mark_id(mark[0]))
+            if cut.ends_turn or eos_marks.isdisjoint(MARK.findall(close.last)):
+                ids.add(tokenizer.control_of_mark(mark[0]).id)
         return frozenset(ids)
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
         """Cut the format's closes of content and calls before the token that ends the turn."""
-        stop_ids = self._stop_ids(form)
+        stops, eos_marks = map(self.tokenizer.marks, (self._stop_ids(form), self.tokenizer.eos_ids))
         content_end, turn_end = form.content_end, form.turn_end
         after = content_end + turn_end
-        stop = next((m.start() for m in MARK.finditer(after) if self._mark_id(m[0]) in stop_ids), len(after))
+        stop = next((m.start() for m in MARK.finditer(after) if m[0] in stops), len(after))
         form = replace(form, content_end=content_end[:stop], turn_end=after[len(content_end) : stop])
         if form.calls is None:
             return form
@@ -96,14 +94,11 @@ class TemplateText:
         def cut(text: str) -> str:
             if turn_close and not MARK.search(turn_close):
                 return text.partition(turn_close)[0]
-            ends = (m.start() for m in MARK.finditer(text) if self._mark_id(m[0]) in self.tokenizer.eos_ids)
+            ends = (m.start() for m in MARK.finditer(text) if m[0] in eos_marks)
             return text[: next(ends, len(text))]
 
         calls = replace(form.calls, close=cut(form.calls.close), section_close=cut(form.calls.section_close))
         return replace(form, calls=calls)
-
-    def _mark_id(self, mark: str) -> int:
-        return self.tokenizer.control_of_mark(mark).id
 
     def render_text(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Return the marked text of a conversation. `generate` adds the generation prompt. Used by certificates."""
@@ -127,25 +122,27 @@ class TemplateText:
         kind = "", setup.key, str(generate), *(str(message.get("role")) for message in plain)
         characters = MARK.sub("\0", text)
         codes = self._known_codes(kind, characters, texts)
-        if codes is not None:
-            return text, codes
-        edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
-        self._refuse_unknown_roles(plain, edged, setup)
-        codes = provenance_of_characters(edged, len(characters))
-        self._keep_literals(kind, characters, codes, texts)
+        if codes is None:
+            edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
+            self._refuse_unknown_roles(plain, edged, setup)
+            codes = self._codes(edged, kind, characters, texts)
         return text, codes
 
     def _known_codes(self, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes | None:
-        """Return the provenance of each character if the template wrote the same literals around earlier texts."""
-        literals = None if texts is None else self._literals.get(kind)
+        """Return the provenance of each character if the template wrote the same literals around earlier texts.
+
+        `kind` is what else determines the literals: the setup, the roles of the messages, and the turn before them.
+        """
+        literals = self._literals.get(kind)
         return None if literals is None or texts is None else literals.codes(characters, texts)
 
-    def _keep_literals(
-        self, kind: tuple[str, ...], characters: str, codes: Codes, texts: Sequence[Text] | None
-    ) -> None:
+    def _codes(self, edged: str, kind: tuple[str, ...], characters: str, texts: Sequence[Text] | None) -> Codes:
+        """Return the provenance of each character by a rendering with edge markers, and cache the literals."""
+        codes = provenance_of_characters(edged, len(characters))
         literals = None if texts is None else template_literals(characters, codes, texts)
         if literals is not None:
             keep(self._literals, kind, literals)
+        return codes
 
     def suffix(
         self, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message] | None = None
@@ -156,8 +153,8 @@ class TemplateText:
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
         """Return the text after `reply` at the end of a conversation. Used by certificates."""
         form = self.format(setup)
-        probe, sentinel, close = next(_probes(reply, (), form, ""))
-        return self._close(probe, sentinel, close, setup, form)
+        probe = next(_probes(reply, (), form, ""))
+        return self._close(probe, probe.message, setup, form)
 
     def _suffix(
         self,
@@ -183,20 +180,15 @@ class TemplateText:
         content = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
         thinks = form.shows_reasoning_after and any(reply.get(field) for field in REASONING_FIELDS)
         thinking = dict.fromkeys(REASONING_FIELDS, REASONING) if thinks else {}
-
-        def after(text: str) -> str:
-            return _after(text, sentinel, ending)
-
-        for without, sentinel, close in _probes(reply, plain, form, content, self._compared_ending(content)):
-            ending = without["content"].rpartition(CONTENT)[2] if sentinel is CONTENT else ""
-            ending = self._escaper.unescape(ending)
-            probe = {**without, **thinking}
-            kind = sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
+        for probe in _probes(reply, plain, form, content, self._compared_ending(content)):
+            message, ending = {**probe.message, **thinking}, self._escaper.unescape(probe.ending)
+            after = functools.partial(_after, sentinel=probe.sentinel, ending=ending)
+            kind = probe.sentinel, setup.key, str(thinks), *(message["role"] for message in plain)
             try:
-                text = self._render([*before, probe, *plain], setup, generate=True)
-                if sentinel not in text or not _after(text, sentinel).startswith(ending.rstrip()):
+                text = self._render([*before, message, *plain], setup, generate=True)
+                if probe.sentinel not in text or not _after(text, probe.sentinel).startswith(ending.rstrip()):
                     continue
-                if form.repeats_arguments and sentinel is VALUE and any(m["role"] == "tool" for m in plain):
+                if form.repeats_arguments and probe.sentinel is VALUE and any(m["role"] == "tool" for m in plain):
                     refused = TemplateRefused("the chat template writes a call's arguments again with its result")
                     break
                 suffix = after(text)
@@ -206,23 +198,20 @@ class TemplateText:
                         "the previous turn has the name. Send the result with a `name`."
                     )
                     continue
-                if probe.get("content") and content.strip() and content.strip() in suffix and sentinel is VALUE:
+                if message.get("content") and content.strip() and content.strip() in suffix and probe.sentinel is VALUE:
                     # The template writes the turn's content after the results, but the model sampled it before them.
                     continue
                 characters = MARK.sub("\0", suffix)
-                close = self._close(probe, sentinel, close, setup, form)
+                close = self._close(probe, message, setup, form)
                 codes = self._known_codes(kind, characters, texts)
                 if codes is not None:
                     return suffix, codes, close
-                edged = self._render([*before, probe, *map(with_edges, plain)], setup, generate=True)
+                edged = after(self._render([*before, message, *map(with_edges, plain)], setup, generate=True))
             except TemplateRefused as error:
                 refused = error
                 continue
-            edges = after(edged)
-            self._refuse_dropped(plain, [*before, probe], suffix, edges, after, setup)
-            codes = provenance_of_characters(edges, len(characters))
-            self._keep_literals(kind, characters, codes, texts)
-            return suffix, codes, close
+            self._refuse_dropped(plain, [*before, message], suffix, edged, after, setup)
+            return suffix, self._codes(edged, kind, characters, texts), close
         raise refused
 
     def _compared_ending(self, content: str) -> str:
@@ -231,34 +220,28 @@ class TemplateText:
         length = max((len(text) for text in self.template.compared.strings if bare.endswith(text)), default=0)
         return content[len(bare) - length :] if length else ""
 
-    def _close(self, probe: Message, sentinel: str, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
-        """Return the text after `probe` at the end of a conversation: `close`, unless it varies with ids or content."""
-        if sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
-            return close
-
-        def ask(messages: Sequence[Message], generate: bool) -> str:
-            return self._render([*form.question[:-1], *messages], setup, generate=generate)
-
-        key_text = json_in_order([probe, form.generation_prompt, list(form.question)])
+    def _close(self, probe: _Probe, message: Message, setup: Setup, form: AssistantFormat) -> TurnClose:
+        """Return the text after `message` at the end of a conversation, which may vary with call ids or content."""
+        if probe.sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not message.get("content")):
+            return probe.close
+        ask = self._asking(setup, form.question[:-1])
+        key_text = json_in_order([message, form.generation_prompt, list(form.question)])
         key = setup.key, digest_of(key_text.encode("ascii"))
-        cached = self._closes.get(key)
-        if cached is None:
-            cached = keep(self._closes, key, turn_close(ask, probe, VALUE, form.generation_prompt))
-        return cached
+        return cached(self._closes, key, lambda: turn_close(ask, message, VALUE, form.generation_prompt))
 
     def _bridging_setup(self, setup: Setup) -> Setup:
         """Return the setup for local bridges, which has no tools if the text after turns is the same without them.
 
         Tools are written before the conversation, outside of a bridge, and can be most of the rendered text.
         """
-        bridging = self._bridging.get(setup.key)
-        if bridging is None:
-            bridging = setup
+
+        def choose() -> Setup:
             bare = setup if self._looks_up_fields(setup) else replace(setup, tools=())
             with contextlib.suppress(TemplateRefused):
-                bridging = bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
-            bridging = keep(self._bridging, setup.key, bridging)
-        return bridging
+                return bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
+            return setup
+
+        return cached(self._bridging, setup.key, choose)
 
     def _looks_up_fields(self, setup: Setup) -> bool:
         """Return whether tools have unusual fields, such as a schema of results, that the template's source names."""
@@ -292,28 +275,34 @@ class TemplateText:
         plain = self._plain(messages, setup, reshape=True)
         return plain, self._render(plain, setup, generate=generate)
 
-    def _ask(self, setup: Setup, plain: Sequence[Message], generate: bool) -> str:
-        return self._render(plain, setup, generate=generate)
+    def _asking(self, setup: Setup, before: Sequence[Message] = ()) -> Render:
+        """Return a function that renders messages after those in `before`."""
+        return lambda messages, generate: self._render([*before, *messages], setup, generate=generate)
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        escaped = self._escaped.get(setup.key)
-        if escaped is None:
-            escaped = self._escaper.escape_all(setup.tools), self._escaper.escape_kwargs(setup.template_kwargs)
-            keep(self._escaped, setup.key, escaped)
-        tools, kwargs = escaped
+        escaper = self._escaper
+        tools, kwargs = cached(
+            self._escaped,
+            setup.key,
+            lambda: (escaper.escape_all(setup.tools), escaper.escape_kwargs(setup.template_kwargs)),
+        )
         rendered = self.template.render(
             plain,
             tools=tools,
             add_generation_prompt=generate,
             date=setup.date,
             variables={**self.tokenizer.special_tokens, **kwargs},
-            escapes=self._escaper.escapes,
+            escapes=escaper.escapes,
         )
-        return self._escaper.marked(rendered)
+        return escaper.marked(rendered)
 
-    def _render_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
+    def prompt_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
+        """Return the marked text of a conversation and the generation prompt; empty if the template refuses it."""
+        return self._render_or_nothing(self._plain(messages, setup, reshape=True), setup)
+
+    def _render_or_nothing(self, plain: Sequence[Message], setup: Setup) -> str:
         try:
-            return self._render(messages, setup, generate=True)
+            return self._render(plain, setup, generate=True)
         except TemplateRefused:
             return ""
 
@@ -367,13 +356,23 @@ def _names_of_calls(reply: Message) -> list[Message]:
     return [{"id": c["id"], "function": {"name": c["function"]["name"]}} for c in reply.get("tool_calls") or ()]
 
 
+class _Probe(NamedTuple):
+    """An assistant message to render in place of a reply."""
+
+    message: Message
+    sentinel: str
+    """What the message has in place of the end of the turn's last text."""
+    close: TurnClose
+    ending: str = ""
+    """The end of the content, after the sentinel, that the template looks for."""
+
+
 def _probes(
     reply: Message, new_messages: Sequence[Message], form: AssistantFormat, content: str, ending: str = ""
-) -> Iterator[tuple[Message, str, TurnClose]]:
-    """Yield assistant messages to render in place of `reply`, each with its sentinel and its `TurnClose`.
+) -> Iterator[_Probe]:
+    """Yield messages to render in place of `reply`, the most similar one first.
 
-    `content` is the reply's content, which the messages repeat because a template may look for words in it. `ending` is
-    the end of it that the template looks for, which follows the sentinel.
+    `content` is the reply's content, which the messages repeat because a template may look for words in it.
     """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
@@ -385,16 +384,16 @@ def _probes(
     if form.shape is not None and calls:
         calling = _calling(form.shape, calls, "" if reply.get("content") == "" else None)
         if reply.get("content") and form.content_after_calls is not None:
-            yield {**calling, **speaking}, CONTENT, form.content_after_calls
+            yield _Probe({**calling, **speaking}, CONTENT, form.content_after_calls, ending)
         if content.strip():
-            yield {**calling, "content": content}, VALUE, form.calls_close
-        yield calling, VALUE, form.calls_close
-    yield speaking, CONTENT, form.content_close
+            yield _Probe({**calling, "content": content}, VALUE, form.calls_close)
+        yield _Probe(calling, VALUE, form.calls_close)
+    yield _Probe(speaking, CONTENT, form.content_close, ending)
     if ending:
         # The template may change the end of the content.
-        yield {**speaking, "content": content + CONTENT}, CONTENT, form.content_close
+        yield _Probe({**speaking, "content": content + CONTENT}, CONTENT, form.content_close)
     if form.shape is not None and answered and not calls:
-        yield _calling(form.shape, answered), VALUE, form.calls_close
+        yield _Probe(_calling(form.shape, answered), VALUE, form.calls_close)
 
 
 def _calling(shape: CallShape, calls: Sequence[tuple[str, str]], content: str | None = "") -> Message:
@@ -415,6 +414,12 @@ def _text_count(message: Message) -> int:
         return 0
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     return sum(bool(text.strip()) for text in texts)
+
+
+def cached(cache: dict[_Key, _Kept], key: _Key, make: Callable[[], _Kept]) -> _Kept:
+    """Return the cached value for a key. If there is none, call `make` and store its result."""
+    value = cache.get(key)
+    return keep(cache, key, make()) if value is None else value
 
 
 def keep(cache: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:

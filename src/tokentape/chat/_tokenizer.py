@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -24,10 +24,19 @@ import numpy.typing as npt
 import tokenizers
 from msgspec import Struct
 
-from tokentape.chat._added_tokens import AddedToken, any_of, config_values, is_control, read_added_tokens
 from tokentape.chat._byte_level import byte_piece, bytes_of_piece
 from tokentape.chat._sections import LONG, Sections
-from tokentape.chat._tokenizer_files import NAMING_CONFIGS, from_text, highest_id, named_special_tokens, read_json
+from tokentape.chat._tokenizer_files import (
+    NAMING_CONFIGS,
+    AddedToken,
+    any_of,
+    config_values,
+    from_text,
+    is_control,
+    named_special_tokens,
+    read_added_tokens,
+    read_json,
+)
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
 
@@ -39,16 +48,6 @@ _BLOCKS = (0x100000, 0xF0000, 0x108000, 0xF8000)
 """The first code points of private-use blocks for the twin's names. A text rarely uses all four blocks."""
 
 _BLOCK_SIZE = 0x7FF0
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """A control token. Its id must never result from callers' text."""
-
-    id: int
-    content: str
-    special: bool
-    mark: str
 
 
 class Encoded(Struct, frozen=True):
@@ -110,9 +109,9 @@ class Tokenizer:
         self._named_ids = frozenset(
             value for key, value in values if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
         )
-        self.vocab_size = 1 + max(
-            max((token.id for token in self.added_tokens), default=-1), highest_id(self._spec["model"]["vocab"])
-        )
+        vocab = self._spec["model"]["vocab"]
+        self._vocab = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
+        self.vocab_size = 1 + max([*self._vocab.values(), *(token.id for token in self.added_tokens)], default=-1)
         self.special_tokens = named_special_tokens(config)
         self._set_controls()
         self._generation_config = generation_config or {}
@@ -121,28 +120,24 @@ class Tokenizer:
     def _set_controls(self) -> None:
         """Separate the added tokens into control tokens and text tokens."""
         named = "\0".join(self._named_in)
-        controls = [
+        controls = (
             token
             for token in self.added_tokens
             if is_control(token, named, self._named_ids) or (self.strict_text and not token.is_space)
-        ]
-        self.controls = tuple(
-            Control(token.id, token.content, token.special, _mark(index)) for index, token in enumerate(controls)
         )
+        self.controls = tuple(replace(token, mark=_mark(index)) for index, token in enumerate(controls))
+        """The added tokens whose ids must never result from callers' text."""
         self._by_content = {control.content: control for control in self.controls}
         self._by_id = {control.id: control for control in self.controls}
         self._by_mark = {control.mark: control for control in self.controls}
         self.text_tokens = tuple(token for token in self.added_tokens if token.content not in self._by_content)
         """Added tokens that are ordinary text, such as HTML tags and runs of spaces; text is encoded as them."""
-        self.control_pattern = any_of(controls)
-        self._added_pattern = any_of([*controls, *(token for token in self.text_tokens if not token.normalized)])
+        self.control_pattern = any_of(self.controls)
+        self._added_pattern = any_of([*self.controls, *(token for token in self.text_tokens if not token.normalized)])
         # The anchor, a mark that is put before text, must not absorb the text's own white space.
-        plain = (c for c, token in zip(self.controls, controls, strict=True) if not token.strips)
-        self._anchor = next((control.mark for control in plain), "")
-        vocab = self._spec["model"]["vocab"]
-        self._pieces = vocab.keys() if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
+        self._anchor = next((control.mark for control in self.controls if not control.strips), "")
         self._bytes: dict[int, bytes] = {
-            token.id: token.content.encode() for token in self.text_tokens if token.content not in self._pieces
+            token.id: token.content.encode() for token in self.text_tokens if token.content not in self._vocab
         }
         self._twins: dict[int, _Twin] = {}
         self._breaks: dict[frozenset[int], frozenset[int]] = {}
@@ -211,11 +206,11 @@ class Tokenizer:
         """Return the added token spelled `content`, control token or text, or None."""
         return self._added_by_content.get(content)
 
-    def control(self, content: str) -> Control | None:
+    def control(self, content: str) -> AddedToken | None:
         """Return the control token spelled `content`, or None."""
         return self._by_content.get(content)
 
-    def control_by_id(self, token_id: int) -> Control | None:
+    def control_by_id(self, token_id: int) -> AddedToken | None:
         """Return the control token with this id, or None."""
         return self._by_id.get(token_id)
 
@@ -230,9 +225,13 @@ class Tokenizer:
         """Replace each mark by the spelling of its control token, for people to read. Never encode the result."""
         return MARK.sub(lambda match: self._by_mark[match[0]].content, marked)
 
-    def control_of_mark(self, mark: str) -> Control:
+    def control_of_mark(self, mark: str) -> AddedToken:
         """Return the control token of a mark."""
         return self._by_mark[mark]
+
+    def marks(self, ids: Iterable[int]) -> frozenset[str]:
+        """Return the marks of the control tokens with these ids."""
+        return frozenset(self._by_id[token_id].mark for token_id in ids if token_id in self._by_id)
 
     def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the control tokens' ids and the `stop_ids`."""
@@ -316,14 +315,10 @@ class Tokenizer:
         """Return what follows `text` in the first `most` vocabulary entries that begin with it."""
         spelled = text.encode()
         prefixes = (text, text.replace(" ", "\u2581"), byte_piece(spelled))
-        ids = (token_id for piece, token_id in self._entries() if piece.startswith(prefixes) and piece not in prefixes)
-        whole = (self.token_bytes(token_id) for token_id in islice(ids, most))
+        longer = (piece for piece in self._vocab if piece.startswith(prefixes) and piece not in prefixes)
+        whole = (self.token_bytes(self._vocab[piece]) for piece in islice(longer, most))
         rests = (entry[len(spelled) :].decode("utf-8", "ignore") for entry in whole if entry.startswith(spelled))
         return [rest for rest in rests if rest]
-
-    def _entries(self) -> Iterable[tuple[str, int]]:
-        vocab = self._spec["model"]["vocab"]
-        return vocab.items() if isinstance(vocab, Mapping) else ((entry[0], n) for n, entry in enumerate(vocab))
 
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
         """Return the `token_bytes` of each id."""
@@ -355,13 +350,13 @@ class Tokenizer:
         twin = self._twins.get(start)
         if twin is None:
             # A vocabulary may contain private-use characters (Gemma's does).
-            free = (char for char in map(chr, range(start, start + _BLOCK_SIZE)) if char not in self._pieces)
+            free = (char for char in map(chr, range(start, start + _BLOCK_SIZE)) if char not in self._vocab)
             name = dict(zip((control.content for control in self.controls), free, strict=False))
             encoder = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
                 if encoder.token_to_id(name[control.content]) != control.id:
                     raise TokenizerUnusable(f"can't keep the control token {control.content!r} apart from text")
-            plain = (name[c.content] for c in self.controls if not self._added_by_content[c.content].strips)
+            plain = (name[c.content] for c in self.controls if not c.strips)
             names = {c.mark: name[c.content] for c in self.controls}
             twin = self._twins[start] = _Twin(encoder, names, Sections(encoder, frozenset(plain)))
         return twin

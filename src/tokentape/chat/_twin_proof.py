@@ -17,8 +17,8 @@ from pathlib import Path
 
 import tokenizers
 
-from tokentape.chat import _added_tokens as added_tokens
 from tokentape.chat import _tokenizer as tokenizer_module
+from tokentape.chat import _tokenizer_files as tokenizer_files
 from tokentape.chat._disk_cache import cache_directory, keep
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -62,7 +62,7 @@ def prove_twin(tokenizer: Tokenizer) -> None:
 def _key(tokenizer: Tokenizer) -> str:
     """Return a digest of the tokenizer file, control tokens, library version and source that a proof depends on."""
     parts = [tokenizer.sha256, [control.content for control in tokenizer.controls], tokenizers.__version__]
-    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (added_tokens, tokenizer_module)]
+    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (tokenizer_files, tokenizer_module)]
     parts.append(Path(__file__).read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -72,7 +72,8 @@ def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference 
 
     `cuts` is the number of concatenations of two or three vocabulary entries to try, each whole and cut off.
     """
-    for texts in _batches(proof_texts(tokenizer, cuts)):
+    remaining = proof_texts(tokenizer, cuts)
+    while texts := list(islice(remaining, _AT_ONCE)):
         expected = tokenizer.encode_plain_batch(texts)
         actual = tokenizer.encode_marked_batch([tokenizer.mark_controls(text) for text in texts])
         for text, ours, theirs in zip(texts, actual, expected, strict=True):
@@ -133,8 +134,3 @@ def _corpus(tokenizer: Tokenizer) -> Iterator[str]:
         yield f"{line}\r\n"
         yield f"{control}{line}\n\n{control} {line}{control}"
         yield f"{line} {n * 7919}.{n:03d}e-{n} don't I'LL {{\"k\": [{n}, null]}}\t\t{control}"
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(islice(texts, _AT_ONCE)):
-        yield batch
