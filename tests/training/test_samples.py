@@ -157,6 +157,29 @@ def test_a_maximum_below_one_or_by_another_way_is_refused() -> None:
             MaxLength(*wrong)  # type: ignore[arg-type]
 
 
+def test_two_runs_under_one_session_id_are_refused_and_copies_of_one_are_not() -> None:
+    """The second run was taken for branches of the first, and its tokens were not trained."""
+    other = make_turn(0, None, QUESTION, said("Z"), added=[1, 2], completion=[3, 9])
+    first, second = trajectories(forked()), trajectories(Session(SessionInfo("s", 0.0, {"task": 7}), [other]))
+    with pytest.raises(InvalidRequest, match=r"turn 0 has other tokens .* two runs with the same session id"):
+        assemble([*first, *second])
+    assert trained_ids(assemble([*first, *first]).samples) == trained_ids(assemble(first).samples)
+
+
+@pytest.mark.parametrize("change", [{"completion_starts": -1}, {"completion_ends": -1}, {"provenance": 0}])
+def test_completions_that_are_not_the_sampled_tokens_are_refused(change: dict[str, int]) -> None:
+    """Context was trained, or sampled tokens were not."""
+    (name,) = change
+    whole = trajectories(forked())[0]
+    moved = getattr(whole, name).copy()
+    if name == "provenance":
+        moved[0] = Provenance.SAMPLED
+    else:
+        moved[-1] += change[name]
+    with pytest.raises(InvalidRequest, match="do not fit the provenance of token"):
+        assemble([replace(whole, **{name: moved})])
+
+
 def test_reports_of_several_calls_add_up() -> None:
     once = assemble(trajectories(forked())).report
     assert (once + once).trained_tokens == 2 * once.trained_tokens

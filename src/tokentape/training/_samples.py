@@ -24,7 +24,7 @@ from tokentape._session.files import iter_file, write_file
 from tokentape._session.lineage import check_roles
 from tokentape._session.verdict import check_verdicts, wanted_verdict
 from tokentape.errors import InvalidRequest
-from tokentape.types import TokenRows, TokenValues, Trajectory
+from tokentape.types import Provenance, TokenRows, TokenValues, Trajectory
 
 if TYPE_CHECKING:
     import datasets
@@ -202,8 +202,8 @@ def assemble(
     >>> assembled.report.trained_tokens                                                          # doctest: +SKIP
     18211
 
-    Raises `InvalidRequest` for a session without the group's key in its metadata, and with `roles` for trajectories
-    without a role.
+    Raises `InvalidRequest` for a session without the group's key in its metadata, with `roles` for trajectories without
+    a role, and for trajectories that contradict themselves or others of their session.
     """
     if roles is not None:
         check_roles(roles)
@@ -228,6 +228,36 @@ def _with_roles(roles: Sequence[str], trajectories: Sequence[Trajectory]) -> Seq
     return [trajectory for trajectory in trajectories if trajectory.role in roles]
 
 
+def _check_consistent(trajectories: Sequence[Trajectory]) -> None:
+    """Raise `InvalidRequest` unless the sampled tokens are the completions, and a turn is the same on all branches.
+
+    Two runs may have used one session id. Taken for one session, only the first run would be trained.
+    """
+    contents: dict[int, bytes] = {}
+    for trajectory in trajectories:
+        name = f"session {trajectory.session_id!r}, leaf {trajectory.leaf}"
+        sampled = trajectory.provenance == Provenance.SAMPLED
+        in_completion = np.zeros(len(sampled), bool)
+        before = 0
+        for turn, start, end in trajectory.completions():
+            in_completion[start:end] = True
+            content = trajectory.token_ids[before:end].tobytes()
+            if contents.setdefault(turn, content) != content:
+                raise InvalidRequest(
+                    f"{name}: turn {turn} has other tokens than in another trajectory of this session; are these two "
+                    "runs with the same session id? Assemble them separately",
+                    "trajectories",
+                )
+            before = end
+        differs = sampled != in_completion
+        if sampled.any() and differs.any():  # texts for supervised fine-tuning have completions that nobody sampled
+            raise InvalidRequest(
+                f"{name}: completion_starts and completion_ends do not fit the provenance of token "
+                f"{int(differs.argmax())}; export it again",
+                "trajectories",
+            )
+
+
 def _of_session(
     trajectories: Sequence[Trajectory],
     select: Sequence[Select],
@@ -235,6 +265,7 @@ def _of_session(
     max_length: MaxLength | None,
     group: str | Callable[[Trajectory], str] | None,
 ) -> Assembled:
+    _check_consistent(trajectories)
     selected = trajectories
     for step in select:
         selected = step(selected)
