@@ -575,8 +575,12 @@ REFUSES_TWO_QUESTIONS = (
 )
 NOTHING_ENDS_QUESTIONS = ALWAYS_PROMPTED.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'assistant' else '' }}")
 
+FRAMES_ROLES_OF_QUESTIONS = REFUSES_TWO_QUESTIONS.replace("{%- else %} {{", "{%- else %}<|quad_start|>{{")
 
-@pytest.mark.parametrize("template", [ALWAYS_PROMPTED, REFUSES_TWO_QUESTIONS, NOTHING_ENDS_QUESTIONS])
+
+@pytest.mark.parametrize(
+    "template", [ALWAYS_PROMPTED, REFUSES_TWO_QUESTIONS, NOTHING_ENDS_QUESTIONS, FRAMES_ROLES_OF_QUESTIONS]
+)
 def test_the_generation_prompt_is_found_where_the_template_always_writes_it(template: str) -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(template))
     prompt = renderer.format(setup_for(renderer)).generation_prompt

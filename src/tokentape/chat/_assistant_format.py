@@ -324,8 +324,9 @@ def _read_base(render: Render, prompt: str, openings: Sequence[str]) -> str:
                 return prompt  # Nothing follows what ends the question.
             # The control token that ends the question may end messages before it too.
             return _without_opening(shared, openings if len(shared) > start + len(end[0]) else openings[-1:])
-        opening = openings[-1] if openings else ""
-        if opening and opening in prompt:
+        # A role may stand between two control tokens, of which the prompt may have only the first.
+        opening = next((mark for mark in reversed(openings[-2:]) if mark in prompt), "")
+        if opening:
             # The template rejects two questions in a row. A mark that the answer's header follows ends the question.
             index = prompt.rindex(opening)
             answer = render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
