@@ -56,12 +56,12 @@ ServeTiny: TypeAlias = Callable[[Path], AbstractContextManager[tuple[str, Sqlite
 
 
 class SharedEngine:
-    """An engine that outlives the gateways in front of it: closing is left to whoever opened it."""
+    """An engine that outlives its gateways: the fixture that opened it closes it."""
 
     def __init__(self, engine: TransformersEngine, finished: list[FinishedSample]) -> None:
         self._engine = engine
         self.finished = finished
-        """What the engine itself says it sampled, of every call that ended, in the order of their ends."""
+        """The engine's own log of sampled ids, of every finished call, in the order they finished."""
 
     @property
     def info(self) -> EngineInfo:
@@ -88,7 +88,7 @@ sys.dont_write_bytecode = False
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
-# Every client reads the certificates of all authorities anew, for servers of this machine that have none.
+# Every client would load all CA certificates again, although local servers use none.
 httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
 
 # The parser of all commands takes longer to make than most of them take to run.
@@ -127,7 +127,7 @@ def _create_all(connection: Connection, **options: Any) -> None:
     if connection.dialect.name not in _tables:
         elements = [CreateTable(table) for table in schema.metadata.sorted_tables]
         elements += [CreateIndex(index) for table in schema.metadata.sorted_tables for index in table.indexes]
-        _tables[connection.dialect.name] = [str(one.compile(dialect=connection.dialect)) for one in elements]
+        _tables[connection.dialect.name] = [str(element.compile(dialect=connection.dialect)) for element in elements]
     cursor = connection.connection.cursor()
     for statement in _tables[connection.dialect.name]:
         cursor.execute(statement)
@@ -136,7 +136,7 @@ def _create_all(connection: Connection, **options: Any) -> None:
 
 schema.metadata.create_all = _create_all
 
-# Whether a file of SQLite has the tables of a record is asked at each `verify`; it depends on their SQL alone.
+# Each `verify` checks that a SQLite file has the tables of a record; the answer depends on their SQL alone.
 _schema_faults, _faults_of = verify.schema_faults, dict[object, list[str]]()
 
 
@@ -157,7 +157,7 @@ for _stage in ("connect", "read", "write", "pool"):
     setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, _stage, PATIENCE)
 
 # Machines are shared and slow at times: how long an example takes proves nothing.
-# On a busy machine the making of examples is slow, which is no fault of a test.
+# On a busy machine generating examples is slow, which is not the fault of a test.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # A change is judged by the same examples each time; `make test-slow` searches for new ones.
 settings.register_profile("same", settings.get_profile("search"), derandomize=True, max_examples=6)
@@ -165,7 +165,7 @@ settings.load_profile("search")
 
 
 def _make_examples_the_same() -> None:
-    """Take no constants out of the sources: which examples are made would depend on what is imported."""
+    """Take no constants from the sources: the examples would depend on the imported modules."""
     if settings.get_current_profile_name() == "same":
         providers._get_local_constants = lambda: providers._local_constants
 
@@ -197,7 +197,7 @@ gc.disable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _say_less(session.config)
+    _shorten_report(session.config)
     _make_examples_the_same()
     gc.freeze()
     # Each pass takes long with so much imported: a tenth as many free the same.
@@ -205,7 +205,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
-def _say_less(config: pytest.Config) -> None:
+def _shorten_report(config: pytest.Config) -> None:
     """Keep workers from reporting starts, and setups and teardowns that passed: half of what they send."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor" and not config.option.durations:
@@ -239,7 +239,7 @@ def quick_proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     texts = twin_proof.proof_texts
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENTAPE_CACHE", str(_of_the_run(tmp_path_factory) / "quick-proofs"))
-        patch.setattr(twin_proof, "proof_texts", lambda *given: islice(texts(*given), None, None, 20))
+        patch.setattr(twin_proof, "proof_texts", lambda *args: islice(texts(*args), None, None, 20))
         yield
 
 

@@ -1,8 +1,8 @@
 """What data the tests found, how a run reports it, and what CI makes of a skip.
 
-Real tokenizers are other people's and stand beside the repository, if at all. A test that needs them is marked `real`:
-where they are not, it is left out, not skipped. Everything else runs in any clone. So a skip has one good reason,
-something that the machine lacks, and says so with `needs ...`; with the variable CI set, any other skip is a failure.
+Real tokenizers belong to others and are kept outside the repository, if present. A test that needs them is marked
+`real`: without them it is deselected, not skipped. Everything else runs in any clone. So a skip has one valid reason,
+something that the machine lacks, and names it with `needs ...`; with the variable CI set, any other skip is a failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REAL = Path(os.environ.get("TOKENTAPE_TOKENIZERS", Path(__file__).parents[2] / "
 HAVE_REAL = any(REAL.glob("*/tokenizer.json"))
 
 TRIED: set[str] = set()
-"""Pairs of template and tokenizer that the running test has asked for: `small qwen3/Qwen3.jinja`."""
+"""Pairs of template and tokenizer that the running test has loaded: `small qwen3/Qwen3.jinja`."""
 
 ENVIRONMENT = re.compile("(Skipped: )?(needs |could not import )")
 """How a skip begins that the machine is the reason of."""

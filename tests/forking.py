@@ -75,9 +75,9 @@ def _report(session: pytest.Session, processes: dict[Connection, int]) -> None:
                 except EOFError:
                     os.waitpid(waited_for.pop(reader), 0)
                     if running[reader]:
-                        file, said = running[reader].partition("::")[0], "its process ended, and ran no more tests"
+                        file, message = running[reader].partition("::")[0], "its process ended, and ran no more tests"
                         lost = pytest.TestReport(
-                            running[reader], (file, None, running[reader]), {}, "failed", said, "call"
+                            running[reader], (file, None, running[reader]), {}, "failed", message, "call"
                         )
                         hook.pytest_runtest_logreport(report=lost)
                     continue

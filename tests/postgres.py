@@ -130,8 +130,8 @@ def binary(name: str) -> str | None:
 def running() -> Iterator[Server]:
     """The server that TOKENTAPE_POSTGRES_URL names, else one of our own. Skips where there is neither."""
     pytest.importorskip("psycopg", reason="needs psycopg (the extra `postgres`)")
-    if given := os.environ.get("TOKENTAPE_POSTGRES_URL"):
-        server = Server(given)
+    if url := os.environ.get("TOKENTAPE_POSTGRES_URL"):
+        server = Server(url)
         yield server
         server.close()
         return

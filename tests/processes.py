@@ -25,9 +25,9 @@ class Command:
 
     def __init__(self, arguments: Sequence[object]) -> None:
         ends = [_context.Pipe(duplex=False) for _ in range(2)]
-        given = [str(argument) for argument in arguments]
+        command = [str(argument) for argument in arguments]
         written = [writer for _, writer in ends]
-        self._process = _context.Process(target=_run, args=(given, written, dict(os.environ), os.getcwd()))
+        self._process = _context.Process(target=_run, args=(command, written, dict(os.environ), os.getcwd()))
         self._process.start()
         for writer in written:
             writer.close()

@@ -64,7 +64,7 @@ def make_chain(session_id: str, count: int, **changes: Any) -> list[Turn]:
 
 
 def bits(record: object) -> object:
-    """`record` as plain values that are equal exactly if every bit is; tuples and lists are not told apart."""
+    """`record` as plain values that are equal exactly if every bit is; tuples and lists count as equal."""
     match record:
         case np.ndarray():
             # The bytes of an array of objects are addresses.

@@ -77,7 +77,7 @@ def test_agent_talks_and_the_trainer_gets_arrays(client: tokentape.Client, store
     assert (got.verdict, got.weight_versions) == (kept.verdict, kept.weight_versions)
 
 
-def test_session_of_a_known_id_is_taken_up(client: tokentape.Client) -> None:
+def test_session_with_a_known_id_is_resumed(client: tokentape.Client) -> None:
     talk(client.session("mine").base_url)
     statuses: list[int] = []
     client._http.event_hooks = {"response": [lambda response: statuses.append(response.status_code)]}
@@ -85,16 +85,16 @@ def test_session_of_a_known_id_is_taken_up(client: tokentape.Client) -> None:
     assert statuses == [200, 200]
 
 
-def test_taking_up_a_session_is_no_failed_request(gateway_url: str) -> None:
+def test_resuming_a_session_is_not_a_failed_request(gateway_url: str) -> None:
     wanted = {"session_id": "mine", "exist_ok": True}
     answers = [httpx2.post(f"{gateway_url}/sessions", json=wanted) for _ in range(2)]
-    assert [one.status_code for one in answers] == [201, 200]
+    assert [answer.status_code for answer in answers] == [201, 200]
     assert answers[0].json() == answers[1].json()
     other = httpx2.post(f"{gateway_url}/sessions", json={**wanted, "metadata": {"task": 1}})
     assert other.status_code == 409
 
 
-def test_an_existing_session_is_read_and_an_unknown_one_is_an_error_and_not_created(client: tokentape.Client) -> None:
+def test_unknown_session_is_an_error_and_is_not_created(client: tokentape.Client) -> None:
     talk(client.session("known").base_url)
     assert len(client.existing_session("known").trajectories()) == 1
     typo = client.existing_session("typo")
@@ -128,9 +128,9 @@ def test_rewards_of_session_path_and_turn(client: tokentape.Client) -> None:
     session = client.session()
     talk(session.base_url)
     session.reward(-1.5, turn=1)
-    (one,) = session.trajectories()
-    assert one.reward is None
-    np.testing.assert_array_equal(one.turn_rewards, [np.nan, -1.5])
+    (trajectory,) = session.trajectories()
+    assert trajectory.reward is None
+    np.testing.assert_array_equal(trajectory.turn_rewards, [np.nan, -1.5])
     session.reward(0.25)
     session.reward(0.5, leaf=1)
     assert session.trajectories()[0].reward == 0.5
@@ -139,9 +139,9 @@ def test_rewards_of_session_path_and_turn(client: tokentape.Client) -> None:
 def test_a_reward_for_a_session_without_turns_warns(client: tokentape.Client) -> None:
     talk(client.session("right").base_url)
     client.session("right").reward(1.0)
-    with pytest.warns(UserWarning, match="'typo' got a reward but has no turns yet: is its id right") as told:
+    with pytest.warns(UserWarning, match="'typo' got a reward but has no turns yet: is its id right") as caught:
         client.session("typo").reward(1.0)
-    assert [one.filename for one in told] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     assert client.session("typo").info().rewards[0].value == 1.0
 
 
@@ -149,9 +149,9 @@ def test_a_reward_for_a_session_without_turns_warns(client: tokentape.Client) ->
 async def test_the_asynchronous_client_warns_too(gateway_url: str) -> None:
     async with tokentape.AsyncClient(gateway_url) as client:
         session = await client.session("typo")
-        with pytest.warns(UserWarning, match="has no turns yet") as told:
+        with pytest.warns(UserWarning, match="has no turns yet") as caught:
             await session.reward(1.0)
-        assert [one.filename for one in told] == [__file__]
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "good", None])
@@ -165,14 +165,14 @@ def test_a_reward_that_is_no_finite_number_is_refused(client: tokentape.Client, 
 def test_values_per_token_come_back_with_the_trajectory(client: tokentape.Client) -> None:
     session = client.session()
     talk(session.base_url)
-    (one,) = session.trajectories()
-    advantages = np.where(one.loss_mask, 0.5, 0.0)
-    assert session.annotate("advantages", advantages, leaf=one.leaf) == [0, 1]
-    start, end = one.completion_starts[1], one.completion_ends[1]
+    (trajectory,) = session.trajectories()
+    advantages = np.where(trajectory.loss_mask, 0.5, 0.0)
+    assert session.annotate("advantages", advantages, leaf=trajectory.leaf) == [0, 1]
+    start, end = trajectory.completion_starts[1], trajectory.completion_ends[1]
     assert session.annotate("values", [float(n) for n in range(end - start)], turn=1) == [1]
-    (one,) = session.trajectories()
-    assert one.columns["advantages"].tolist() == advantages.tolist()
-    assert one.columns["values"][start:end].tolist() == list(range(end - start))
+    (trajectory,) = session.trajectories()
+    assert trajectory.columns["advantages"].tolist() == advantages.tolist()
+    assert trajectory.columns["values"][start:end].tolist() == list(range(end - start))
     with pytest.raises(InvalidRequest, match="not 2-dimensional"):
         session.annotate("advantages", [[1.0]], turn=0)
     with pytest.raises(InvalidRequest, match="has 1 values"):
@@ -182,8 +182,8 @@ def test_values_per_token_come_back_with_the_trajectory(client: tokentape.Client
 def test_trajectories_can_be_filtered_by_verdict(client: tokentape.Client) -> None:
     session = client.session()
     talk(session.base_url)
-    (one,) = session.trajectories()
-    word = one.verdict.split(":")[0]
+    (trajectory,) = session.trajectories()
+    word = trajectory.verdict.split(":")[0]
     assert len(session.trajectories(verdict=[word])) == 1
     assert session.trajectories(verdict=["forked:sibling"]) == []
 
@@ -198,15 +198,15 @@ def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_p
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
     read = read_trajectories(tmp_path / name) if name == "t.parquet" else list(read_jsonl(tmp_path / name))
     # Roles come from the whole session, so a snapshot has none.
-    kept = [replace(one, role="", lineage=()) for one in client.session("a").trajectories()]
+    kept = [replace(trajectory, role="", lineage=()) for trajectory in client.session("a").trajectories()]
     assert bits(read) == bits(kept) == bits(list(snapshot.trajectories()))
     with pytest.raises(Conflict, match="not confirmed"):
         snapshot.drop()
     snapshot.confirm(digest)
     report = client.snapshot(snapshot.snapshot_id).drop()
     assert (report.dropped, report.kept) == (["a"], [])
-    assert [one.session_id for one in client.sessions()] == ["b"]
-    assert [one.state for one in client.snapshots()] == ["released"]
+    assert [session.session_id for session in client.sessions()] == ["b"]
+    assert [snapshot.state for snapshot in client.snapshots()] == ["released"]
     client.take_snapshot(idle_seconds=0).release()
 
 
@@ -215,7 +215,7 @@ def test_a_download_that_was_damaged_is_not_kept(
 ) -> None:
     talk(client.session().base_url, turns=1)
     snapshot = client.take_snapshot()
-    monkeypatch.setattr("tokentape.client._blocking.json_line", lambda one: b"something else")
+    monkeypatch.setattr("tokentape.client._blocking.json_line", lambda value: b"something else")
     with pytest.raises(GatewayUnavailable, match="get it again"):
         snapshot.save(tmp_path / "t.parquet")
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
@@ -225,8 +225,8 @@ def test_a_key_is_sent_along(turns: Turns) -> None:
     app = create_app(turns, model_id="tiny", keys=Keys({"mine": "key-of-mine-000000"}))
     with running(app) as url, tokentape.Client(url, api_key="key-of-mine-000000") as client:
         assert client.session("s").session_id == "s"
-        with tokentape.Client(url) as nobody, pytest.raises(Unauthorized):
-            nobody.session()
+        with tokentape.Client(url) as unauthorized, pytest.raises(Unauthorized):
+            unauthorized.session()
 
 
 def test_errors_have_the_type_that_the_gateway_raised(client: tokentape.Client) -> None:
@@ -241,7 +241,7 @@ def test_errors_have_the_type_that_the_gateway_raised(client: tokentape.Client) 
         session.info()
 
 
-def test_gateway_that_is_not_there_is_unavailable(gateway_url: str, turns: Turns) -> None:
+def test_unreachable_gateway_is_unavailable(gateway_url: str, turns: Turns) -> None:
     with (
         tokentape.Client("http://127.0.0.1:9", max_retries=0) as client,
         pytest.raises(GatewayUnavailable, match="is it running"),
@@ -249,7 +249,7 @@ def test_gateway_that_is_not_there_is_unavailable(gateway_url: str, turns: Turns
         client.session()
 
 
-def test_other_server_is_no_gateway(gateway_url: str) -> None:
+def test_other_server_is_not_a_gateway(gateway_url: str) -> None:
     transport = httpx2.MockTransport(lambda request: httpx2.Response(502, text="<html>"))
     client = tokentape.Client(gateway_url, max_retries=0)
     client.close()
@@ -258,7 +258,7 @@ def test_other_server_is_no_gateway(gateway_url: str) -> None:
         client.session()
 
 
-def test_a_session_s_key_is_all_that_an_agent_needs(client: tokentape.Client) -> None:
+def test_session_key_is_all_that_an_agent_needs(client: tokentape.Client) -> None:
     session = client.session()
     with OpenAI(base_url=f"{client.base_url}/v1", api_key=session.api_key, max_retries=0) as agent:
         agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
@@ -331,7 +331,7 @@ def lossy(url: str, *losses: str | None) -> tuple[tokentape.Client, Lossy]:
 
 @pytest.mark.usefixtures("no_delay")
 @pytest.mark.parametrize("loss", ["request", "answer", "502", "503"])
-def test_what_is_safe_to_repeat_is_sent_again(gateway_url: str, loss: str) -> None:
+def test_idempotent_requests_are_repeated(gateway_url: str, loss: str) -> None:
     client, transport = lossy(gateway_url, loss, None, loss, loss, None, loss, None)
     with client:
         session = client.session(metadata={"task": 7})
@@ -356,7 +356,7 @@ def test_a_snapshot_is_not_taken_twice(gateway_url: str) -> None:
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_deleting_again_what_is_deleted_is_no_error(gateway_url: str) -> None:
+def test_deleting_twice_is_not_an_error(gateway_url: str) -> None:
     client, _ = lossy(gateway_url, None, "answer")
     with client:
         session = client.session()
@@ -366,7 +366,7 @@ def test_deleting_again_what_is_deleted_is_no_error(gateway_url: str) -> None:
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_a_gateway_that_stays_away_is_unavailable(gateway_url: str) -> None:
+def test_gateway_that_stays_down_is_unavailable(gateway_url: str) -> None:
     client, transport = lossy(gateway_url, *["request"] * 20)
     with client, pytest.raises(GatewayUnavailable, match="is it running"):
         client.engine()
@@ -418,7 +418,7 @@ def test_every_error_comes_back_as_itself(kind: type[TokentapeError]) -> None:
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_what_the_gateway_says_about_retries_is_obeyed() -> None:
+def test_retry_header_of_the_gateway_is_respected() -> None:
     never, transport = answered(refusal(LimitReached("full", retry_after=3000), **{"x-should-retry": "false"}))
     with pytest.raises(LimitReached) as caught:
         never.engine()
@@ -440,7 +440,7 @@ def test_a_retry_waits_as_long_as_the_gateway_says(monkeypatch: pytest.MonkeyPat
     assert slept == [7]
 
 
-def test_a_call_with_its_repetitions_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
@@ -467,7 +467,7 @@ def test_a_url_without_http_is_refused(url: str) -> None:
             kind(url)
 
 
-def test_the_url_of_an_openai_client_is_taken_and_that_of_a_session_is_refused() -> None:
+def test_openai_base_url_is_accepted_and_session_url_is_refused() -> None:
     for kind in (tokentape.Client, tokentape.AsyncClient):
         assert kind("http://127.0.0.1:8800/v1/").base_url == "http://127.0.0.1:8800"
         with pytest.raises(InvalidRequest, match="is a session's URL; expected the gateway's"):
@@ -483,7 +483,7 @@ def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("error", [httpx2.UnsupportedProtocol("gopher"), httpx2.LocalProtocolError("header")])
-def test_what_can_not_be_sent_is_not_repeated(error: Exception) -> None:
+def test_unsendable_request_is_not_repeated(error: Exception) -> None:
     client, transport = answered(error)
     with pytest.raises(GatewayUnavailable):
         client.engine()
@@ -492,9 +492,7 @@ def test_what_can_not_be_sent_is_not_repeated(error: Exception) -> None:
 
 @pytest.mark.usefixtures("no_delay")
 @pytest.mark.parametrize("pin", [None, {"temperature": 0.5}])
-def test_a_named_session_with_metadata_is_made_although_its_answer_was_lost(
-    gateway_url: str, pin: dict[str, Any] | None
-) -> None:
+def test_named_session_is_created_although_its_answer_was_lost(gateway_url: str, pin: dict[str, Any] | None) -> None:
     client, transport = lossy(gateway_url, "answer")
     with client:
         assert client.session("mine", metadata={"task": 7}, pin=pin).info().metadata["task"] == 7
@@ -508,7 +506,7 @@ def test_a_named_session_with_metadata_is_made_although_its_answer_was_lost(
 
 
 @pytest.mark.usefixtures("no_delay")
-def test_a_refusal_of_the_gateway_s_own_is_no_lost_answer() -> None:
+def test_refusal_by_the_gateway_is_not_a_lost_answer() -> None:
     absent = refusal(NotFound("there is no session"))
     client, transport = answered(refusal(GatewayUnavailable("stopping")), absent)
     with pytest.raises(NotFound):
@@ -534,7 +532,7 @@ def test_a_snapshot_is_taken_and_dropped_after_a_refusal() -> None:
 
 @pytest.mark.usefixtures("no_delay")
 @pytest.mark.parametrize("loss", ["request", "answer", "503"])
-def test_a_download_is_repeated_until_its_body_begins(gateway_url: str, tmp_path: Path, loss: str) -> None:
+def test_download_is_repeated_until_its_body_starts(gateway_url: str, tmp_path: Path, loss: str) -> None:
     client, transport = lossy(gateway_url, None, None, loss, None, loss, loss, None)
     with client:
         client.session()
@@ -550,17 +548,17 @@ def test_a_download_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
         yield b"a line"
         raise httpx2.ReadError("reset")
 
-    asked = []
+    requests = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
-        asked.append(request)
+        requests.append(request)
         return httpx2.Response(200, headers={"x-tokentape-digest": "d"}, content=broken())
 
     client, _ = answered()
     client._http = httpx2.Client(base_url=client.base_url, transport=httpx2.MockTransport(answer))
     with pytest.raises(GatewayUnavailable):
         client.snapshot(1).save(tmp_path / "t.jsonl")
-    assert len(asked) == 1
+    assert len(requests) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -571,9 +569,9 @@ async def test_the_asynchronous_client_does_the_same(gateway_url: str, store: Sq
         assert session_in_key(await session.api_key()) == session.session_id
         await asyncio.to_thread(talk, session.base_url)
         await session.reward(1.0)
-        (one,) = await session.trajectories()
-        assert one.reward == 1.0
-        assert await session.annotate("values", np.zeros(len(one.token_ids)), leaf=one.leaf) == [0, 1]
+        (trajectory,) = await session.trajectories()
+        assert trajectory.reward == 1.0
+        assert await session.annotate("values", np.zeros(len(trajectory.token_ids)), leaf=trajectory.leaf) == [0, 1]
         state = await session.info()
         assert [turn.sampled_from and turn.sampled_from.temperature for turn in state.turns] == [0.5, 0.5]
         assert [entry.session_id async for entry in client.sessions()] == [session.session_id]

@@ -25,7 +25,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "elsewhere")
 
 
-def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(file: Path) -> None:
+def test_precedence_is_flag_environment_file_default(file: Path) -> None:
     file.write_text('port = 1\nhost = "127.0.0.2"\nmodel_id = "filed"\n', encoding="utf-8")
     environ = {"TOKENTAPE_PORT": "2", "TOKENTAPE_HOST": "127.0.0.3"}
     resolved = resolve({"port": 3}, environ, file)
@@ -52,7 +52,7 @@ def test_tables_of_the_file_are_inner_settings(file: Path) -> None:
     assert config.all_keys().caller({"x-api-key": KEY}).owner == "alice"
 
 
-def test_every_setting_can_be_given_in_the_environment() -> None:
+def test_every_setting_can_be_set_in_the_environment() -> None:
     assert len({env_name(name) for name in settings()}) == len(settings())
     environ = {
         "TOKENTAPE_ENGINE_KIND": "sglang",
@@ -79,13 +79,13 @@ def test_the_environment_can_name_the_file(file: Path) -> None:
     assert resolve({}, {"TOKENTAPE_CONFIG": str(file)}).config.port == 1
 
 
-def test_paths_in_a_file_start_at_its_folder(file: Path) -> None:
+def test_paths_in_a_file_are_relative_to_it(file: Path) -> None:
     file.write_text('data = "record"\nmodel = "/models/m"\n', encoding="utf-8")
     config = resolve({}, {}, file).config
     assert (config.data, config.model) == (file.parent / "record", Path("/models/m"))
 
 
-def test_unknown_names_are_told_with_the_nearest(file: Path) -> None:
+def test_unknown_names_are_reported_with_the_nearest_one(file: Path) -> None:
     file.write_text("prot = 1\nzzzz = 1\n[limits]\nbody_byte = 1\n", encoding="utf-8")
     with pytest.raises(InvalidRequest) as raised:
         resolve({}, {}, file)
@@ -111,7 +111,7 @@ def test_unknown_names_are_told_with_the_nearest(file: Path) -> None:
         ("port =", "can't be read"),
     ],
 )
-def test_a_value_that_is_none_is_named(file: Path, text: str, reason: str) -> None:
+def test_invalid_value_is_named(file: Path, text: str, reason: str) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(InvalidRequest) as raised:
         resolve({}, {}, file)
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there_is_an_error(file: Path) -> None:
         resolve({}, {}, file)
 
 
-def test_keys_come_from_files_as_well(tmp_path: Path) -> None:
+def test_keys_are_also_read_from_files(tmp_path: Path) -> None:
     keys, admins = tmp_path / "keys", tmp_path / "admins"
     keys.write_text(f"# agents\n\nalice = {KEY}a\n", encoding="utf-8")
     admins.write_text(f"ops={KEY}o\n", encoding="utf-8")
@@ -136,7 +136,7 @@ def test_keys_come_from_files_as_well(tmp_path: Path) -> None:
         twice.all_keys()
 
 
-def test_a_line_that_names_no_key_is_not_repeated(tmp_path: Path) -> None:
+def test_line_without_a_key_is_not_quoted(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{KEY}\n", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="entry 1 has no '='") as raised:

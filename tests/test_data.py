@@ -27,21 +27,21 @@ def test_a_skip_for_missing_data_fails_in_ci(reason: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("reason", ["needs Chromium", "could not import 'torch': No module named 'torch'"])
-def test_a_skip_for_what_the_machine_lacks_stays_one(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_for_missing_hardware_stays_a_skip(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     assert judged(report("skipped", reason)).outcome == "skipped"
 
 
-def test_an_expected_failure_is_no_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_failure_is_not_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     assert judged(report("skipped", "", wasxfail="a known fault")).outcome == "skipped"
 
 
-def test_elsewhere_a_skip_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_outside_ci_stays_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     assert judged(report("skipped", "x.json is not here")).outcome == "skipped"
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (12, list(range(10)))])
-def test_so_many_cases_spread_evenly_run_each_time(count: int, kept: list[int]) -> None:
+def test_fixed_number_of_evenly_spread_cases_runs(count: int, kept: list[int]) -> None:
     assert sorted(spread(count, 10)) == kept

@@ -10,7 +10,7 @@ import pytest
 from tokentape._durable import write_durably
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_file_is_replaced_without_leftovers(tmp_path: Path) -> None:
     path = tmp_path / "some" / "folder" / "file"
     write_durably(path, b"one")
     write_durably(path, b"two")
@@ -18,7 +18,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_can_t_be_flushed_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_can_not_be_flushed_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(handle: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -31,7 +31,7 @@ def test_a_file_that_can_t_be_flushed_stays_as_it_was(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+def test_link_target_is_replaced_and_the_link_kept(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     file, link = tmp_path / "there" / "file", tmp_path / "link"
     file.write_bytes(b"one")
@@ -40,7 +40,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     assert (link.is_symlink(), file.read_bytes()) == (True, b"two")
 
 
-def test_a_fifo_is_written_to(tmp_path: Path) -> None:
+def test_fifo_is_written_directly(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

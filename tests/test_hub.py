@@ -23,7 +23,7 @@ def cache(root: Path, *revisions: str, main: str | None = None) -> Path:
     return repository / "snapshots"
 
 
-def test_a_folder_is_itself(tmp_path: Path) -> None:
+def test_folder_resolves_to_itself(tmp_path: Path) -> None:
     assert find_model(tmp_path, weights=False) == tmp_path
     assert not is_hub_name(tmp_path)
 
@@ -43,7 +43,7 @@ def test_a_single_snapshot_needs_no_branch(tmp_path: Path, monkeypatch: pytest.M
     assert find_model(NAME, weights=False) == snapshots / "a"
 
 
-def test_of_several_snapshots_none_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_snapshots_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     cache(tmp_path, "a", "b", main="c")
     with pytest.raises(InvalidRequest, match="hf download org/Model-1B"):
@@ -51,6 +51,6 @@ def test_of_several_snapshots_none_is_guessed(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/models/none", "a/b/c"])
-def test_what_has_not_the_form_of_a_hub_name_is_a_missing_folder(name: str) -> None:
+def test_name_that_is_not_a_hub_name_is_a_missing_folder(name: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no model folder"):
         find_model(Path(name), weights=False)

@@ -32,7 +32,7 @@ def test_each_address_is_a_replica(urls: tuple[str, ...], names: list[str], monk
 
 
 @pytest.mark.usefixtures("quick_models")
-def test_what_takes_seconds_is_logged_before_it_begins(
+def test_slow_steps_are_logged_before_they_start(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
@@ -42,15 +42,15 @@ def test_what_takes_seconds_is_logged_before_it_begins(
     loading = f"loading tokenizer and chat template from {model_dir}"
     # What was tried out is kept.
     once = "trying out conversations with the chat template, once per model"
-    assert [one.partition(" (")[0] for one in caplog.messages] == [loading, once, loading]
+    assert [message.partition(" (")[0] for message in caplog.messages] == [loading, once, loading]
 
 
-def test_sampling_defaults_of_the_folder_that_are_not_used_are_named_with_their_options(tmp_path: Path) -> None:
+def test_unused_sampling_defaults_are_named_with_their_options(tmp_path: Path) -> None:
     own = {"temperature": 0.7, "top_p": 0.8, "top_k": -1, "repetition_penalty": 1.0, "eos_token_id": 3}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    said = other_sampling(ServeConfig(model=tmp_path))
-    assert "sampled with temperature 1, top_p 1. " in said
-    assert said.endswith("add --default temperature=0.7 --default top_p=0.8")
+    warning = other_sampling(ServeConfig(model=tmp_path))
+    assert "sampled with temperature 1, top_p 1. " in warning
+    assert warning.endswith("add --default temperature=0.7 --default top_p=0.8")
     assert "--default top_p=0.8" not in other_sampling(ServeConfig(model=tmp_path, pin={"top_p": 1}))
     assert other_sampling(ServeConfig(model=tmp_path, default={"temperature": 0.7, "top_p": 0.8})) == ""
     (tmp_path / "generation_config.json").write_text("[]")

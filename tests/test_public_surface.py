@@ -26,7 +26,7 @@ def test_importing_loads_neither_torch_nor_transformers_nor_pyarrow() -> None:
     assert not {"torch", "transformers", "pyarrow"} & loaded()
 
 
-def test_the_face_of_chat_is_whole_and_light() -> None:
+def test_public_chat_module_is_complete_and_light() -> None:
     from tokentape import chat
 
     assert chat.__all__ == sorted(chat.__all__)

@@ -24,7 +24,7 @@ def test_make_test_leaves_out_every_marker() -> None:
 
 
 @pytest.mark.parametrize("marker", sorted(MARKERS - {"slow"}))
-def test_a_suite_is_pointed_at_every_file_with_its_marker(marker: str) -> None:
+def test_suite_covers_every_file_with_its_marker(marker: str) -> None:
     commands = [line for line in COMMANDS if re.search(rf"-m {marker}\b", line)]
     pointed_at = [TESTS.parent / path for line in commands for path in re.findall(r"\btests/\S+", line)]
     marked = [
@@ -32,4 +32,4 @@ def test_a_suite_is_pointed_at_every_file_with_its_marker(marker: str) -> None:
     ]
     assert marked
     for path in marked:
-        assert any(path.is_relative_to(one) for one in pointed_at), path
+        assert any(path.is_relative_to(folder) for folder in pointed_at), path

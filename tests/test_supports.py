@@ -10,7 +10,7 @@ from tokentape._supports import is_known, kept_ids, pack, too_many
 VOCABULARY = 150_000
 scattered = st.sets(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60)
 dense = st.tuples(st.integers(0, VOCABULARY), st.sets(st.integers(0, 300), min_size=1)).map(
-    lambda drawn: {drawn[0] + one for one in drawn[1]}
+    lambda drawn: {drawn[0] + offset for offset in drawn[1]}
 )
 
 
@@ -27,13 +27,13 @@ def test_the_ids_come_back_in_order(ids: set[int]) -> None:
 
 
 @pytest.mark.parametrize("kept", [101, VOCABULARY])
-def test_of_too_many_ids_only_their_number_is_kept(kept: int) -> None:
+def test_large_supports_keep_only_their_size(kept: int) -> None:
     support = pack(np.arange(kept), 100)
     assert (too_many(support), kept_ids(support), is_known(support)) == (kept, None, False)
     assert len(support) <= 4
 
 
-def test_nothing_is_known_of_no_bytes() -> None:
+def test_empty_bytes_mean_unknown_support() -> None:
     assert (kept_ids(b""), is_known(b""), too_many(b"")) == (None, False, None)
 
 

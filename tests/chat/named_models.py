@@ -32,7 +32,7 @@ from tests.generator.mutate import as_template
 from tests.generator.options import Case, defaults
 from tests.generator.oracle import Reference, Refused, frozen_clock
 from tests.generator.product import Product
-from tests.generator.replies import Spoken
+from tests.generator.replies import SampledTurn
 from tests.generator.vocabularies import write_model
 from tokentape.errors import TokentapeError
 
@@ -51,7 +51,7 @@ class Transformers(Reference):
             with frozen_clock():
                 return str(
                     self._auto.apply_chat_template(
-                        [self.given(message) for message in messages],
+                        [self.template_message(message) for message in messages],
                         tools=list(tools) or None,
                         add_generation_prompt=generate,
                         tokenize=False,
@@ -65,7 +65,7 @@ class Transformers(Reference):
 class CompletionsAtRandom(Judge):
     """Judges ids at random as well: any, and in place of the content of the template's own turn."""
 
-    def _truncated(self, one: Conversation, turn: Spoken) -> None:
+    def _truncated(self, one: Conversation, turn: SampledTurn) -> None:
         super()._truncated(one, turn)
         rng, tokenizer = self.rng_of(f"random ids {one.number}"), self.product.renderer.tokenizer
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 40))]

@@ -26,7 +26,7 @@ _LAST_PIECE = re.compile(rf"\s*(?:{MARK.pattern}|</[^<>]*>|\]|```)\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Sampled ids under a name that tells what is special about them."""
+    """Sampled ids, with a name for what is special about them."""
 
     kind: Kind
     name: str
@@ -36,11 +36,11 @@ class Completion:
 
 
 def completions(
-    renderer: Renderer, setup: Setup, *, content_of_calls: str | None, end_of_call: str, one_call: bool
+    renderer: Renderer, setup: Setup, *, content_of_calls: str | None, end_of_call: str, single_call: bool
 ) -> Iterator[Completion]:
     """All completions of one template, see `families.Family` for the arguments.
 
-    `one_call`: the template refuses parallel calls.
+    `single_call`: the template refuses parallel calls.
     """
     tokenizer, form = renderer.tokenizer, renderer.format(setup)
     stops = {c.mark: c.id for c in tokenizer.controls if c.id in renderer.stop_ids(setup)}
@@ -73,7 +73,7 @@ def completions(
         return Completion(kind, name, (*ids, stop) if ended else tuple(ids), ended)
 
     for name, turn in grammar.TURNS.items():
-        text = None if one_call and name == "parallel calls" else written(turn)
+        text = None if single_call and name == "parallel calls" else written(turn)
         if text is not None:
             yield made("well-formed", name, text, calls="tool_calls" in turn)
     texts = {name: text for name, turn in grammar.TURNS.items() if (text := written(turn)) is not None}
@@ -93,7 +93,7 @@ def completions(
 
 def _sloppy(texts: Mapping[str, str], form: AssistantFormat) -> dict[str, str]:
     call = texts["call"]
-    _, _, behind = texts.get("content and call", "").partition("answerword.")
+    _, _, after = texts.get("content and call", "").partition("answerword.")
     found = {
         "no white space": re.sub(rf"\s+(?={MARK.pattern}|<)|(?<=[>\udc00-\udfff])\s+", "", call),
         "more white space": re.sub(rf"({MARK.pattern})", r"\1\n", call) + "\n",
@@ -101,8 +101,8 @@ def _sloppy(texts: Mapping[str, str], form: AssistantFormat) -> dict[str, str]:
         "unknown tool": call.replace("measure", "weigh"),
         "text behind a call": f"{call}\nAn afterword.",
     }
-    if "measure" in behind:
-        found["a call twice"] = call + behind
+    if "measure" in after:
+        found["a call twice"] = call + after
     if call.rstrip().endswith("}") and "here" in call:
         del found["call not closed"]
     arguments = re.search(r'\{\s*"place"\s*:\s*"here"\s*\}', call)

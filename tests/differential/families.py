@@ -25,7 +25,7 @@ class Family:
     vllm: tuple[str, str | None]
     """Names of the tool and the reasoning parser that a vLLM server gets on its command line for such a model."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What that parser has to be told of the template, which it does not look at."""
+    """Settings for that parser, which does not read the template."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Added tokens that a peer expects under another name than the tokenizer at hand has."""
     added: tuple[str, ...] = ()
@@ -34,9 +34,9 @@ class Family:
     content_of_calls: str | None = ""
     """What a turn that only calls tools has for content; DeepSeek-V3 shows the calls if it is None."""
     end_of_call: str = ""
-    """What a model writes behind a single call, where the template forgets it."""
+    """What a model writes after a single call, if the template omits it."""
     contextual: bool = False
-    """The certificate asks for the real conversation in front of the turn."""
+    """The certificate needs the real conversation before the turn."""
 
 
 _LLAMA = Family(

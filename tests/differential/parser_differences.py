@@ -1,4 +1,4 @@
-"""Differences between our parser and a peer's, and who is right: for `test_parsers.py` and docs/decisions/0005."""
+"""Differences between our parser and a peer's, and which is right: for `test_parsers.py` and docs/decisions/0005."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LETTERS = Why(
     "we",
     "The delimiters were sampled as letters. Tokentape reads ids; the peer decodes first and takes letters for tokens.",
 )
-BEHIND = Why("we", "Text after a call is content. The peer drops it, or finds no call because of it.")
+TEXT_AFTER_CALL = Why("we", "Text after a call is content. The peer drops it, or finds no call because of it.")
 CUT_OFF = Why(
     "we",
     "A call that was cut off was not made, so its text is content. The peer drops it, or returns a partial call.",
@@ -125,7 +125,7 @@ DIFFERENCES: dict[str, dict[str, tuple[Difference, ...]]] = {
         ),
         "text behind a call": (
             Difference(
-                BEHIND,
+                TEXT_AFTER_CALL,
                 frozenset(
                     QWEN3_5 | QWEN3 | QWEN2507 | NEMOTRON | LLAMA | DEEPSEEK | {"Qwen3-Thinking-2507", "MiniMax-M2"}
                 ),
@@ -306,7 +306,7 @@ DIFFERENCES: dict[str, dict[str, tuple[Difference, ...]]] = {
         "before the call's end": (Difference(CUT_OFF, frozenset({"GLM-4.5"})),),
         "text behind a call": (
             Difference(BROKEN, frozenset({"gpt-oss"})),
-            Difference(BEHIND, frozenset(LLAMA)),
+            Difference(TEXT_AFTER_CALL, frozenset(LLAMA)),
         ),
         "a call twice": (Difference(LETTER_OF_TEMPLATE, frozenset({"gpt-oss"})),),
         "recipient behind the channel": (Difference(LETTER_OF_TEMPLATE, frozenset({"gpt-oss"})),),
@@ -316,7 +316,7 @@ DIFFERENCES: dict[str, dict[str, tuple[Difference, ...]]] = {
     "vllm": {
         "text behind a call": (
             Difference(
-                BEHIND,
+                TEXT_AFTER_CALL,
                 frozenset(
                     QWEN3_5
                     | QWEN3

@@ -1,4 +1,4 @@
-"""What vLLM, TRL and `renderers` read out of completions, asked of them in environments of their own.
+"""What vLLM, TRL and `renderers` parse from completions, run in separate environments.
 
 Run by `test_parsers.py` with other Pythons, never imported. Reads one JSON object from standard input,
 {"cases": [...]}, and writes the answers, in order, to the file that its only argument names. A case has
@@ -61,8 +61,8 @@ def by_vllm(case: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     request = parser.adjust_request(request)
     parser.set_prompt_token_ids(case["prompt_ids"])
     ids = case["completion_ids"]
-    spoken = ids[:-1] if case["ended"] else ids
-    text = tokenizer.decode(spoken, skip_special_tokens=request.skip_special_tokens)
+    without_stop = ids[:-1] if case["ended"] else ids
+    text = tokenizer.decode(without_stop, skip_special_tokens=request.skip_special_tokens)
     reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
     return {
         "content": content or "",

@@ -1,4 +1,4 @@
-"""What `renderers` and TRL append behind a sampled turn, asked of them in an environment of their own.
+"""What `renderers` and TRL append after a sampled turn, run in a separate environment.
 
 Run by `test_bridges.py` with the Python named in TOKENTAPE_RENDERERS_PYTHON, never imported. Reads one JSON object from
 standard input, {"cases": [...]}, and writes the answers, in order, to the file that its only argument names. A case has
@@ -98,7 +98,7 @@ def by_template(case: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def as_written_for(case: dict[str, Any], tokenizer: Any) -> list[int]:
-    """Ids of templates that want None beside calls and arguments as text: transformers deletes the one since 5.0."""
+    """Ids of templates that want content None with calls, and text arguments: transformers deletes None since 5.0."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     messages = json.loads(json.dumps(case["messages"]))

@@ -1,4 +1,4 @@
-"""Our bridges against those of `renderers` and the suffixes of TRL; who is right where they differ.
+"""Our bridges against those of `renderers` and the suffixes of TRL; which is right where they differ.
 
 The arbiter is the template itself: transformers' rendering of the whole conversation has to end with what was appended.
 Needs a Python that has `renderers` and TRL, named in TOKENTAPE_RENDERERS_PYTHON; see docs/decisions/0004.
@@ -96,7 +96,7 @@ DECLINED: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What we append in one case, what a peer does, and whether the template's whole rendering ends so."""
+    """What we and a peer append in one case, and whether the template's full rendering ends with it."""
 
     ours: list[int]
     theirs: list[int] | None
@@ -130,9 +130,9 @@ def cases(scratch: Path) -> Iterator[tuple[str, str, list[int], dict[str, Any]]]
             completion = tokenizer.encode_after_control(written[1] + tokenizer.mark_controls(end_of_call)).ids
             stops = renderer.stop_ids(setup)
             if completion[-1] not in stops:
-                # The template writes no end of this turn: what the model stops with is the next message's header.
-                behind = renderer.bridge(tokenizer.array(completion), turn, new, setup, history).ids.tolist()
-                completion.append(next(i for i in behind if i in stops))
+                # The template writes no end of this turn: the model stops with the header of the next message.
+                bridge = renderer.bridge(tokenizer.array(completion), turn, new, setup, history).ids.tolist()
+                completion.append(next(i for i in bridge if i in stops))
             yield (
                 template,
                 name,
@@ -154,18 +154,18 @@ def cases(scratch: Path) -> Iterator[tuple[str, str, list[int], dict[str, Any]]]
 def comparisons(scratch: Path) -> dict[tuple[str, str, str], Comparison]:
     """All of them, by peer, name of the template and continuation."""
     found = list(cases(scratch))
-    asked: list[tuple[str, str, list[int], dict[str, Any]]] = []
+    requests: list[tuple[str, str, list[int], dict[str, Any]]] = []
     for template, name, ours, case in found:
-        asked.append((template, name, ours, {**case, "peer": "template"}))
+        requests.append((template, name, ours, {**case, "peer": "template"}))
         config = {"name": FAMILIES[template].renderers, "thinking_retention": "all"}
         if config["name"] is not None:
-            asked.append((template, name, ours, {**case, "peer": "renderers", "config": config}))
+            requests.append((template, name, ours, {**case, "peer": "renderers", "config": config}))
         if case["new_messages"][-1]["role"] == "tool":
-            asked.append((template, name, ours, {**case, "peer": "trl"}))
-    answers = ask([case for *_, case in asked], scratch)
+            requests.append((template, name, ours, {**case, "peer": "trl"}))
+    answers = ask([case for *_, case in requests], scratch)
     whole = {
         (template, name): answer["ids"]
-        for (template, name, _, case), answer in zip(asked, answers, strict=True)
+        for (template, name, _, case), answer in zip(requests, answers, strict=True)
         if case["peer"] == "template"
     }
     return {
@@ -177,7 +177,7 @@ def comparisons(scratch: Path) -> dict[tuple[str, str, str], Comparison]:
             as_the_template(whole[template, name], case["completion_ids"], ours),
             as_the_template(whole[template, name], case["completion_ids"], answer["ids"]),
         )
-        for (template, name, ours, case), answer in zip(asked, answers, strict=True)
+        for (template, name, ours, case), answer in zip(requests, answers, strict=True)
         if case["peer"] != "template"
     }
 
@@ -197,15 +197,15 @@ def ask(cases: list[dict[str, Any]], scratch: Path) -> list[dict[str, Any]]:
 
 
 def as_the_template(whole: list[int], completion: list[int], ids: list[int] | None) -> bool:
-    """Whether the whole rendering ends with `ids`, and they do not say again what was sampled."""
+    """Whether the full rendering ends with `ids`, and these do not repeat sampled text."""
     return ids is not None and whole[len(whole) - len(ids) :] == ids and ids[:1] != completion[-1:]
 
 
-def test_each_peer_leaves_what_was_there(comparisons: dict[tuple[str, str, str], Comparison]) -> None:
+def test_each_peer_keeps_the_existing_ids(comparisons: dict[tuple[str, str, str], Comparison]) -> None:
     assert [case for case, compared in comparisons.items() if not compared.kept] == []
 
 
-def test_what_we_append_is_what_the_template_writes(comparisons: dict[tuple[str, str, str], Comparison]) -> None:
+def test_bridge_is_what_the_template_writes(comparisons: dict[tuple[str, str, str], Comparison]) -> None:
     assert [case for case, compared in comparisons.items() if not compared.template_has_ours] == []
 
 
@@ -221,7 +221,7 @@ def test_where_a_peer_differs_the_template_does_not_have_it(
     assert [case for case, c in comparisons.items() if c.theirs != c.ours and c.template_has_theirs] == []
 
 
-def test_whoever_appends_nothing_says_why(comparisons: dict[tuple[str, str, str], Comparison]) -> None:
+def test_missing_bridge_has_a_reason(comparisons: dict[tuple[str, str, str], Comparison]) -> None:
     silent = {(peer, template) for (peer, template, _), c in comparisons.items() if c.theirs is None}
     assert silent == set(DECLINED)
     assert all(c.note for c in comparisons.values() if c.theirs is None)

@@ -1,4 +1,4 @@
-"""Random replies under the constraints of tool calls, made by XGrammar itself: each is read as the calls asked for.
+"""Random replies under the constraints of tool calls, made by XGrammar itself: each parses as the requested calls.
 
 XGrammar is that of a Python with vLLM or SGLang: TOKENTAPE_VLLM_PYTHON.
 """
@@ -63,19 +63,19 @@ def walked(tokenizer: Tokenizer, tags: list[str], stop_ids: frozenset[int]) -> l
     """
     assert PYTHON is not None
     named = re.findall(r'"token": (\d+)|"rules": \[\[(\d+)', " ".join(tags))
-    controls = {int(one) for pair in named for one in pair if one} | stop_ids
+    controls = {int(token_id) for pair in named for token_id in pair if token_id} | stop_ids
     pieces = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
     short = {token_id for token_id, piece in enumerate(pieces) if len(piece) == 1}
     kept = {*short, *controls, *np.random.default_rng(0).choice(len(pieces), min(len(pieces), 300)).tolist()}
     closing = {token_id for token_id in kept if pieces[token_id] and not pieces[token_id].strip(b' \n"}{][,:')}
-    asked = {
+    request = {
         "pieces": [piece.hex() if token_id in kept else "" for token_id, piece in enumerate(pieces)],
         "stop_ids": sorted(stop_ids),
         "likely": sorted(closing | controls),
         "tags": tags,
         "count": REPLIES,
     }
-    run = subprocess.run([PYTHON, str(WALK)], input=json.dumps(asked), capture_output=True, text=True)
+    run = subprocess.run([PYTHON, str(WALK)], input=json.dumps(request), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     replies: list[list[list[int]]] = json.loads(run.stdout)
     return replies
@@ -96,7 +96,7 @@ def check(rule: CallRule, reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("template", EVERY_TEMPLATE)
-def test_every_reply_that_the_constraint_lets_through_is_read_as_the_calls(template: str) -> None:
+def test_every_allowed_reply_parses_as_the_calls(template: str) -> None:
     renderer = load_renderer(template)
     setup = renderer.setup(TOOLS)
     question = renderer.format(setup).question

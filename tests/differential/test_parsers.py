@@ -38,7 +38,7 @@ _NAMED_BY = {
 
 pytestmark = [pytest.mark.differential, pytest.mark.real]
 
-Told = tuple[str, str, list[tuple[str, str]]]
+Parsed = tuple[str, str, list[tuple[str, str]]]
 """Content and reasoning without white space at their ends, and the calls whose arguments are a JSON object."""
 
 
@@ -48,8 +48,8 @@ class Comparison:
 
     template: str
     completion: Completion
-    ours: Told
-    theirs: Told | None
+    ours: Parsed
+    theirs: Parsed | None
     """None where the peer failed."""
     note: str
 
@@ -69,24 +69,24 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def comparisons(peer: str, scratch: Path) -> list[Comparison]:
-    """All completions that a peer is asked about."""
-    asked = [case for template, family in FAMILIES.items() for case in cases(peer, template, family, scratch)]
-    answers = ask(peer, [case for *_, case in asked], scratch)
+    """All completions that a peer parses."""
+    requests = [case for template, family in FAMILIES.items() for case in cases(peer, template, family, scratch)]
+    answers = ask(peer, [case for *_, case in requests], scratch)
     return [
         Comparison(
             Path(template).stem,
             completion,
             ours,
-            None if answer["content"] is None else told(answer["content"], answer["reasoning"], answer["calls"]),
+            None if answer["content"] is None else parsed(answer["content"], answer["reasoning"], answer["calls"]),
             answer["note"],
         )
-        for (template, completion, ours, _), answer in zip(asked, answers, strict=True)
+        for (template, completion, ours, _), answer in zip(requests, answers, strict=True)
     ]
 
 
 def cases(
     peer: str, template: str, family: Family, scratch: Path
-) -> Iterator[tuple[str, Completion, Told, dict[str, Any]]]:
+) -> Iterator[tuple[str, Completion, Parsed, dict[str, Any]]]:
     """(template, completion, what we read, the case as the peer gets it) where the peer has a parser."""
     configs: dict[str, dict[str, Any] | None] = {
         "renderers": family.renderers and {"name": family.renderers, "thinking_retention": "all"},
@@ -107,7 +107,7 @@ def cases(
         setup,
         content_of_calls=family.content_of_calls,
         end_of_call=family.end_of_call,
-        one_call=Path(template).stem in ONE_CALL_A_TURN,
+        single_call=Path(template).stem in ONE_CALL_A_TURN,
     ):
         parser = renderer.derived_parser(setup)
         parser.feed(completion.ids)
@@ -116,7 +116,7 @@ def cases(
         yield (
             template,
             completion,
-            told(reply.content, reply.reasoning, calls),
+            parsed(reply.content, reply.reasoning, calls),
             {
                 "peer": peer,
                 "config": configs[peer],
@@ -131,14 +131,14 @@ def cases(
         )
 
 
-def told(content: str, reasoning: str, calls: Iterable[list[str]]) -> Told:
+def parsed(content: str, reasoning: str, calls: Iterable[list[str]]) -> Parsed:
     """What counts when two parsers are compared."""
     objects = [(name, decoded) for name, arguments in calls if (decoded := _as_object(arguments)) is not None]
     return content.strip(), reasoning.strip(), objects
 
 
 def _as_object(arguments: str) -> str | None:
-    """Arguments in one spelling; None if they are no JSON object, as an OpenAI client would find."""
+    """Arguments in one spelling; None if they are not a JSON object for an OpenAI client."""
     try:
         value = json.loads(arguments, parse_constant=_no_json)
     except ValueError:
@@ -199,7 +199,7 @@ def test_enough_is_compared(peer: str, comparisons: list[Comparison]) -> None:
         Counter(c.completion.kind for c in comparisons if c.theirs == c.ours),
     )
     print(f"\n{peer}: {equal.total()} of {total.total()} alike;", *(f"{k} {same[k]}/{n};" for k, n in kinds.items()))
-    for template, asked in total.items():
-        print(f"  {template}: {equal[template]} of {asked}")
+    for template, counts in total.items():
+        print(f"  {template}: {equal[template]} of {counts}")
     assert len(total) >= {"renderers": 20, "trl": 15, "vllm": 29}[peer]
     assert equal.total() > total.total() // 2

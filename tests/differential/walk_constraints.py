@@ -35,20 +35,20 @@ def sample(compiled: Any, vocab_size: int, stop_ids: list[int], likely: Any, ran
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     pieces, stop_ids, random = (
-        [bytes.fromhex(one) for one in asked["pieces"]],
-        asked["stop_ids"],
+        [bytes.fromhex(piece) for piece in request["pieces"]],
+        request["stop_ids"],
         np.random.default_rng(0),
     )
     info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, stop_token_ids=stop_ids)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     found = []
-    for tag in asked["tags"]:
+    for tag in request["tags"]:
         compiled = compiler.compile_structural_tag(tag)
-        likely = np.array(asked["likely"])
-        replies = [sample(compiled, len(pieces), stop_ids, likely, random) for _ in range(asked["count"])]
-        found.append([one for one in replies if one is not None])
+        likely = np.array(request["likely"])
+        replies = [sample(compiled, len(pieces), stop_ids, likely, random) for _ in range(request["count"])]
+        found.append([reply for reply in replies if reply is not None])
     json.dump(found, sys.stdout)
 
 

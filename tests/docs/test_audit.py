@@ -51,7 +51,7 @@ def test_the_command_finds_what_the_page_shows(folders: Path) -> None:
     assert shown is not None
     for line in shown[1].splitlines():
         if "..." not in line and line:
-            assert line.rstrip() in [one.rstrip() for one in done.stdout.splitlines()], line
+            assert line.rstrip() in [printed.rstrip() for printed in done.stdout.splitlines()], line
 
 
 def test_the_python_example_runs(folders: Path) -> None:
@@ -71,9 +71,9 @@ def test_the_command_against_a_server_runs(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "audit.html").is_file()
 
 
-def test_the_table_says_of_each_known_bug_whether_it_is_rebuilt() -> None:
-    rows = {int(n): said for n, said in re.findall(r"^\| (\d+) \|[^|]*\| (yes|no)", PAGE, re.MULTILINE)}
+def test_table_lists_whether_each_known_bug_is_reproduced() -> None:
+    rows = {int(n): rebuilt for n, rebuilt in re.findall(r"^\| (\d+) \|[^|]*\| (yes|no)", PAGE, re.MULTILINE)}
     assert sorted(rows) == list(range(1, 39))
     elsewhere = {7, 8, 14, 19, 25}  # built in test_backends, test_servers, test_causes and test_unknown_sides
     compared = {37, 38}  # built in tokendiff/test_comparing
-    assert {n for n, said in rows.items() if said == "yes"} == {case.row for case in CASES} | elsewhere | compared
+    assert {n for n, rebuilt in rows.items() if rebuilt == "yes"} == {case.row for case in CASES} | elsewhere | compared

@@ -29,7 +29,7 @@ def test_the_example_gives_the_figures_of_the_table(
     pieces = re.findall("`(.*?)`", next(line for line in PAGE.splitlines() if line.startswith("| sampled")))
     names = {
         "context_ids": [*prompt, think.id, *renderer.tokenizer.encode_plain("\n")],
-        "sampled_ids": [one for piece in pieces for one in renderer.tokenizer.encode_plain(piece)],
+        "sampled_ids": [token_id for piece in pieces for token_id in renderer.tokenizer.encode_plain(piece)],
     }
     exec(code.replace("path/to/model", str(model_dir)), names)
     found = names["found"]

@@ -30,9 +30,9 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
     with tokentape.Client(gateway_url) as client:
         session = client.session("s")
         talk(session.base_url)
-        (one,) = session.trajectories()
-    write_parquet([one], "rollouts.parquet")
-    names = {"ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
+        (trajectory,) = session.trajectories()
+    write_parquet([trajectory], "rollouts.parquet")
+    names = {"ids": trajectory.token_ids.tolist(), "logprobs": trajectory.logprobs.tolist()}
     exec(blocks["batch"], names)
     Path("batch.jsonl").write_text(json.dumps(names["row"]), encoding="utf-8")
     write_served_model("data", ServedModel(str(model_dir), renderer.tokenizer.sha256, renderer.fingerprint))
@@ -44,10 +44,10 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
             .replace("path/to/data", str(tmp_path / "data"))
         )
         done = CliRunner().invoke(app, shlex.split(command))
-        told = (
+        expected = (
             f"model: {model_dir}, the one that {tmp_path / 'data'} was last recorded with\n" if name == "served" else ""
         )
-        assert (done.exit_code, done.stderr) == (0, told)
+        assert (done.exit_code, done.stderr) == (0, expected)
         if name == "model":
             (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
             assert_same_lines(shown, done.stdout)

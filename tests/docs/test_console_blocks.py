@@ -1,4 +1,4 @@
-"""Every console block in the documentation is run by a test or says why not; its commands exist."""
+"""Every console block in the documentation is run by a test or has a reason; its commands exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def unmarked(text: str) -> list[str]:
-    """The first lines of the blocks that neither name an existing test nor say why they are not run."""
+    """The first lines of the blocks that have neither an existing test nor a reason why they are not run."""
     return [
         block.splitlines()[0]
         for above, block in blocks(text)
@@ -50,7 +50,7 @@ def commands() -> dict[str, Any]:
 @cache
 def options(name: str, command: Any) -> set[str]:
     with command.make_context(name, [], resilient_parsing=True) as context:
-        return {option for one in command.get_params(context) for option in (*one.opts, *one.secondary_opts)}
+        return {option for param in command.get_params(context) for option in (*param.opts, *param.secondary_opts)}
 
 
 def unknown(text: str) -> list[str]:
@@ -73,15 +73,15 @@ def unknown(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+def test_every_block_is_run_or_has_a_reason(page: Path) -> None:
     assert unmarked(page.read_text(encoding="utf-8")) == []
 
 
-def test_every_command_and_option_is_one() -> None:
+def test_every_documented_command_and_option_exists() -> None:
     assert {page.name: wrong for page in PAGES if (wrong := unknown(page.read_text(encoding="utf-8")))} == {}
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_wrong_examples_are_found() -> None:
     text = "Words\n\n```console\n$ tokentape verfy runs/serve\n$ tokentape serve --engine-ulr URL\n```\n"
     assert unmarked(text) == ["$ tokentape verfy runs/serve"]
     assert unmarked("<!-- executed by tests/nowhere.py: a -->" + text[6:])

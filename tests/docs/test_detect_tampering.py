@@ -1,4 +1,4 @@
-"""The guide to heads: its commands run as they are written, and find what they say they find."""
+"""The guide to heads: its commands run as written, and find what the page shows."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def shell(
     return run
 
 
-def test_the_commands_do_what_the_pages_say(shell: Callable[[str], Result]) -> None:
+def test_commands_do_what_the_pages_state(shell: Callable[[str], Result]) -> None:
     for name in ("record", "foreign", "compare", "ci"):
         done = shell(name)
         assert done.exit_code == 0, (name, done.output)

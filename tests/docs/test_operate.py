@@ -33,7 +33,7 @@ BLOCKS = re.compile(r"<!-- executed by tests/docs/test_operate.py: (\w+) -->\n( 
 
 @pytest.fixture
 def execute(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Executes a block of the page in a folder of its own; the output begins as the page shows."""
+    """Executes a block of the page in its own folder; the output begins as the page shows."""
     monkeypatch.chdir(tmp_path)
 
     def execute(name: str, change: Callable[[str], str] = lambda text: text) -> None:
@@ -125,14 +125,14 @@ def test_a_backup_of_a_live_record_is_restored(execute: Callable[..., None], liv
 def test_a_backup_of_postgresql_is_restored(execute: Callable[..., None], postgres: Server) -> None:
     if binary("pg_dump") is None:
         pytest.skip("needs PostgreSQL's programs")
-    given = make_url(postgres.url)
+    url = make_url(postgres.url)
     names = {name: f"tokentape_test_{name}" for name in ("production", "restored")}
 
     def change(command: str) -> str:
         command = re.sub(r"\b(production|restored)\b", lambda found: names[found[0]], command)
         return re.sub(
             r"postgresql://tokentape@/(\w+)",
-            lambda found: given.set(database=found[1]).render_as_string(hide_password=False),
+            lambda found: url.set(database=found[1]).render_as_string(hide_password=False),
             command,
         )
 

@@ -1,4 +1,4 @@
-"""The how-to's package, put together as it stands there and found as an installed one is."""
+"""The how-to's package, built as the page shows it and found like an installed package."""
 
 from __future__ import annotations
 

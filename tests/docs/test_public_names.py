@@ -35,7 +35,7 @@ WHOLE = {
     *("tokentape.errors", "tokentape.types", "tokentape.config", "tokentape.training.exports"),
     "tokentape.testing.golden",
 }
-"""Modules that are public as they are."""
+"""Modules that are public by name."""
 
 
 def imports(source: str) -> Iterator[tuple[str, str]]:
@@ -68,7 +68,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in sources()}))
 def test_only_public_names_are_imported(path: str) -> None:
-    found = [one for source_path, source in sources() if source_path == path for one in imports(source)]
+    found = [imported for source_path, source in sources() if source_path == path for imported in imports(source)]
     assert [f"{module}.{name}" for module, name in found if not is_public(module, name)] == []
 
 

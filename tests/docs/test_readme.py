@@ -1,4 +1,4 @@
-"""The README's code, run as it stands there against a gateway; only the port differs."""
+"""The README's code, run unchanged against a gateway, except for the port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated reference pages are what the code has. Run `make docs` if one is not."""
+"""The generated reference pages match the code. Run `make docs` if one does not."""
 
 from __future__ import annotations
 

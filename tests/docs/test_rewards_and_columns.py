@@ -20,6 +20,6 @@ def test_the_example_of_the_how_to_attaches_columns(gateway_url: str) -> None:
         talk(session.base_url)
         sampled = session.info().turns[0].sampled_tokens
         exec(code, {"session": session, "sampled": sampled, "np": np})
-        (one,) = session.trajectories()
-    assert one.columns["advantages"][one.loss_mask].tolist() == [0.5] * int(one.loss_mask.sum())
-    assert one.columns["value"][one.completion_starts[0]] == np.float32(0.1)
+        (trajectory,) = session.trajectories()
+    assert trajectory.columns["advantages"][trajectory.loss_mask].tolist() == [0.5] * int(trajectory.loss_mask.sum())
+    assert trajectory.columns["value"][trajectory.completion_starts[0]] == np.float32(0.1)

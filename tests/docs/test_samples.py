@@ -27,21 +27,21 @@ SCHEMA = ROOT / "src" / "tokentape" / "training" / "samples.schema.json"
 def field_rows() -> list[str]:
     schema = json.loads(SCHEMA.read_text())
     named = {"`column_NAME`": "^column_[a-z][a-z0-9_]*$", "`payload_NAME`": "^payload_"}
-    about = {f"`{name}`": one for name, one in schema["properties"].items()}
+    about = {f"`{name}`": about_field for name, about_field in schema["properties"].items()}
     about |= {name: schema["patternProperties"][pattern] for name, pattern in named.items()}
     return [
-        f"| {name} | {one.get('x-dtype', 'int')} | {one.get('x-length', 'sample').removesuffix('s')} | "
-        f"{one['description']} |"
-        for name, one in about.items()
+        f"| {name} | {about_field.get('x-dtype', 'int')} | {about_field.get('x-length', 'sample').removesuffix('s')} | "
+        f"{about_field['description']} |"
+        for name, about_field in about.items()
     ]
 
 
 def error_rows() -> list[str]:
-    return [f"| {one.name} | `{one.kind}` |" for one in ERRORS]
+    return [f"| {error.name} | `{error.kind}` |" for error in ERRORS]
 
 
 def failure_rows() -> list[str]:
-    """A row per path and finding; what several paths have alike, in one row."""
+    """A row per path and finding; values shared by several paths are in one row."""
     goldens: dict[tuple[str, str, str], list[str]] = {}
     for (path, golden), (kinds, cause) in KNOWN.items():
         goldens.setdefault((path, ", ".join(sorted(kinds)), cause), []).append(golden)
@@ -81,7 +81,7 @@ def test_the_example_is_checked_by_the_command(
 
 def test_every_kind_of_finding_is_named() -> None:
     source = "".join((ROOT / "src" / "tokentape" / "testing" / name).read_text() for name in ("_rows.py", "samples.py"))
-    kinds = {*re.findall(r'(?:kind = |else |Finding\()"([a-z0-9 ]+)"', source), *(one.kind for one in ERRORS)}
+    kinds = {*re.findall(r'(?:kind = |else |Finding\()"([a-z0-9 ]+)"', source), *(error.kind for error in ERRORS)}
     assert len(kinds) > 20
     assert [kind for kind in kinds - {"held"} if f"`{kind}`" not in PAGE.read_text()] == []
 

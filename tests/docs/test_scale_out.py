@@ -1,4 +1,4 @@
-"""docs/how-to/scale-out.md: its Python is run on a database, its command lines are ones that there are."""
+"""docs/how-to/scale-out.md: its Python runs on a database, and its command lines exist."""
 
 from __future__ import annotations
 

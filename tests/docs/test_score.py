@@ -1,4 +1,4 @@
-"""What docs/how-to/score.md says to type."""
+"""The commands of docs/how-to/score.md."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_page_scores_by_a_teacher_and_by_the_sampler(
                 (shown,) = re.findall(r"```text\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
                 assert_same_lines(shown, done.output)
     with SqliteStore.open(tmp_path / "data", read_only=True) as again:
-        (one,) = again.load_session("s", per_token=True).trajectories()
-    trained = one.loss_mask
-    np.testing.assert_array_equal(one.columns["teacher_logprobs"][trained], -0.5)
-    np.testing.assert_allclose(one.columns["sampler_logprobs"][trained], one.logprobs[trained], atol=1e-4)
+        (trajectory,) = again.load_session("s", per_token=True).trajectories()
+    trained = trajectory.loss_mask
+    np.testing.assert_array_equal(trajectory.columns["teacher_logprobs"][trained], -0.5)
+    np.testing.assert_allclose(trajectory.columns["sampler_logprobs"][trained], trajectory.logprobs[trained], atol=1e-4)

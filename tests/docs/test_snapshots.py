@@ -23,4 +23,4 @@ def test_the_example_of_the_how_to_moves_the_data(
         talk(client.session("s").base_url)
         exec(code, {"client": client})
         assert list(client.sessions()) == []
-    assert [one.session_id for one in read_trajectories("batch.parquet")] == ["s"]
+    assert [trajectory.session_id for trajectory in read_trajectories("batch.parquet")] == ["s"]

@@ -1,4 +1,4 @@
-"""The experiments' pages say what their data say."""
+"""The experiments' pages match their data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_table_of_models_is_that_of_its_rows() -> None:
     assert rest.partition(served_drift.END)[0] == served_drift.table([json.loads(line) for line in lines])
 
 
-def test_the_plot_is_of_these_arms_and_follows_the_reader_s_colours() -> None:
+def test_plot_shows_these_arms_and_follows_the_color_scheme() -> None:
     drawn = (FOLDER / "token-paths.svg").read_text("utf-8")
     assert "prefers-color-scheme: dark" in drawn
     for arm in report.PATHS:
@@ -42,7 +42,7 @@ def test_the_plot_is_of_these_arms_and_follows_the_reader_s_colours() -> None:
     ("differences", "p"),
     [([0.1, 0.2, 0.3], 0.25), ([-0.1, -0.2, -0.3], 0.25), ([0.1, -0.1], 1.0), ([1.0, 1.0, 1.0, -0.5], 0.25)],
 )
-def test_sign_flips_count_the_means_that_are_as_far_from_zero(differences: list[float], p: float) -> None:
+def test_sign_flips_count_means_at_least_as_far_from_zero(differences: list[float], p: float) -> None:
     assert report.sign_flip_p(differences) == p
 
 

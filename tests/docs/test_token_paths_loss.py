@@ -27,7 +27,7 @@ GROUP = 3
 
 
 @pytest.fixture(scope="module")
-def given() -> list[Given]:
+def samples() -> list[Given]:
     """Sequences of different lengths with several completions, and logprobs that make ratios from 0.1 to 20."""
     rng = np.random.default_rng(0)
     found = []
@@ -41,7 +41,7 @@ def given() -> list[Given]:
 
 
 @pytest.mark.parametrize("correction", sorted(CORRECTIONS))
-def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str, tmp_path: Path) -> None:
+def test_loss_and_gradient_are_those_of_trl(samples: list[Given], correction: str, tmp_path: Path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
 
     class Corrected(trl.GRPOTrainer):  # type: ignore[misc, name-defined]
@@ -54,10 +54,10 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
     def rollouts(prompts: list[str], trainer: Corrected) -> dict[str, Any]:
         trainer.use_vllm = correction != "none"
         return {
-            "prompt_ids": [one.token_ids[: one.prompt].tolist() for one in given],
-            "completion_ids": [one.token_ids[one.prompt :].tolist() for one in given],
-            "env_mask": [one.loss_mask[one.prompt :].astype(int).tolist() for one in given],
-            "logprobs": [one.logprobs[one.prompt :].tolist() for one in given],
+            "prompt_ids": [sample.token_ids[: sample.prompt].tolist() for sample in samples],
+            "completion_ids": [sample.token_ids[sample.prompt :].tolist() for sample in samples],
+            "env_mask": [sample.loss_mask[sample.prompt :].astype(int).tolist() for sample in samples],
+            "logprobs": [sample.logprobs[sample.prompt :].tolist() for sample in samples],
             "earned": REWARDS,
         }
 
@@ -67,7 +67,7 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
         reward_funcs=lambda earned, **_: earned,
         args=trl.GRPOConfig(
             output_dir=str(tmp_path),
-            per_device_train_batch_size=len(given),
+            per_device_train_batch_size=len(samples),
             num_generations=GROUP,
             max_steps=1,
             beta=0.0,
@@ -82,7 +82,7 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
     )
     model = trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions([{"prompt": str(n // GROUP)} for n in range(len(given))])
+    inputs = trainer._generate_and_score_completions([{"prompt": str(n // GROUP)} for n in range(len(samples))])
     if correction != "none":
         # Some ratios reach the limit, and some do not.
         ratios = inputs["importance_sampling_ratio"]
@@ -94,7 +94,7 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
 
-    loss, _ = loss_of(model, Batch.of(given, REWARDS, GROUP), correction)
+    loss, _ = loss_of(model, Batch.of(samples, REWARDS, GROUP), correction)
     loss.backward()
 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Sessions of the experiment: sampled ids stay as they were, and each path gives what its name says."""
+"""Sessions of the experiment: sampled ids stay unchanged, and each path gives what its name promises."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def sessions(model: Any, renderer: Renderer) -> list[Rollout]:
 
 def test_the_same_seed_gives_the_same_sessions(model: Any, renderer: Renderer, sessions: list[Rollout]) -> None:
     again = play(model, renderer, policy.draw_tasks(1, 12, "train"), seed=3)
-    for one, other in zip(sessions, again, strict=True):
-        assert [turn.completion_ids.tolist() for turn in one.turns] == [
+    for session, other in zip(sessions, again, strict=True):
+        assert [turn.completion_ids.tolist() for turn in session.turns] == [
             turn.completion_ids.tolist() for turn in other.turns
         ]
 
@@ -51,8 +51,8 @@ def test_the_same_seed_gives_the_same_sessions(model: Any, renderer: Renderer, s
 def test_recorded_ids_and_logprobs_are_those_of_a_forward_pass(
     model: Any, renderer: Renderer, sessions: list[Rollout]
 ) -> None:
-    given = [PATHS["recorded"](renderer, one) for one in sessions]
-    batch = Batch.of(given, [0.0] * len(given), len(given))
+    recorded = [PATHS["recorded"](renderer, session) for session in sessions]
+    batch = Batch.of(recorded, [0.0] * len(recorded), len(recorded))
     _, own = loss_of(model, batch, "none")
     masks = batch.trained[:, 1:]
     sides = [
@@ -62,16 +62,18 @@ def test_recorded_ids_and_logprobs_are_those_of_a_forward_pass(
     found = importance(*sides)
     assert found["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert found["not_sampled"] == 0
-    assert sum(map(len, sides[0])) == sum(one.sampled for one in sessions)
+    assert sum(map(len, sides[0])) == sum(session.sampled for session in sessions)
 
 
-def test_retokenizing_keeps_the_text_and_the_context(renderer: Renderer, sessions: list[Rollout]) -> None:
+def test_retokenizing_keeps_text_and_context(renderer: Renderer, sessions: list[Rollout]) -> None:
     changed = 0
-    for one in sessions:
-        recorded, given = PATHS["recorded"](renderer, one), PATHS["retokenized"](renderer, one)
-        assert renderer.tokenizer.decode(given.token_ids) == renderer.tokenizer.decode(recorded.token_ids)
-        assert given.token_ids[~given.loss_mask].tolist() == recorded.token_ids[~recorded.loss_mask].tolist()
-        changed += given.token_ids.tolist() != recorded.token_ids.tolist()
+    for session in sessions:
+        recorded, retokenized = PATHS["recorded"](renderer, session), PATHS["retokenized"](renderer, session)
+        assert renderer.tokenizer.decode(retokenized.token_ids) == renderer.tokenizer.decode(recorded.token_ids)
+        assert (
+            retokenized.token_ids[~retokenized.loss_mask].tolist() == recorded.token_ids[~recorded.loss_mask].tolist()
+        )
+        changed += retokenized.token_ids.tolist() != recorded.token_ids.tolist()
     assert changed
 
 

@@ -18,8 +18,8 @@ from tokentape.training._trainers import TRAINERS
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train.md"
 
 
-def test_the_page_says_of_each_trainer_what_the_code_says() -> None:
-    rows = [f"| {one.name} | {one.version} | `{one.formula}` |" for one in TRAINERS.values()]
+def test_page_matches_the_code_for_each_trainer() -> None:
+    rows = [f"| {trainer.name} | {trainer.version} | `{trainer.formula}` |" for trainer in TRAINERS.values()]
     assert "\n".join(["", *rows, ""]) in PAGE.read_text()
 
 
@@ -30,9 +30,9 @@ def test_the_script_of_the_how_to_takes_a_step(gateway_url: str, model_dir: Path
             session = client.session(metadata={"task": 7})
             messages: list[dict[str, Any]] = [{"role": "user", "content": f"What is {number} + 4?"}]
             for _ in range(2):
-                asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": number}
-                asked["temperature"] = 0.8 + 0.6 * number
-                answer = httpx2.post(f"{session.base_url}/chat/completions", json=asked, timeout=PATIENCE).json()
+                body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": number}
+                body["temperature"] = 0.8 + 0.6 * number
+                answer = httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=PATIENCE).json()
                 messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
             session.reward(reward)
             paths += session.trajectories()

@@ -27,7 +27,7 @@ def block(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_grpo_runs_as_it_stands_there(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_example_runs_as_written(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = block("grpo.py").replace("path/to/model", str(model_dir))
     code = code.replace("bf16=False,", "bf16=False,\n            report_to=[],")
@@ -69,7 +69,7 @@ def test_the_environment_runs_through_the_gateway(policy: Policy) -> None:
     assert fields["reward"][0] >= 0.0
 
 
-def test_worker_and_transfer_are_made_as_it_says_there(policy: Policy) -> None:
+def test_worker_and_transfer_are_created_as_documented(policy: Policy) -> None:
     ran: dict[str, Any] = {"policy": policy, "agent": None, "rows": [{"prompt": "a"}]}
     exec(compile(block("async.py"), str(PAGE), "exec"), ran)
     assert ran["worker"].rollout_buffer.empty()

@@ -1,4 +1,4 @@
-"""The tutorial's code, run as it stands there; only ports and paths differ."""
+"""The tutorial's code, run unchanged, except for ports and paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blocks() -> dict[str, str]:
 
 
 def run(code: str, gateway_url: str) -> str:
-    """What a script prints, run as a user does: in a Python of its own, in the folder with the others."""
+    """The output of a script, run as a user does: in its own Python process, in the folder with the other scripts."""
     code = code.replace("http://127.0.0.1:8800", gateway_url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
@@ -39,9 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_agent_runs_its_samples_are_there_and_its_check_passes(
-    folder: Path, gateway_url: str, model_dir: Path
-) -> None:
+def test_agent_runs_and_its_samples_pass_the_check(folder: Path, gateway_url: str, model_dir: Path) -> None:
     code = blocks()
     run(code["run.py"], gateway_url)  # Prints the sampled answer, which may be empty.
     printed = run(code["samples.py"], gateway_url)

@@ -48,7 +48,7 @@ def arguments(name: str, n: int = 0) -> list[str]:
     """The arguments of the n-th command of a block."""
     prompt, program, *rest = shlex.split(block(name).splitlines()[n])
     assert (prompt, program) == ("$", "tokentape")
-    return ["s" if one == "SESSION" else one for one in rest]
+    return ["s" if argument == "SESSION" else argument for argument in rest]
 
 
 @pytest.mark.sampled(1)

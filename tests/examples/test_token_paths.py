@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -108,7 +108,7 @@ def test_retokenizing_keeps_text_and_context_and_shares_out_all_logprobs(
     turns = []
     for seq in range(data.draw(st.integers(1, 3))):
         ids = data.draw(spelt(tokenizer))
-        turn = make_turn(seq, seq - 1 if seq else None, [user("x")], said("y"), added=(7, 8, 9), completion=ids)
+        turn = make_turn(seq, seq - 1 if seq else None, [user("x")], assistant("y"), added=(7, 8, 9), completion=ids)
         turn.logprobs[:] = -data.draw(st.floats(0.125, 9, width=32))
         turns.append(turn)
     session = Session(SessionInfo("s", 0.0), turns)

@@ -58,7 +58,7 @@ class IdsEngine(ScriptedEngine):
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         """Say the next answer."""
-        self.asked.append((prompt_ids.tolist(), params))
+        self.requests.append((prompt_ids.tolist(), params))
         ids, logprobs, reason = self.answers.pop(0)
         yield SampleDelta(tuple(ids), tuple(logprobs), reason, ids[-1] if reason == "stop" else None)
 
@@ -226,9 +226,9 @@ def _aborted(name: str, file: str, answers: Sequence[str]) -> Outcome:
     session, engine = taken([(prompt, *calls)])
     finished = [turn.completion_ids.tolist() for turn in session.turns if turn.finish_reason != "abort"]
     kept = [turn.completion_ids.tolist() for turn in session.turns]
-    if finished == [wanted] and len(engine.asked) == len(answers):
+    if finished == [wanted] and len(engine.requests) == len(answers):
         return Outcome("call", name, EQUAL)
-    ours = f"asked {len(engine.asked)} times, answered {finished}, recorded {kept}"
+    ours = f"asked {len(engine.requests)} times, answered {finished}, recorded {kept}"
     note = f"{ours}; theirs asks {len(answers)} times: {wanted}"
     return Outcome("call", name, DIFFERENT, note)
 
@@ -309,7 +309,7 @@ def _round_trip(_: int) -> str:
         prompt = [*prompt, 900 + n]
     session, engine = taken([(p, (ids, [-0.1], "stop")) for p, ids in calls])
     contexts = [session.context_before(n).tolist() for n in range(8)]
-    return "" if contexts == [p for p, _ in calls] == [p for p, _ in engine.asked] else f"contexts are {contexts}"
+    return "" if contexts == [p for p, _ in calls] == [p for p, _ in engine.requests] else f"contexts are {contexts}"
 
 
 def _interleaved(_: int) -> str:

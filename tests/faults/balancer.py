@@ -51,7 +51,7 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 
 @contextmanager
 def balancing(servers: Sequence[str]) -> Iterator[Balancer]:
-    """A balancer in a thread of its own."""
+    """A balancer in its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -14,7 +14,7 @@ from openai import OpenAI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.faults import upstream as planned
-from tests.faults.invariant import Told, invariant
+from tests.faults.invariant import Received, invariant
 from tests.faults.upstream import Upstream
 from tests.waiting import until
 from tokentape.chat._renderer import Renderer
@@ -33,7 +33,7 @@ QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
 
 @dataclass
 class Gateway:
-    """A gateway on a data directory, and everything that its clients were told."""
+    """A gateway on a data directory, and every reply that its clients received."""
 
     renderer: Renderer
     upstream: Upstream
@@ -41,7 +41,7 @@ class Gateway:
     limits: Limits = field(default_factory=lambda: Limits(retry_grace=0.2))
     timeouts: Timeouts = field(default_factory=lambda: Timeouts(5.0, first_token=5.0, between_tokens=5.0, total=20.0))
     keys: Keys = field(default_factory=Keys)
-    told: list[Told] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
     opened: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> Gateway:
@@ -53,15 +53,15 @@ class Gateway:
         self.opened.close()
 
     def client(self, session: str | None = "s", **more: Any) -> OpenAI:
-        """The official client, which asks once unless told otherwise."""
+        """The official client, without retries by default."""
         base_url = self.url + ("" if session is None else f"/sessions/{session}") + "/v1"
         return self.opened.enter_context(OpenAI(**{"base_url": base_url, "api_key": "none", "max_retries": 0, **more}))
 
     def ask(self, messages: list[Any] | None = None, session: str = "s", **more: Any) -> dict[str, Any]:
-        """Take a turn and note that it was acknowledged. Returns the messages as an agent goes on with them."""
+        """Take a turn and note that it was acknowledged. Returns the messages with which an agent continues."""
         messages = messages or [QUESTION]
         reply = say(self.client(session), messages, **more)
-        self.told += Told.of(reply)
+        self.received += Received.of(reply)
         return {"role": "assistant", "content": reply.choices[0].message.content}
 
     def refused(self, messages: list[Any] | None = None, session: str = "s", **more: Any) -> openai.APIError:
@@ -73,9 +73,9 @@ class Gateway:
             return error
         raise AssertionError(f"answered as if nothing were wrong: {chunks}")
 
-    def check(self, unheard: int = 0) -> dict[str, StoredSession]:
+    def check(self, unacknowledged: int = 0) -> dict[str, StoredSession]:
         """Check the invariant while the gateway runs."""
-        return invariant(self.directory, self.told, unheard=unheard)
+        return invariant(self.directory, self.received, unacknowledged=unacknowledged)
 
 
 class _Late:
@@ -98,17 +98,17 @@ class _Late:
 
 
 def say(client: OpenAI, messages: list[Any], **more: Any) -> Any:
-    """One call; ids are asked for."""
+    """One call that requests token ids."""
     extra = {"return_token_ids": True, **more.pop("extra_body", {})}
     return client.chat.completions.create(model="m", messages=messages, extra_body=extra, **more)
 
 
-def joined(chunks: Any) -> list[Told]:
-    """What a stream told, if it told all: the choices that have their finish chunk."""
+def joined(chunks: Any) -> list[Received]:
+    """The choices of a stream that have their finish chunk."""
     prompt_ids: list[int] = []
     ids: dict[int, list[int]] = {}
     content: dict[int, str] = {}
-    told = []
+    received = []
     for chunk in chunks:
         prompt_ids = (chunk.model_extra or {}).get("prompt_token_ids", prompt_ids)
         for part in chunk.choices:
@@ -117,12 +117,14 @@ def joined(chunks: Any) -> list[Told]:
             content[part.index] = content.get(part.index, "") + (part.delta.content or "")
             if part.finish_reason:
                 at = more["tokentape"]
-                told.append(Told(at["session_id"], at["turn"], prompt_ids, ids[part.index], content[part.index]))
-    return told
+                received.append(
+                    Received(at["session_id"], at["turn"], prompt_ids, ids[part.index], content[part.index])
+                )
+    return received
 
 
 def wait_for_turns(gateway: Gateway, count: int, session: str = "s") -> tuple[Turn, ...]:
-    """Aborted turns are recorded when nobody listens any more: wait until the session has so many turns."""
+    """Wait until the session has this many turns: aborted turns are recorded after the client disconnects."""
 
     def turns() -> tuple[Turn, ...]:
         stored = gateway.check().get(session)
@@ -133,10 +135,10 @@ def wait_for_turns(gateway: Gateway, count: int, session: str = "s") -> tuple[Tu
 
 
 def goes_on(gateway: Gateway, history: list[Any]) -> Turn:
-    """Take the next turn; it continues the last acknowledged one, whatever happened in between."""
-    parent = gateway.told[-1].turn
+    """Take the next turn; it continues the last acknowledged one, regardless of events in between."""
+    parent = gateway.received[-1].turn
     gateway.ask([*history, {"role": "user", "content": "And pears?"}])
-    turn = gateway.check()["s"].turns[gateway.told[-1].turn]
+    turn = gateway.check()["s"].turns[gateway.received[-1].turn]
     assert (turn.parent, turn.fork) == (parent, None)
     return turn
 

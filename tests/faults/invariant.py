@@ -1,4 +1,4 @@
-"""The universal invariant, checked from outside: what clients were told against what is on the disk."""
+"""The universal invariant, checked from outside: replies that clients received against what is on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokentape.store import StoredSession, open_record, verify
 
 
 @dataclass(frozen=True)
-class Told:
+class Received:
     """One choice of a reply that arrived whole."""
 
     session_id: str
@@ -25,8 +25,8 @@ class Told:
     content: str
 
     @classmethod
-    def of(cls, reply: Any) -> list[Told]:
-        """The choices of a whole chat completion that was asked for with `return_token_ids`."""
+    def of(cls, reply: Any) -> list[Received]:
+        """The choices of a whole chat completion that was requested with `return_token_ids`."""
         return [
             cls(
                 choice.tokentape["session_id"],
@@ -39,47 +39,49 @@ class Told:
         ]
 
 
-def invariant(location: str | Path, acknowledged: Iterable[Told], *, unheard: int = 0) -> dict[str, StoredSession]:
-    """Check a record against every reply that arrived whole, and return what is recorded.
+def invariant(
+    location: str | Path, acknowledged: Iterable[Received], *, unacknowledged: int = 0
+) -> dict[str, StoredSession]:
+    """Check a record against every reply that arrived whole, and return the recorded sessions.
 
     - The hash chain verifies, and the file with it.
     - Each acknowledged turn is there: its context, walked up by hand, is what was sent, its completion what came.
     - Over all trajectories each sampled id of an acknowledged turn is trained once, and no other: what was not
-      acknowledged is in none of them. Up to `unheard` turns may be, where somebody was killed between a commit and the
-      arrival of the reply's last byte.
+      acknowledged is in none of them. Up to `unacknowledged` turns may be, where a process was killed between a commit
+      and the arrival of the reply's last byte.
     """
     report = verify(location)
     assert report.findings == ()
     with open_record(location, read_only=True) as store:
         recorded = {stored.info.session_id: stored for stored in store.iter_sessions()}
-    told = {(one.session_id, one.turn): one for one in acknowledged}
-    for one in told.values():
-        turns = recorded[one.session_id].turns
-        assert one.turn < len(turns), f"turn {one.turn} of {one.session_id} was acknowledged and is lost"
-        turn = turns[one.turn]
+    received = {(choice.session_id, choice.turn): choice for choice in acknowledged}
+    for reply in received.values():
+        turns = recorded[reply.session_id].turns
+        assert reply.turn < len(turns), f"turn {reply.turn} of {reply.session_id} was acknowledged and is lost"
+        turn = turns[reply.turn]
         assert turn.finish_reason != "abort"
-        assert turn.completion_ids.tolist() == one.ids
+        assert turn.completion_ids.tolist() == reply.ids
         context: list[int] = turn.added_ids.tolist()
         at = turn.parent
         while at is not None:
             context[:0] = turns[at].added_ids.tolist() + turns[at].completion_ids.tolist()
             at = turns[at].parent
-        assert context == one.prompt_ids, f"turn {one.turn} of {one.session_id} was sampled from another context"
+        assert context == reply.prompt_ids, f"turn {reply.turn} of {reply.session_id} was sampled from another context"
     shown: set[tuple[str, int]] = set()
     trained = 0
     for stored in recorded.values():
         assert [turn.seq for turn in stored.turns] == list(range(len(stored.turns)))
         for trajectory in trajectories(Session(stored.info, stored.turns)):
             last = stored.turns[trajectory.leaf]
-            own = told.get((last.session_id, last.seq))
+            own = received.get((last.session_id, last.seq))
             if own is not None:
                 assert trajectory.token_ids.tolist() == own.prompt_ids + own.ids
             shown |= {(last.session_id, seq) for seq in trajectory.turns}
             trained += int(trajectory.loss_mask.sum())
-    assert told.keys() <= shown
-    extra = shown - told.keys()
-    assert len(extra) <= unheard, f"in a trajectory, and acknowledged to nobody: {sorted(extra)}"
-    lengths = sum(len(one.ids) for one in told.values())
+    assert received.keys() <= shown
+    extra = shown - received.keys()
+    assert len(extra) <= unacknowledged, f"in a trajectory, and acknowledged to nobody: {sorted(extra)}"
+    lengths = sum(len(choice.ids) for choice in received.values())
     more = sum(len(recorded[session_id].turns[seq].completion_ids) for session_id, seq in extra)
     assert trained == lengths + more
     return recorded

@@ -1,4 +1,4 @@
-"""`tokentape serve` as a process of its own, to be killed, starved of disk and signalled."""
+"""`tokentape serve` in its own process, to be killed, starved of disk and signaled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from openai import OpenAI
 
 from tests.faults.conftest import QUESTION, say
-from tests.faults.invariant import Told
+from tests.faults.invariant import Received
 from tests.faults.upstream import Upstream
 from tests.processes import Command
 from tests.waiting import PATIENCE
@@ -33,19 +33,19 @@ needs_strace = pytest.mark.skipif(
 
 
 def serve_command(model: Path, upstream: Upstream, record: str | Path, *more: str) -> list[str]:
-    """The command line of a gateway in front of the planned upstream; its record is a directory or a database."""
+    """The command line of a gateway that uses the planned upstream; its record is a directory or a database."""
     command = [sys.executable, "-m", "tokentape", "serve", str(model), "--engine", "vllm", "--engine-url", upstream.url]
     return [*command, "--data" if isinstance(record, Path) else "--store", str(record), "--port", "0", *more]
 
 
 @dataclass
 class Served:
-    """A running gateway and what it has said on stderr."""
+    """A running gateway and its output on stderr."""
 
     process: subprocess.Popen[str] | Command
     url: str = ""
     pid: int = 0
-    """Of the gateway itself, where something stands in front of it."""
+    """Of the gateway itself, if another process wraps it."""
     lines: list[str] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
 
@@ -59,7 +59,7 @@ class Served:
         self.ready.set()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and all that stand in front of it or below it."""
+        """Send a signal to the process, its wrappers and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -92,11 +92,11 @@ def serving(command: Sequence[str], *, prefix: Sequence[str] = ()) -> Iterator[S
 
 @dataclass
 class Agent:
-    """A client that goes on talking in one session until the gateway fails it; it remembers what it was told."""
+    """A client that continues one session until a call fails, and keeps the replies that it received."""
 
     session: str
     messages: list[Any] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
     error: openai.OpenAIError | None = None
     kills: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
@@ -109,16 +109,16 @@ class Agent:
         for _ in range(most):
             if self.stop.is_set():
                 return
-            asked = [*self.messages[-8:], {**QUESTION, "content": f"question {len(self.messages)}"}]
+            messages = [*self.messages[-8:], {**QUESTION, "content": f"question {len(self.messages)}"}]
             try:
-                reply = say(client, asked)
+                reply = say(client, messages)
             except openai.OpenAIError as error:
                 self.error = error
                 return
-            self.told += Told.of(reply)
+            self.received += Received.of(reply)
             answer = {"role": "assistant", "content": reply.choices[0].message.content}
             # Now and then the history is cut, so that contexts stay short.
-            self.messages = [*asked, answer] if len(asked) < 8 else []
+            self.messages = [*messages, answer] if len(messages) < 8 else []
 
 
 def talk_all(agents: Sequence[Agent], served: Served) -> list[threading.Thread]:

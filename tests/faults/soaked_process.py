@@ -1,4 +1,4 @@
-"""A gateway in a process of its own whose engine remembers nothing: `python -m tests.faults.soaked_process DATA`."""
+"""A gateway in its own process, with an engine that keeps no state: `python -m tests.faults.soaked_process DATA`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tokentape.store import SqliteStore
 from tokentape.types import TokenIds
 
 
-class Parrot:
-    """An engine that always says the same."""
+class EchoEngine:
+    """An engine with a constant reply."""
 
     def __init__(self, renderer: Renderer) -> None:
         tokenizer = renderer.tokenizer
@@ -49,5 +49,5 @@ if __name__ == "__main__":
     renderer = Renderer.load(Path(tokentape.demo.__file__).parent / "model")
     # How long a flush takes is not the point here, how many turns are taken is.
     store = SqliteStore.open(sys.argv[1], synchronous="NORMAL")
-    turns = Turns(Parrot(renderer), renderer, store, limits=Limits(idle_seconds=2.0))
+    turns = Turns(EchoEngine(renderer), renderer, store, limits=Limits(idle_seconds=2.0))
     serve(create_app(turns, model_id="m"), port=0, on_ready=lambda url: print(url, flush=True))

@@ -1,4 +1,4 @@
-"""Faults of clients: they leave, ask again, ask twice at once, change the history, delete what is under way."""
+"""Faults of clients: they disconnect, retry, send twice at once, change the history, delete running sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from tests.faults.conftest import QUESTION, Gateway, Serve, goes_on, joined, say, wait_for_turns
-from tests.faults.invariant import Told
+from tests.faults.invariant import Received
 from tests.faults.upstream import Plan, Upstream
 from tests.searching import examples
 from tests.waiting import PATIENCE, calls_of
@@ -31,7 +31,7 @@ from tokentape.gateway._limits import Limits
 
 
 class Leaver:
-    """A client on a bare socket that leaves in the way it is told to."""
+    """A client on a bare socket that disconnects in a chosen way."""
 
     def __init__(self, gateway: Gateway, body: dict[str, Any], session: str = "s") -> None:
         where = urlsplit(gateway.url)
@@ -48,7 +48,7 @@ class Leaver:
         return json.dumps({"return_token_ids": True, **body}).encode()
 
     def read_tokens(self, count: int) -> None:
-        """Read a stream until it has brought so many ids, in however many chunks."""
+        """Read a stream until it has delivered this many ids, in any number of chunks."""
         seen = b""
         while sum(ids.count(b",") + 1 for ids in re.findall(rb'"token_ids":\[([^\]]+)\]', seen)) < count:
             piece = self._socket.recv(1 << 16)
@@ -62,8 +62,8 @@ class Leaver:
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])
-def test_client_that_leaves_mid_stream(gateway: Gateway, upstream: Upstream, how: str) -> None:
-    """Row 13: the engine's call is aborted, what was sampled is kept outside of every trajectory."""
+def test_client_disconnect_mid_stream(gateway: Gateway, upstream: Upstream, how: str) -> None:
+    """Row 13: the engine's call is aborted, and its sampled ids are kept out of every trajectory."""
     history = [QUESTION, gateway.ask()]
     upstream.plans = [Plan(events=4, then="stall")]
     client = Leaver(gateway, {"messages": [*history, QUESTION], "stream": True})
@@ -76,8 +76,8 @@ def test_client_that_leaves_mid_stream(gateway: Gateway, upstream: Upstream, how
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])
-def test_client_that_leaves_while_it_waits(gateway: Gateway, upstream: Upstream, how: str) -> None:
-    """Row 14: nobody takes the call up within the grace, so it is aborted and not recorded as if it had been heard."""
+def test_client_disconnect_while_waiting(gateway: Gateway, upstream: Upstream, how: str) -> None:
+    """Row 14: without a retry in the grace period, the call is aborted and not recorded as received."""
     history = [QUESTION, gateway.ask()]
     upstream.plans = [Plan(events=0, then="stall")]
     client = Leaver(gateway, {"messages": [*history, QUESTION]})
@@ -88,10 +88,10 @@ def test_client_that_leaves_while_it_waits(gateway: Gateway, upstream: Upstream,
     assert goes_on(gateway, history).seq == 2
 
 
-def test_reply_that_is_ready_when_its_client_has_left(
+def test_reply_ready_after_a_client_disconnect(
     serve: Serve, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 14: sampled to the end after the client left, and still not committed, since nobody was told."""
+    """Row 14: sampled to the end after the client left, and not committed, because no client received it."""
     gateway = serve(limits=Limits(retry_grace=0.5))
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
@@ -108,7 +108,7 @@ def test_reply_that_is_ready_when_its_client_has_left(
     gateway.check()
 
 
-def test_client_that_leaves_while_its_turn_is_being_recorded(
+def test_client_disconnect_while_its_turn_is_recorded(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row 14: too late to abort. The next turn waits for the record, and a retry is answered with it."""
@@ -138,8 +138,8 @@ def test_client_that_leaves_while_its_turn_is_being_recorded(
     assert again.headers["x-tokentape-replayed"] == "true"
     assert again.text.endswith("data: [DONE]\n\n")
     assert len(upstream.bodies) == 3
-    # The turn that was recorded is no longer unheard, but this client kept no note of it.
-    gateway.check(unheard=1)
+    # The recorded turn was acknowledged, but this client has not noted it.
+    gateway.check(unacknowledged=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -162,14 +162,14 @@ def test_official_client_that_times_out_and_retries(
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(open_gate_to_the_retry)
         reply = say(gateway.client(max_retries=9, timeout=2.0), [QUESTION], stream=stream)
-        gateway.told += joined(reply) if stream else Told.of(reply)
+        gateway.received += joined(reply) if stream else Received.of(reply)
         opening.result()
     assert len(upstream.bodies) == 1
     assert [turn.finish_reason for turn in gateway.check()["s"].turns] == ["stop"]
-    goes_on(gateway, [QUESTION, {"role": "assistant", "content": gateway.told[-1].content}])
+    goes_on(gateway, [QUESTION, {"role": "assistant", "content": gateway.received[-1].content}])
 
 
-def test_retry_after_a_reply_that_got_lost(gateway: Gateway, upstream: Upstream) -> None:
+def test_retry_after_a_lost_reply(gateway: Gateway, upstream: Upstream) -> None:
     """Row 15: the reply was recorded and never read; the retry is answered with it, before and after a restart."""
     body = {"messages": [QUESTION], "return_token_ids": True}
     url = "/sessions/s/v1/chat/completions"
@@ -181,34 +181,34 @@ def test_retry_after_a_reply_that_got_lost(gateway: Gateway, upstream: Upstream)
     assert lost == again == late
     assert len(upstream.bodies) == 1
     choice = late["choices"][0]
-    gateway.told = [Told("s", 0, late["prompt_token_ids"], choice["token_ids"], choice["message"]["content"])]
+    gateway.received = [Received("s", 0, late["prompt_token_ids"], choice["token_ids"], choice["message"]["content"])]
     gateway.check()
 
 
 def test_two_turns_at_once(gateway: Gateway, upstream: Upstream) -> None:
-    """Row 16: eight at once, streamed and not. Each is recorded and says what it is: the first one, or its sibling."""
+    """Row 16: eight at once, streamed and not. Each is recorded, as the first one or as its sibling."""
     history = [QUESTION, gateway.ask()]
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate) for _ in range(8)]
 
-    async def ask_all() -> list[list[Told]]:
+    async def call_all() -> list[list[Received]]:
         base_url = f"{gateway.url}/sessions/s/v1"
         async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
 
-            async def one(number: int) -> list[Told]:
+            async def call(number: int) -> list[Received]:
                 stream = bool(number % 2)
                 reply = await say(client, [*history, QUESTION], stream=stream)  # type: ignore[arg-type]
-                return joined([chunk async for chunk in reply]) if stream else Told.of(reply)
+                return joined([chunk async for chunk in reply]) if stream else Received.of(reply)
 
-            asking = [asyncio.create_task(one(number)) for number in range(8)]
+            calls = [asyncio.create_task(call(number)) for number in range(8)]
             for _ in range(9):
                 assert await asyncio.to_thread(upstream.called.acquire, timeout=PATIENCE)
             gate.set()
-            return list(await asyncio.gather(*asking))
+            return list(await asyncio.gather(*calls))
 
-    replies = asyncio.run(ask_all())
-    gateway.told += [told for reply in replies for told in reply]
-    assert sorted(told.turn for told in gateway.told) == list(range(9))
+    replies = asyncio.run(call_all())
+    gateway.received += [choice for reply in replies for choice in reply]
+    assert sorted(choice.turn for choice in gateway.received) == list(range(9))
     turns = gateway.check()["s"].turns
     assert [turn.parent for turn in turns] == [None] + [0] * 8
     assert [turn.fork for turn in turns] == [None, None] + ["sibling"] * 7
@@ -270,16 +270,16 @@ def test_session_deleted_during_a_turn(gateway: Gateway, upstream: Upstream, str
     upstream.plans = [Plan(gate=gate)]
     upstream.called.acquire(timeout=PATIENCE)
     failed: list[openai.APIError] = []
-    asking = threading.Thread(target=lambda: failed.append(gateway.refused([QUESTION], stream=stream)))
-    asking.start()
+    caller = threading.Thread(target=lambda: failed.append(gateway.refused([QUESTION], stream=stream)))
+    caller.start()
     assert upstream.called.acquire(timeout=PATIENCE)
     assert httpx2.delete(f"{gateway.url}/sessions/s").status_code == 204
     gate.set()
-    asking.join(PATIENCE)
+    caller.join(PATIENCE)
     assert failed[0].code == "not_found"
-    gateway.told.clear()
+    gateway.received.clear()
     assert gateway.check() == {}
     assert httpx2.get(f"{gateway.url}/sessions/s").status_code == 404
-    # The id is free again; what comes now has nothing of what was.
+    # The id is free again; the new session has none of the old data.
     gateway.ask()
     assert [turn.seq for turn in gateway.check()["s"].turns] == [0]

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from tests.faults.conftest import QUESTION, Gateway, Serve, goes_on
-from tests.faults.invariant import Told, invariant
+from tests.faults.invariant import Received, invariant
 from tests.faults.process import Agent, needs_strace, serve_command, serving, talk_all
 from tests.faults.upstream import Plan, Upstream
 from tests.processes import Command
@@ -30,8 +30,8 @@ from tokentape.store import verify
 LONG = Plan(text="pears and plums " * 300 + "<|im_end|>")
 
 
-def told_by(agents: list[Agent]) -> list[Told]:
-    return [told for agent in agents for told in agent.told]
+def received_by(agents: list[Agent]) -> list[Received]:
+    return [choice for agent in agents for choice in agent.received]
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.faults)])
@@ -41,19 +41,19 @@ def test_kill_9(model_dir: Path, upstream: Upstream, tmp_path: Path, rounds: int
     agents = [Agent(f"agent-{number}") for number in range(6)]
     command = serve_command(model_dir, upstream, tmp_path)
     for kills in range(1, rounds + 1):
-        before = len(told_by(agents))
+        before = len(received_by(agents))
         with serving(command) as served:
             threads = talk_all(agents, served)
             deadline = time.monotonic() + PATIENCE
-            while len(told_by(agents)) < before + 12 and time.monotonic() < deadline:
+            while len(received_by(agents)) < before + 12 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.3))
             served.signal(signal.SIGKILL)
             for thread in threads:
                 thread.join()
         assert all(isinstance(agent.error, openai.APIConnectionError) for agent in agents), "it ended before the kill"
-        invariant(tmp_path, told_by(agents), unheard=kills * len(agents))
-    print(f"{len(told_by(agents))} acknowledged turns, {rounds} kills, none lost")
+        invariant(tmp_path, received_by(agents), unacknowledged=kills * len(agents))
+    print(f"{len(received_by(agents))} acknowledged turns, {rounds} kills, none lost")
 
 
 @pytest.mark.faults
@@ -74,11 +74,11 @@ def test_kill_9_within_a_commit(model_dir: Path, upstream: Upstream, tmp_path: P
     with serving(command) as served:
         for agent in agents:
             agent.talk(served, most=2)
-    invariant(tmp_path, told_by(agents), unheard=len(agents))
+    invariant(tmp_path, received_by(agents), unacknowledged=len(agents))
 
 
 def test_full_database(limit_pages: Callable[[int], None], gateway: Gateway, upstream: Upstream) -> None:  # noqa: F811
-    """Row 2: SQLite finds no page; the turn is invisible, and with space the session goes on."""
+    """Row 2: SQLite finds no page; the turn is invisible, and with space the session continues."""
     history = [QUESTION, gateway.ask()]
     limit_pages(1)
     for stream in (False, True):
@@ -119,16 +119,16 @@ def test_full_disk(model_dir: Path, upstream: Upstream, small_disk: Path) -> Non
         assert (agent.error.status_code, agent.error.code) == (507, "store_full")
         assert agent.error.response.headers["x-should-retry"] == "false"
         assert httpx2.get(f"{served.url}/readyz").status_code == 503
-        invariant(small_disk / "data", agent.told)
+        invariant(small_disk / "data", agent.received)
         upstream.plans = []
         ballast.unlink()
         assert httpx2.get(f"{served.url}/readyz").status_code == 200
-        told = len(agent.told)
+        received = len(agent.received)
         agent.talk(served, most=2)
-        assert len(agent.told) == told + 2
+        assert len(agent.received) == received + 2
         served.signal(signal.SIGTERM)
         assert served.process.wait(PATIENCE) == 0
-    invariant(small_disk / "data", agent.told)
+    invariant(small_disk / "data", agent.received)
 
 
 def test_file_size_limit(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
@@ -144,20 +144,20 @@ def test_file_size_limit(model_dir: Path, upstream: Upstream, tmp_path: Path) ->
         assert isinstance(agent.error, openai.APIStatusError)
         assert (agent.error.status_code, agent.error.code) == (503, "store_error")
         assert agent.error.response.headers["x-should-retry"] == "false"
-        invariant(tmp_path, agent.told)
+        invariant(tmp_path, agent.received)
         upstream.plans = []
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
-        told = len(agent.told)
+        received = len(agent.received)
         agent.talk(served, most=2)
-        assert len(agent.told) == told + 2
-    invariant(tmp_path, agent.told)
+        assert len(agent.received) == received + 2
+    invariant(tmp_path, agent.received)
 
 
 @pytest.mark.faults
 @needs_strace
 @pytest.mark.parametrize("when", ["12+", "12"], ids=["from the 12th on", "the 12th only"])
 def test_failing_flush(model_dir: Path, upstream: Upstream, tmp_path: Path, when: str) -> None:
-    """Row 4: one flush that fails is enough: nothing is acknowledged any more, and /readyz says so."""
+    """Row 4: after one failed flush nothing is acknowledged any more, and /readyz reports it."""
     agent = Agent("s")
     command = serve_command(model_dir, upstream, tmp_path)
     strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"inject=fdatasync:error=EIO:when={when}"]
@@ -166,9 +166,9 @@ def test_failing_flush(model_dir: Path, upstream: Upstream, tmp_path: Path, when
         assert isinstance(agent.error, openai.APIStatusError)
         assert (agent.error.status_code, agent.error.code) == (503, "store_error")
         assert agent.error.response.headers["x-should-retry"] == "false"
-        told = len(agent.told)
+        received = len(agent.received)
         agent.talk(served, most=3)
-        assert len(agent.told) == told, "a turn was acknowledged after a flush had failed"
+        assert len(agent.received) == received, "a turn was acknowledged after a flush had failed"
         assert httpx2.get(f"{served.url}/readyz").status_code == 503
         assert httpx2.get(f"{served.url}/healthz").status_code == 200
     with serving(command) as served:
@@ -176,7 +176,7 @@ def test_failing_flush(model_dir: Path, upstream: Upstream, tmp_path: Path, when
         agent.messages = []
         agent.talk(served, most=2)
     # What the failed flush held may be on the disk or not.
-    invariant(tmp_path, agent.told, unheard=1)
+    invariant(tmp_path, agent.received, unacknowledged=1)
 
 
 def test_flipped_bit(serve: Serve) -> None:
@@ -222,20 +222,20 @@ def test_torn_file(serve: Serve, model_dir: Path, upstream: Upstream, kept: int)
         else:
             assert served.process.wait(PATIENCE) != 0
     if kept == 0:
-        # An empty file is a new database, whatever stood there; only its owner can tell.
-        invariant(gateway.directory, agent.told)
+        # An empty file is a new database, whatever it held before; only its owner can tell.
+        invariant(gateway.directory, agent.received)
     else:
-        assert not agent.told
+        assert not agent.received
         assert not verify(gateway.directory).ok
 
 
 def test_second_process_on_a_data_directory(gateway: Gateway, model_dir: Path, upstream: Upstream) -> None:
-    """Row 6: it refuses to start and names the process that is there, which goes on."""
+    """Row 6: it refuses to start and names the running process, which continues."""
     gateway.ask()
     command = serve_command(model_dir, upstream, gateway.directory)
     with Command(command[3:]) as second:
-        said = second.stderr.read()
+        stderr = second.stderr.read()
     assert second.returncode != 0
-    assert f"process {os.getpid()}" in " ".join(said.split())
+    assert f"process {os.getpid()}" in " ".join(stderr.split())
     gateway.ask(session="t")
     gateway.check()

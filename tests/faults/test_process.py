@@ -31,8 +31,8 @@ SOAK_TURNS = int(os.environ.get("TOKENTAPE_SOAK_TURNS", "50000"))
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
-def test_long_life(tmp_path: Path) -> None:
-    """Row 30: memory and open files stay where they were, turn after turn. `TOKENTAPE_SOAK_TURNS` says how many."""
+def test_long_running_process(tmp_path: Path) -> None:
+    """Row 30: memory and open files stay constant over `TOKENTAPE_SOAK_TURNS` turns."""
     command = [sys.executable, "-m", "tests.faults.soaked_process", str(tmp_path)]
     samples: list[tuple[int, int, int]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -77,24 +77,24 @@ def test_long_life(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.faults)])
 def test_sigterm_under_load(model_dir: Path, upstream: Upstream, tmp_path: Path, rounds: int) -> None:
-    """Row 31: what is under way is finished and told, the process ends with 0, nothing is committed unheard."""
+    """Row 31: running calls finish and are answered, the process exits with 0, and no unanswered turn is committed."""
     agents = [Agent(f"agent-{number}") for number in range(6)]
     for _ in range(rounds):
-        before = sum(len(agent.told) for agent in agents)
+        before = sum(len(agent.received) for agent in agents)
         with serving(serve_command(model_dir, upstream, tmp_path)) as served:
             threads = talk_all(agents, served)
             deadline = time.monotonic() + PATIENCE
-            while sum(len(agent.told) for agent in agents) < before + 20 and time.monotonic() < deadline:
+            while sum(len(agent.received) for agent in agents) < before + 20 and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(served.process.pid, signal.SIGTERM)
             assert served.process.wait(PATIENCE) == 0
             for thread in threads:
                 thread.join(PATIENCE)
-        invariant(tmp_path, [told for agent in agents for told in agent.told])
+        invariant(tmp_path, [choice for agent in agents for choice in agent.received])
 
 
 def test_clock_that_jumps(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 32: years back and forth between turns; the order is that of commits, the context goes on."""
+    """Row 32: the clock jumps by years between turns; the order is that of commits, and the context continues."""
     real = time.time()
     clock = iter([real, real - 4e8, real + 4e8, real - 8e8] * 100)
     monkeypatch.setattr(time, "time", lambda: next(clock))
@@ -108,7 +108,7 @@ def test_clock_that_jumps(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> 
     times = [turn.created_at for turn in turns]
     assert times != sorted(times), "the clock did not jump"
     listed = httpx2.get(f"{gateway.url}/sessions").json()["data"]
-    assert [one["session_id"] for one in listed] == ["s", *(f"other-{number}" for number in range(6))]
+    assert [session["session_id"] for session in listed] == ["s", *(f"other-{number}" for number in range(6))]
     gateway.stop()
     gateway.start()
     messages.append({"role": "user", "content": "and now?"})
@@ -136,18 +136,20 @@ def contents(directory: Path) -> dict[str, list[str]]:
 
 
 def test_data_of_an_older_version(old_data: Path, serve: Serve) -> None:
-    """Row 33: it is migrated, with every turn as it was, and old sessions go on."""
+    """Row 33: it is migrated, with every turn unchanged, and old sessions continue."""
     before = contents(old_data)
     gateway = serve()
     listed = httpx2.get(f"{gateway.url}/sessions").json()["data"]
-    assert {one["session_id"] for one in listed} >= before.keys()
+    assert {session["session_id"] for session in listed} >= before.keys()
     for session_id in before:
         gateway.ask(session=session_id)
     gateway.stop()
     assert verify(old_data).ok
     after = contents(old_data)
     assert {session_id: digests[:-1] for session_id, digests in after.items()} == before
-    assert [after[told.session_id][told.turn] for told in gateway.told] == [after[name][-1] for name in before]
+    assert [after[choice.session_id][choice.turn] for choice in gateway.received] == [
+        after[name][-1] for name in before
+    ]
 
 
 def test_data_of_a_newer_version(model_dir: Path, upstream: Upstream, serve: Serve) -> None:
@@ -161,9 +163,9 @@ def test_data_of_a_newer_version(model_dir: Path, upstream: Upstream, serve: Ser
     before = path.read_bytes()
     command = serve_command(model_dir, upstream, gateway.directory)
     with Command(command[3:]) as refused:
-        said = refused.stderr.read()
+        stderr = refused.stderr.read()
     assert refused.returncode != 0
-    assert "schema version 99" in " ".join(said.split())
+    assert "schema version 99" in " ".join(stderr.split())
     assert path.read_bytes() == before
 
 
@@ -187,6 +189,6 @@ def test_migration_that_is_killed(old_data: Path, model_dir: Path, upstream: Ups
     agent = Agent("new")
     with serving(command) as served:
         agent.talk(served, most=2)
-    assert len(agent.told) == 2
+    assert len(agent.received) == 2
     assert verify(old_data).ok
     assert {name: contents(old_data)[name] for name in before} == before

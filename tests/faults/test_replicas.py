@@ -38,7 +38,7 @@ def database(postgres: Server) -> Iterator[str]:
 
 
 class Crowd:
-    """Agents that talk through one address, each call on a connection of its own, until they are told to stop."""
+    """Agents that talk through one address, each call on its own connection, until they are stopped."""
 
     def __init__(self, url: str, count: int, *, retries: int = 20) -> None:
         self.agents = [Agent(f"agent-{number}") for number in range(count)]
@@ -61,13 +61,13 @@ class Crowd:
             agent.talk_to(client)
 
     @property
-    def told(self) -> int:
-        return sum(len(agent.told) for agent in self.agents)
+    def received(self) -> int:
+        return sum(len(agent.received) for agent in self.agents)
 
     def wait_for(self, more: int) -> None:
-        """Return when so many more replies have come."""
-        until, deadline = self.told + more, time.monotonic() + PATIENCE
-        while self.told < until:
+        """Return when this many more replies have arrived."""
+        until, deadline = self.received + more, time.monotonic() + PATIENCE
+        while self.received < until:
             assert time.monotonic() < deadline, [agent.error for agent in self.agents]
             assert not any(agent.error for agent in self.agents), [agent.error for agent in self.agents]
             time.sleep(0.01)
@@ -81,9 +81,9 @@ class Crowd:
 
 
 def check(record: str | Path, crowd: Crowd) -> int:
-    """Check the invariant. Nothing that nobody heard of is in a trajectory: who was not answered asked again."""
-    invariant(record, [told for agent in crowd.agents for told in agent.told])
-    return crowd.told
+    """Check the invariant. Trajectories hold only acknowledged turns, because unanswered agents retried."""
+    invariant(record, [choice for agent in crowd.agents for choice in agent.received])
+    return crowd.received
 
 
 def kill_and_replace(
@@ -92,7 +92,7 @@ def kill_and_replace(
     replicas[at].process.kill()
     replicas[at].process.wait(PATIENCE)
     replicas[at] = opened.enter_context(serving(command))
-    balancer.servers = [one.url for one in replicas]
+    balancer.servers = [replica.url for replica in replicas]
 
 
 @pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.faults)])
@@ -102,7 +102,7 @@ def test_replicas_that_are_killed(model_dir: Path, upstream: Upstream, database:
     command = serve_command(model_dir, upstream, database)
     with ExitStack() as opened:
         replicas = [opened.enter_context(serving(command)) for _ in range(2)]
-        balancer = opened.enter_context(balancing([one.url for one in replicas]))
+        balancer = opened.enter_context(balancing([replica.url for replica in replicas]))
         crowd = Crowd(balancer.url, 6)
         crowd.start()
         for _ in range(kills):
@@ -122,7 +122,7 @@ def test_database_server_that_crashes(model_dir: Path, upstream: Upstream) -> No
         database = server.new_place()
         command = serve_command(model_dir, upstream, database)
         replicas = [opened.enter_context(serving(command)) for _ in range(2)]
-        balancer = opened.enter_context(balancing([one.url for one in replicas]))
+        balancer = opened.enter_context(balancing([replica.url for replica in replicas]))
         crowd = Crowd(balancer.url, 6)
         crowd.start()
         for _ in range(5):
@@ -145,7 +145,7 @@ def workers_of(served: Served) -> list[int]:
 
 @pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.faults)])
 def test_workers_that_are_killed(model_dir: Path, upstream: Upstream, tmp_path: Path, kills: int) -> None:
-    """Workers over one data directory: each that dies is replaced and said so; SIGTERM drains them all."""
+    """Workers over one data directory: each dead one is replaced with a log line; SIGTERM drains them all."""
     chance = random.Random(kills)
     data = tmp_path / "data"
     with serving(serve_command(model_dir, upstream, data, "--workers", "2")) as served:
@@ -157,41 +157,41 @@ def test_workers_that_are_killed(model_dir: Path, upstream: Upstream, tmp_path: 
             os.kill(chance.choice(before), signal.SIGKILL)
         crowd.wait_for(40)
         crowd.end()
-        told = httpx2.get(f"{served.url}/metrics", timeout=PATIENCE).text
+        metrics = httpx2.get(f"{served.url}/metrics", timeout=PATIENCE).text
         os.kill(served.process.pid, signal.SIGTERM)
         assert served.process.wait(PATIENCE) == 0
     assert sum("ended by signal SIGKILL" in line for line in served.lines) == kills
-    assert "tokentape_store_healthy 1.0" in told
+    assert "tokentape_store_healthy 1.0" in metrics
     # Of all workers, those that were killed included; these may have died between a commit and counting it.
-    (counted,) = re.findall(r'^tokentape_turns_total{cause="",outcome="committed"} (\S+)', told, re.MULTILINE)
-    assert float(counted) >= crowd.told - len(crowd.agents) * kills
+    (counted,) = re.findall(r'^tokentape_turns_total{cause="",outcome="committed"} (\S+)', metrics, re.MULTILINE)
+    assert float(counted) >= crowd.received - len(crowd.agents) * kills
     print(f"{kills} kills of one of two workers: {check(data, crowd)} acknowledged turns, none lost")
 
 
 @pytest.mark.faults
-def test_workers_that_are_told_to_end(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
-    """SIGTERM under load: all that is under way is finished and told, nothing is recorded that nobody heard of."""
+def test_workers_stopped_by_sigterm(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
+    """SIGTERM under load: running calls finish and are answered, and no unanswered turn is recorded."""
     agents = [Agent(f"agent-{number}") for number in range(6)]
     for _ in range(10):
-        before = sum(len(agent.told) for agent in agents)
+        before = sum(len(agent.received) for agent in agents)
         with serving(serve_command(model_dir, upstream, tmp_path, "--workers", "2")) as served:
             threads = [threading.Thread(target=agent.talk, args=(served,), daemon=True) for agent in agents]
             for thread in threads:
                 thread.start()
             deadline = time.monotonic() + PATIENCE
-            while sum(len(agent.told) for agent in agents) < before + 20 and time.monotonic() < deadline:
+            while sum(len(agent.received) for agent in agents) < before + 20 and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(served.process.pid, signal.SIGTERM)
             assert served.process.wait(PATIENCE) == 0
             for thread in threads:
                 thread.join(PATIENCE)
-        invariant(tmp_path, [told for agent in agents for told in agent.told])
+        invariant(tmp_path, [choice for agent in agents for choice in agent.received])
 
 
 @pytest.mark.faults
 @needs_strace
 def test_worker_whose_disk_fails_once(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
-    """It acknowledges nothing any more, and is replaced by one that has read what is on the disk."""
+    """It acknowledges nothing any more, and is replaced by a worker that has read the disk."""
     command = serve_command(model_dir, upstream, tmp_path / "data", "--workers", "2")
     # Of each process by itself: one of its first flushes fails.
     strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e", "inject=fdatasync:error=EIO:when=20"]
@@ -210,11 +210,11 @@ def test_worker_whose_disk_fails_once(model_dir: Path, upstream: Upstream, tmp_p
         assert any("can no longer record" in line for line in served.lines)
         served.signal(signal.SIGTERM)
         served.process.wait(PATIENCE)
-    invariant(tmp_path / "data", [told for agent in agents for told in agent.told], unheard=failures)
+    invariant(tmp_path / "data", [choice for agent in agents for choice in agent.received], unacknowledged=failures)
 
 
 def test_workers_end_with_their_supervisor(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
-    """A supervisor that is killed leaves nobody behind, and nobody can open the directory before they are gone."""
+    """Workers of a killed supervisor exit, and the directory stays locked until then."""
     with serving(serve_command(model_dir, upstream, tmp_path, "--workers", "2")) as served:
         workers = workers_of(served)
         assert len(workers) == 2
@@ -227,4 +227,4 @@ def test_workers_end_with_their_supervisor(model_dir: Path, upstream: Upstream, 
     agent = Agent("after")
     with serving(serve_command(model_dir, upstream, tmp_path)) as served:
         agent.talk(served, most=1)
-    assert len(agent.told) == 1
+    assert len(agent.received) == 1

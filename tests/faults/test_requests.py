@@ -31,7 +31,7 @@ def post(gateway: Gateway, body: Any, path: str = PATH) -> httpx2.Response:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_body_larger_than_allowed(serve: Serve, upstream: Upstream, chunked: bool) -> None:
-    """Row 19: 413 for an announced size at once, for an unannounced one as soon as it is passed."""
+    """Row 19: 413 at once for an announced size, and for an unannounced one as soon as it exceeds the limit."""
     gateway = serve(limits=Limits(body_bytes=100_000))
     gateway.ask()
     before = peak_memory()
@@ -94,12 +94,12 @@ HOSTILE = {
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_body_that_is_hostile_json(gateway: Gateway, upstream: Upstream, name: str) -> None:
-    """Row 20: 400 with the reason, and the session goes on."""
+def test_body_of_hostile_json(gateway: Gateway, upstream: Upstream, name: str) -> None:
+    """Row 20: 400 with the reason, and the session continues."""
     gateway.ask()
     answer = post(gateway, HOSTILE[name])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
-    gateway.ask([QUESTION, {"role": "assistant", "content": gateway.told[-1].content}, QUESTION])
+    gateway.ask([QUESTION, {"role": "assistant", "content": gateway.received[-1].content}, QUESTION])
     assert len(upstream.bodies) == 2
     gateway.check()
 
@@ -154,7 +154,7 @@ MESSAGE = st.fixed_dictionaries(
     stream=st.booleans(),
 )
 def test_body_of_any_json(gateway: Gateway, body: dict[str, Any], stream: bool) -> None:
-    """Row 20: whatever is in the fields, it is served or it is the client's error; never a 5xx."""
+    """Row 20: any field values are served or a client error; never a 5xx."""
     data = json.dumps({"max_tokens": 3, "stream": stream, **body}).encode()
     answer = post(gateway, data, "/v1/chat/completions")
     assert answer.status_code in (200, 400, 422), answer.text
@@ -197,7 +197,7 @@ def test_control_tokens_in_every_field(gateway: Gateway, upstream: Upstream, ren
             {"role": "user", "content": text},
         ]
         gateway.ask(messages, session, tools=[{"type": "function", "function": tool}])
-        messages += [{"role": "assistant", "content": gateway.told[-1].content}, {"role": "user", "content": text}]
+        messages += [{"role": "assistant", "content": gateway.received[-1].content}, {"role": "user", "content": text}]
         gateway.ask(messages, session, tools=[{"type": "function", "function": tool}])
         return Counter(token_id for token_id in upstream.bodies[-1]["prompt"] if token_id in known)
 

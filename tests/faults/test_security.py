@@ -51,7 +51,7 @@ ATTACKS = {
 def test_template_that_attacks(
     serve: Serve, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Row 23: harmless until a message says the word. The request fails, nothing ran, the gateway lives."""
+    """Row 23: harmless until a message contains the trigger. The request fails, nothing ran, the gateway lives."""
     monkeypatch.chdir(tmp_path)
     template = tmp_path / "hostile.jinja"
     plain = (model_dir / "chat_template.jinja").read_text()
@@ -64,13 +64,13 @@ def test_template_that_attacks(
         timeout=PATIENCE,
     )
     if answer.status_code == 200:
-        # What is not there renders as nothing; what was rendered must not show what is behind.
+        # Missing attributes render as nothing, and the rendering must not reveal objects.
         assert "class" not in gateway.renderer.tokenizer.decode(gateway.upstream.bodies[-1]["prompt"])
     else:
         assert (answer.status_code, answer.json()["error"]["code"]) == (422, "template_refused")
     assert not list(tmp_path.rglob("PWNED"))
     gateway.ask(session="t")
-    sessions = gateway.check(unheard=int(answer.status_code == 200))
+    sessions = gateway.check(unacknowledged=int(answer.status_code == 200))
     assert len(sessions["t"].turns) == 1
 
 
@@ -86,9 +86,9 @@ def test_model_folder_that_wants_to_run_code(model_dir: Path, upstream: Upstream
     command = [*serve_command(folder, upstream, tmp_path / "data"), "--engine-api-key", "k" * 16]
     if where == "tokenizer_config.json":
         with Command(command[3:]) as refused:
-            said = refused.stderr.read()
+            stderr = refused.stderr.read()
         assert refused.returncode != 0
-        assert "auto_map" in said
+        assert "auto_map" in stderr
     else:
         # What the model itself would run is the engine's affair: nothing of it is read here.
         Renderer.load(folder)
@@ -122,8 +122,8 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("method", "path"), METHODS)
-def test_session_of_somebody_else(keyed: Gateway, method: str, path: str) -> None:
-    """Row 25: somebody else's session answers word for word as one that there is not."""
+def test_session_of_another_owner(keyed: Gateway, method: str, path: str) -> None:
+    """Row 25: a session of another owner gets the same response as an unknown one."""
 
     def answer(session: str) -> tuple[int, str, dict[str, str]]:
         body = {"json": {"value": 1.0}} if method == "POST" else {}
@@ -137,7 +137,7 @@ def test_session_of_somebody_else(keyed: Gateway, method: str, path: str) -> Non
     assert (len(stored.turns), stored.rewards) == (1, ())
 
 
-def test_turn_in_a_session_of_somebody_else(keyed: Gateway, upstream: Upstream) -> None:
+def test_turn_in_a_session_of_another_owner(keyed: Gateway, upstream: Upstream) -> None:
     """Row 25: it is refused before anything is sampled."""
     reply = httpx2.post(
         f"{keyed.url}/sessions/mine/v1/chat/completions", json={"messages": [QUESTION]}, headers=bearer(OTHER)
@@ -147,14 +147,14 @@ def test_turn_in_a_session_of_somebody_else(keyed: Gateway, upstream: Upstream) 
     assert len(keyed.store.load_session("mine").turns) == 1
 
 
-def test_taken_session_id_says_only_that_it_is_taken(keyed: Gateway) -> None:
-    """Row 25, note 3: a session of somebody else is refused in the words for an own one, and left as it is."""
+def test_used_session_id_reveals_only_that_it_is_used(keyed: Gateway) -> None:
+    """Row 25, note 3: the id of another owner's session is refused like an own one, and that session is unchanged."""
     before = keyed.store.load_session("mine")
     refused = [
         httpx2.post(f"{keyed.url}/sessions", json={"session_id": "mine", "metadata": {"a": 1}}, headers=bearer(key))
         for key in (OWN, OTHER)
     ]
-    assert [one.status_code for one in refused] == [409, 409]
+    assert [answer.status_code for answer in refused] == [409, 409]
     assert refused[0].content == refused[1].content
     assert keyed.store.load_session("mine").info == before.info
 
@@ -229,11 +229,11 @@ def test_addresses_in_requests_are_not_called(gateway: Gateway, upstream: Upstre
             httpx2.get(f"{gateway.url}/v1/models", headers={header: urlsplit(url).netloc})
         assert hits == []
     # The one with an address for a model's name was answered.
-    assert "s" not in gateway.check(unheard=1)
+    assert "s" not in gateway.check(unacknowledged=1)
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/sessions/s/v1/chat/completions"), ("DELETE", "/sessions/s")])
-def test_page_of_a_stranger(gateway: Gateway, method: str, path: str) -> None:
+def test_page_of_another_origin(gateway: Gateway, method: str, path: str) -> None:
     """Row 29: DNS rebinding shows in Host, a call across sites in Origin; neither reaches a session."""
     gateway.ask()
     for headers in (
@@ -251,7 +251,7 @@ def test_page_of_a_stranger(gateway: Gateway, method: str, path: str) -> None:
 MARKER = "LEAKMARKER"
 
 
-def test_nothing_that_callers_wrote_is_in_logs_and_errors(
+def test_no_caller_text_in_logs_and_errors(
     serve: Serve, upstream: Upstream, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Row 27: at DEBUG, through every way of failing, tracebacks included. Keys neither."""
@@ -287,22 +287,24 @@ def test_nothing_that_callers_wrote_is_in_logs_and_errors(
         Plan(pieces=[MARKER.encode()]),
         Plan(text=f"{MARKER}<tool_call>\n{{{MARKER}"),
     ]
-    told = []
-    for number, (body, plan) in enumerate([*((one, Plan()) for one in bodies), *((good, one) for one in plans)]):
+    answers = []
+    for number, (body, plan) in enumerate(
+        [*((value, Plan()) for value in bodies), *((good, value) for value in plans)]
+    ):
         for stream in (False, True):
             upstream.plans = [plan]
             content = body if isinstance(body, bytes) else json.dumps({**body, "stream": stream}).encode()
             answer = httpx2.post(
                 f"{gateway.url}/sessions/s{number}/v1/chat/completions", content=content, headers=bearer(key)
             )
-            told.append((answer.status_code, str(answer.headers), answer.text))
+            answers.append((answer.status_code, str(answer.headers), answer.text))
     for path in ("/v1/models", "/sessions", "/sessions/none", "/nowhere"):
         for headers in (bearer(key), bearer(f"{MARKER}-wrong-key-00"), {}):
             answer = httpx2.get(gateway.url + path, headers=headers)
-            told.append((400 if path == "/sessions" else answer.status_code, str(answer.headers), answer.text))
-    with_errors = [one for one in told if one[0] >= 400 or '"error"' in one[2]]
+            answers.append((400 if path == "/sessions" else answer.status_code, str(answer.headers), answer.text))
+    with_errors = [entry for entry in answers if entry[0] >= 400 or '"error"' in entry[2]]
     assert len(with_errors) > 30
-    leaked = [one for one in with_errors if MARKER in one[1] or MARKER in one[2]]
+    leaked = [entry for entry in with_errors if MARKER in entry[1] or MARKER in entry[2]]
     assert not leaked
     gateway.stop()
     out, err = capfd.readouterr()
@@ -312,9 +314,7 @@ def test_nothing_that_callers_wrote_is_in_logs_and_errors(
 
 
 @pytest.mark.slow
-def test_nothing_that_callers_wrote_is_in_the_logs_and_metrics_of_a_process(
-    model_dir: Path, upstream: Upstream, tmp_path: Path
-) -> None:
+def test_no_caller_text_in_logs_and_metrics_of_a_process(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
     """Row 27: the same of `tokentape serve --log-level debug`, its stderr and its /metrics."""
     keys = tmp_path / "keys"
     keys.write_text(f"own={MARKER}-key-0123456789\n")
@@ -339,7 +339,7 @@ def test_nothing_that_callers_wrote_is_in_the_logs_and_metrics_of_a_process(
 
 
 @pytest.mark.parametrize("name", [".", ".."])
-def test_session_names_that_a_path_folds_away(gateway: Gateway, upstream: Upstream, name: str) -> None:
+def test_session_names_that_url_normalization_removes(gateway: Gateway, upstream: Upstream, name: str) -> None:
     """Row 25: clients and proxies make another path of these, and with it another session."""
     body = {"messages": [QUESTION]}
     for path, sent in [

@@ -32,7 +32,7 @@ def streamed_text(gateway: Gateway, messages: list[Any]) -> str:
 
 @STREAM
 def test_engine_that_refuses_connections(gateway: Gateway, upstream: Upstream, stream: bool) -> None:
-    """Row 7. Answered 503, not 502: it says that sending the same again later can help."""
+    """Row 7. Answered 503, not 502: a later retry can help."""
     history = [QUESTION, gateway.ask()]
     upstream.listening(False)
     error = gateway.refused([*history, QUESTION], stream=stream)
@@ -140,7 +140,7 @@ WRONG: dict[str, Callable[[list[Any]], Any]] = {
 @STREAM
 @pytest.mark.parametrize("name", WRONG)
 def test_reply_that_breaks_the_contract(gateway: Gateway, upstream: Upstream, name: str, stream: bool) -> None:
-    """Row 11: 502, or an error event once tokens were passed on. Not even an aborted turn is made of it."""
+    """Row 11: 502, or an error event after the first tokens. It does not even become an aborted turn."""
     history = [QUESTION, gateway.ask()]
     upstream.plans = [Plan(tamper=WRONG[name])]
     error = gateway.refused([*history, QUESTION], stream=stream)
@@ -170,7 +170,7 @@ def test_reply_that_breaks_the_contract(gateway: Gateway, upstream: Upstream, na
     stream=st.booleans(),
 )
 def test_reply_of_any_bytes(gateway: Gateway, upstream: Upstream, text: bytes, cuts: list[int], stream: bool) -> None:
-    """Row 12: whatever bytes, however cut, the answer is a typed 5xx and nothing is recorded."""
+    """Row 12: for any bytes, split in any way, the answer is a typed 5xx and nothing is recorded."""
     ends = sorted({cut for cut in cuts if cut < len(text)} | {len(text)})
     upstream.plans = [Plan(pieces=[text[a:b] for a, b in zip([0, *ends], ends, strict=False)])]
     error = gateway.refused(stream=stream)
@@ -200,7 +200,7 @@ UNREADABLE = {
 @STREAM
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_reply_that_cannot_be_read(gateway: Gateway, upstream: Upstream, name: str, stream: bool) -> None:
-    """Row 12: bytes that make a JSON reader raise something else than that it is no JSON."""
+    """Row 12: bytes that make a JSON reader raise an unusual error."""
     body = UNREADABLE[name]
     upstream.plans = [Plan(pieces=[b"data: " + body + b"\n\n" if stream else body])]
     error = gateway.refused(stream=stream)
@@ -211,7 +211,7 @@ def test_reply_that_cannot_be_read(gateway: Gateway, upstream: Upstream, name: s
 
 @STREAM
 def test_token_id_of_6000_digits(gateway: Gateway, upstream: Upstream, stream: bool) -> None:
-    """Row 12: int() refuses a text that long with an error of its own."""
+    """Row 12: int() refuses a text that long with its own error."""
 
     def lengthen(events: list[Any]) -> None:
         first(events)["token_ids"] = None
@@ -223,7 +223,7 @@ def test_token_id_of_6000_digits(gateway: Gateway, upstream: Upstream, stream: b
     assert (error.status_code, error.code) == (502, "engine_contract")
 
 
-def test_error_whose_name_is_not_utf8(gateway: Gateway, upstream: Upstream) -> None:
+def test_error_with_a_name_that_is_not_utf8(gateway: Gateway, upstream: Upstream) -> None:
     """Row 12: the engine's own error, with a name that can't be repeated."""
     upstream.plans = [Plan(status=500, pieces=[b'{"error":{"type":"\xff\xfe"}}'])]
     error = gateway.refused()
@@ -233,7 +233,7 @@ def test_error_whose_name_is_not_utf8(gateway: Gateway, upstream: Upstream) -> N
 
 @pytest.mark.parametrize("stage", ["first_token", "total"])
 def test_engine_that_sends_comments_without_end(serve: Serve, upstream: Upstream, stage: str) -> None:
-    """Row 10: bytes that are no tokens do not move a limit on."""
+    """Row 10: bytes without tokens do not extend a deadline."""
     gateway = serve(timeouts=Timeouts(**{"connect": 5.0, "first_token": 9.0, "total": 9.0, stage: 0.4}))
     upstream.plans = [Plan(pieces=[b": still there\n\n" * 1000] * 10**6)]
     error = gateway.refused(stream=True)

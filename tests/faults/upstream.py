@@ -44,7 +44,7 @@ class Plan:
 
 
 class Upstream:
-    """The server's state. Calls take the next of `plans`, and when there is none they are answered plainly."""
+    """The server's state. Calls take the next of `plans`, and without one they get a normal reply."""
 
     def __init__(self, renderer: Renderer, loop: asyncio.AbstractEventLoop) -> None:
         self._tokenizer = renderer.tokenizer
@@ -128,7 +128,7 @@ class Upstream:
             self.stalled.release()
             await asyncio.Event().wait()
         elif plan.then == "reset":
-            # What was sent is to arrive before: a reset drops what the other side has not read.
+            # The sent bytes must arrive first: a reset drops those that the other side has not read.
             await asyncio.sleep(0.1)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
@@ -163,7 +163,7 @@ async def _send(
 
 @contextmanager
 def running(renderer: Renderer) -> Iterator[Upstream]:
-    """The server on loopback, in a thread of its own."""
+    """The server on loopback, in its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What decoding a body needs to know besides it, for tests of bodies alone."""
+"""The context that decoding a body needs, for tests of bodies alone."""
 
 from __future__ import annotations
 

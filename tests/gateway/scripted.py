@@ -1,4 +1,4 @@
-"""An engine that says what a test wants, token by token, and fails or stalls where a test wants."""
+"""An engine that samples scripted replies token by token, and fails or stalls where a test wants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def run_turn(turns: Turns, request: TurnRequest) -> AsyncGenerator[TurnEve
 class ScriptedEngine:
     """Answers each call with the next of `replies`, text in which control tokens are spelled out.
 
-    `fail_after` raises `error` behind that many tokens of a reply, `stall_after` waits there until the call is aborted,
+    `fail_after` raises `error` after that many tokens of a reply, `stall_after` waits there until the call is aborted,
     `pause_after` until `go_on` is set.
     `sampling` are the parameters that it claims to honour: all but the penalties if not given.
     """
@@ -56,7 +56,7 @@ class ScriptedEngine:
         self.go_on = threading.Event()
         """Ends the wait at `pause_after`."""
         self._weight_version = weight_version
-        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.requests: list[tuple[list[int], SamplingParams]] = []
         """Per call the prompt ids and the parameters."""
         self.stalled = threading.Event()
         """A call waits at `stall_after`."""
@@ -64,7 +64,7 @@ class ScriptedEngine:
         """A call was closed before it was finished, or failed."""
         self.closed = False
         self.cached_tokens: int | None = None
-        """How many tokens of each prompt it says it had cached."""
+        """The number of cached tokens that it reports for each prompt."""
         self.split_next = False
         """The next reply begins with its first characters one by one, as a model may sample them."""
         self.gate: threading.Event | None = None
@@ -84,7 +84,7 @@ class ScriptedEngine:
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        self.asked.append((prompt_ids.tolist(), params))
+        self.requests.append((prompt_ids.tolist(), params))
         ids = self.reply_ids(prompt_ids)
         finished = False
         self.called.set()

@@ -1,4 +1,4 @@
-"""One line per request, its id, and what is never in it."""
+"""One line per request, its id, and what the line never contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 @contextmanager
 def logged(engine: ScriptedEngine, renderer: Renderer, store: SqliteStore, keys: Keys = KEYS) -> Iterator[Any]:
-    """A client of a gateway that logs at level DEBUG, and what it logs."""
+    """A client of a gateway that logs at level DEBUG, and its log."""
     stream = StringIO()
     app = create_app(Turns(engine, renderer, store), model_id="m", keys=keys)
     with logging_to(stream, level="debug", form="json"), running(app) as url:
@@ -69,12 +69,12 @@ def test_a_request_is_one_line(renderer: Renderer, store: SqliteStore, stream: b
     }
 
 
-@pytest.mark.parametrize("given", [None, "has space", "x" * 129, "a/b"])
-def test_a_request_without_a_name_gets_one(renderer: Renderer, store: SqliteStore, given: str | None) -> None:
+@pytest.mark.parametrize("request_id", [None, "has space", "x" * 129, "a/b"])
+def test_a_request_without_a_name_gets_one(renderer: Renderer, store: SqliteStore, request_id: str | None) -> None:
     with logged(ScriptedEngine(renderer, []), renderer, store) as (http, log):
-        answer = http.get("/v1/models", headers={} if given is None else {"X-Request-Id": given})
+        answer = http.get("/v1/models", headers={} if request_id is None else {"X-Request-Id": request_id})
     (line,) = access_lines(log)
-    assert answer.headers["x-request-id"] == line["request_id"] != given
+    assert answer.headers["x-request-id"] == line["request_id"] != request_id
     assert len(line["request_id"]) == 32
 
 
@@ -96,7 +96,7 @@ def test_a_failure_has_its_code(renderer: Renderer, store: SqliteStore) -> None:
     ]
 
 
-def test_a_client_that_left_is_noted(renderer: Renderer, store: SqliteStore) -> None:
+def test_client_disconnect_is_logged(renderer: Renderer, store: SqliteStore) -> None:
     engine = ScriptedEngine(renderer, ["one two three"], stall_after=2)
     with logged(engine, renderer, store) as (http, log):
         with http.stream("POST", CHAT, json={**HELLO, "stream": True}):
@@ -107,7 +107,7 @@ def test_a_client_that_left_is_noted(renderer: Renderer, store: SqliteStore) -> 
     assert "turns" not in line
 
 
-def test_what_is_asked_of_a_session_names_it(renderer: Renderer, store: SqliteStore) -> None:
+def test_session_requests_are_logged_with_the_session_id(renderer: Renderer, store: SqliteStore) -> None:
     with logged(ScriptedEngine(renderer, []), renderer, store) as (http, log):
         http.post("/sessions", json={"session_id": "mine"})
         http.get("/sessions/mine")
@@ -184,7 +184,7 @@ def bodies() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError(MARK), EngineTimeout("late")], ids=["works", "bug", "fails"])
-def test_nothing_that_callers_or_models_say_is_told(
+def test_logs_hold_no_text_of_callers_or_models(
     renderer: Renderer, store: SqliteStore, capfd: pytest.CaptureFixture[str], error: Exception | None
 ) -> None:
     engine = ScriptedEngine(renderer, [f"{MARK} {MARK}"] * 100, fail_after=None if error is None else 1, error=error)
@@ -201,8 +201,8 @@ def test_nothing_that_callers_or_models_say_is_told(
     assert {answer.status_code for answer in answers} >= {201, 400, 401, 404}
     assert any(answer.status_code == 200 for answer in answers) or error is not None
     assert len(access_lines(log)) >= len(answers)
-    told = [log.getvalue(), metrics, *(answer.text for answer in answers if answer.status_code >= 400)]
-    assert [text for text in told if MARK in text] == []
+    outputs = [log.getvalue(), metrics, *(answer.text for answer in answers if answer.status_code >= 400)]
+    assert [text for text in outputs if MARK in text] == []
     assert MARK not in "".join(capfd.readouterr())
     if isinstance(error, RuntimeError):
         assert "unexpected RuntimeError" in log.getvalue()

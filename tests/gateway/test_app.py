@@ -41,21 +41,19 @@ def test_wrong_method_is_a_405_in_json(gateway_url: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "anthropic"), [("chat/completions", False), ("messages", True)])
-def test_errors_have_the_shape_of_their_path_whatever_the_session_is_called(
-    gateway_url: str, path: str, anthropic: bool
-) -> None:
+def test_error_shape_follows_the_path_for_any_session_id(gateway_url: str, path: str, anthropic: bool) -> None:
     reply = httpx2.post(f"{gateway_url}/sessions/messages/v1/{path}", json={"stream": 7})
     assert reply.status_code == 400
     assert ("type" in reply.json()) == anthropic
 
 
 @pytest.mark.parametrize("prefix", ["", "/sessions/s"])
-def test_models_name_the_one_that_is_served(gateway_url: str, turns: Turns, prefix: str) -> None:
+def test_models_endpoint_lists_the_served_model(gateway_url: str, turns: Turns, prefix: str) -> None:
     (model,) = httpx2.get(f"{gateway_url}{prefix}/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", turns.engine.info.max_context)
 
 
-def test_healthy_gateway_says_so(gateway_url: str) -> None:
+def test_healthy_gateway_reports_ok(gateway_url: str) -> None:
     assert httpx2.get(f"{gateway_url}/healthz").status_code == 200
     assert httpx2.get(f"{gateway_url}/readyz").status_code == 200
 
@@ -98,7 +96,9 @@ def test_bug_is_a_500_and_leaks_nothing(
     assert "LEAKMARKER" not in caplog.text
 
 
-def test_client_that_leaves_within_its_body_is_no_bug(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnect_during_the_request_body_is_not_a_server_error(
+    gateway_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     url = httpx2.URL(gateway_url)
     with socket.create_connection((url.host, url.port)) as connection:
         connection.sendall(b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
@@ -108,7 +108,7 @@ def test_client_that_leaves_within_its_body_is_no_bug(gateway_url: str, caplog: 
 
 
 @pytest.mark.usefixtures("quick_models")
-def test_the_certificate_is_there_before_the_first_request(
+def test_certificate_exists_before_the_first_request(
     renderer: Renderer, store: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path / "cache"))
@@ -136,14 +136,14 @@ def test_shutdown_closes_engine_and_store(renderer: Renderer, store: SqliteStore
         store.load_session("s")
 
 
-def test_a_role_that_is_none_comes_with_those_that_are(gateway_url: str) -> None:
+def test_unknown_role_error_lists_the_known_roles(gateway_url: str) -> None:
     body = {"messages": [{"role": "robot", "content": "hi"}]}
     message = httpx2.post(f"{gateway_url}/v1/chat/completions", json=body).json()["error"]["message"]
     assert message.endswith("not allowed; expected one of assistant, developer, system, tool, user")
     assert "robot" not in message
 
 
-def test_a_conversation_without_a_session_is_warned_of_once(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_conversation_without_a_session_warns_once(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
     reply = {"role": "assistant", "content": "yes"}
     httpx2.post(f"{gateway_url}/sessions/s/v1/chat/completions", json={"messages": [USER, reply, USER]})
     for messages, expected in (([USER], 0), ([USER, reply, USER], 1), ([USER, reply, USER], 1)):
@@ -151,7 +151,7 @@ def test_a_conversation_without_a_session_is_warned_of_once(gateway_url: str, ca
         assert sum("without a session id" in line for line in caplog.messages) == expected
 
 
-def test_a_reward_for_a_session_without_turns_is_warned_of(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reward_for_a_session_without_turns_is_logged(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
     httpx2.post(f"{gateway_url}/sessions/s/v1/chat/completions", json={"messages": [USER], "max_tokens": 1})
     httpx2.post(f"{gateway_url}/sessions", json={"session_id": "typo"})
     for name in ("s", "typo"):

@@ -1,4 +1,4 @@
-"""Bridges checked while the gateway runs: what is drawn, what is found, and what follows from it."""
+"""Bridges checked while the gateway runs: which are drawn, the findings, and their effects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def calls(name: str) -> str:
 
 
 class Talk:
-    """One gateway over a directory, whose agent goes on with what it was told."""
+    """One gateway over a directory, with an agent that continues from the replies."""
 
     def __init__(self, renderer: Renderer, store: SqliteStore, replies: Sequence[str], policy: CheckBridges) -> None:
         self.turns = Turns(ScriptedEngine(renderer, replies), renderer, store, check_bridges=policy)
@@ -72,7 +72,7 @@ class Talk:
         await self.turns.checks.wait(None, 60)
 
     def verdicts(self, session: str = "s") -> list[str]:
-        return [one.verdict for one in self.store.load_session(session).trajectories()]
+        return [trajectory.verdict for trajectory in self.store.load_session(session).trajectories()]
 
     def kinds(self, session: str = "s") -> list[tuple[int | None, str]]:
         return [(event.turn, event.kind) for event in self.store.load_session(session).events]
@@ -114,7 +114,7 @@ def never() -> float:
     return 0.999999
 
 
-def test_until_a_bridge_is_checked_the_verdict_says_so(
+def test_verdict_is_unchecked_until_the_bridge_is_checked(
     renderer: Renderer, tmp_path: Path, held: threading.Event
 ) -> None:
     async def run() -> None:
@@ -131,20 +131,20 @@ def test_until_a_bridge_is_checked_the_verdict_says_so(
     asyncio.run(run())
 
 
-def test_the_digest_of_a_turn_is_not_of_what_is_found_later(renderer: Renderer, tmp_path: Path) -> None:
+def test_turn_digest_excludes_later_findings(renderer: Renderer, tmp_path: Path) -> None:
     async def run() -> None:
         async with talking(renderer, tmp_path, ["one<|im_end|>", "two<|im_end|>"]) as talk:
             await talk.say(user("a"))
-            (told,) = await talk.say(user("b"))
+            (turn,) = await talk.say(user("b"))
             await talk.checked()
-            assert talk.store.load_session("s").turns[1].digest == told.digest
+            assert talk.store.load_session("s").turns[1].digest == turn.digest
             assert talk.kinds() == [(1, BRIDGE_DUE), (1, BRIDGE_CHECKED)]
 
     asyncio.run(run())
     assert verify(tmp_path).findings == ()
 
 
-def test_of_a_kind_the_first_on_a_branch_is_checked_and_a_sample(
+def test_first_bridge_of_a_kind_and_a_sample_are_checked(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -161,7 +161,7 @@ def test_of_a_kind_the_first_on_a_branch_is_checked_and_a_sample(
     asyncio.run(run())
 
 
-def test_a_tool_that_is_called_first_is_another_kind(
+def test_first_call_of_a_tool_is_a_new_kind(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -178,7 +178,7 @@ def test_a_tool_that_is_called_first_is_another_kind(
     asyncio.run(run())
 
 
-def test_each_of_several_choices_is_told_what_was_found(renderer: Renderer, tmp_path: Path) -> None:
+def test_bridge_check_covers_each_choice(renderer: Renderer, tmp_path: Path) -> None:
     async def run() -> None:
         async with talking(renderer, tmp_path, ["one<|im_end|>"] * 3) as talk:
             await talk.say(user("a"))
@@ -190,7 +190,7 @@ def test_each_of_several_choices_is_told_what_was_found(renderer: Renderer, tmp_
     asyncio.run(run())
 
 
-def test_where_checks_are_off_the_verdict_stays_unchecked(renderer: Renderer, tmp_path: Path) -> None:
+def test_verdict_stays_unchecked_when_checks_are_off(renderer: Renderer, tmp_path: Path) -> None:
     async def run() -> None:
         async with talking(renderer, tmp_path, ["one<|im_end|>"] * 3, "off") as talk:
             for text in "abc":
@@ -202,7 +202,7 @@ def test_where_checks_are_off_the_verdict_stays_unchecked(renderer: Renderer, tm
     asyncio.run(run())
 
 
-def test_a_full_queue_delays_nobody_and_is_counted(
+def test_full_queue_delays_no_call_and_is_counted(
     renderer: Renderer, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bridge_checks, "WAITING", 1)
@@ -212,7 +212,7 @@ def test_a_full_queue_delays_nobody_and_is_counted(
             for text in "abcdefgh":
                 await talk.say(user(text))
             kinds = [kind for _, kind in talk.kinds()]
-            # One under way, if the thread has taken it yet, and one that waits.
+            # One running, if the thread has taken it yet, and one waiting.
             assert kinds.count(BRIDGE_SKIPPED) >= 5
             assert talk.counted("bridge_checks_total", "skipped") == kinds.count(BRIDGE_SKIPPED)
             held.set()
@@ -222,7 +222,7 @@ def test_a_full_queue_delays_nobody_and_is_counted(
     asyncio.run(run())
 
 
-def test_what_was_due_when_a_gateway_died_is_checked_when_the_session_is_loaded(
+def test_pending_checks_of_a_killed_gateway_run_when_the_session_is_loaded(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies() -> None:
@@ -255,7 +255,7 @@ def edited(renderer: Renderer, old: str, new: str) -> Renderer:
 
 
 def wrong_late(renderer: Renderer) -> Renderer:
-    """A renderer of a template that writes a word more in front of some tool results, which no certificate shows."""
+    """A renderer of a template that writes an extra word before some tool results, which no certificate shows."""
     result = "{{- '\\n<tool_response>\\n' +"
     return edited(renderer, result, f"{{{{- ' LATE' if {LATE} else '' -}}}}{result}")
 
@@ -288,7 +288,7 @@ def test_a_certificate_wrong_for_one_tool_on_a_late_turn_is_caught(
     assert "LATE" not in line
 
 
-def test_without_the_fault_the_same_turns_are_the_same(renderer: Renderer, tmp_path: Path) -> None:
+def test_same_turns_without_the_fault_pass(renderer: Renderer, tmp_path: Path) -> None:
     async def run() -> None:
         replies = [*[calls("add")] * 8, calls("look"), calls("look"), "done<|im_end|>"]
         async with talking(renderer, tmp_path, replies, "all") as talk:
@@ -329,7 +329,7 @@ def test_a_template_changed_between_certify_and_serve_is_caught(
             await talk.checked()
             assert talk.verdicts() == ["exact, bridge differs"]
             (third,) = await talk.say(user("c"))
-            prompt = talk.turns.engine.asked[2][0]  # type: ignore[attr-defined]
+            prompt = talk.turns.engine.requests[2][0]  # type: ignore[attr-defined]
             if goes_on == "fork":
                 assert third.fork == "template_rewrites"
                 assert prompt == served.render(talk.messages["s"][:-1], list(TOOLS)).ids.tolist()
@@ -341,7 +341,7 @@ def test_a_template_changed_between_certify_and_serve_is_caught(
     asyncio.run(run())
 
 
-def test_a_revocation_is_taken_up_when_the_session_is_loaded(
+def test_revocation_applies_when_the_session_is_loaded(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = edited(renderer, "{{- '<|im_start|>user\\n' +", COUNTED)
@@ -380,7 +380,7 @@ def test_a_check_that_fails_leaves_the_verdict_unchecked(
     asyncio.run(run())
 
 
-def test_a_bridge_recorded_after_the_end_stays_due(renderer: Renderer, tmp_path: Path) -> None:
+def test_bridge_recorded_after_shutdown_stays_pending(renderer: Renderer, tmp_path: Path) -> None:
     async def run() -> None:
         async with talking(renderer, tmp_path, ["one<|im_end|>"] * 2) as talk:
             await talk.say(user("a"))
@@ -393,9 +393,7 @@ def test_a_bridge_recorded_after_the_end_stays_due(renderer: Renderer, tmp_path:
     asyncio.run(run())
 
 
-def test_what_is_found_of_a_deleted_session_is_dropped(
-    renderer: Renderer, tmp_path: Path, held: threading.Event
-) -> None:
+def test_findings_for_a_deleted_session_are_dropped(renderer: Renderer, tmp_path: Path, held: threading.Event) -> None:
     async def run() -> None:
         async with talking(renderer, tmp_path, ["one<|im_end|>"] * 2) as talk:
             await talk.say(user("a"))
@@ -410,9 +408,7 @@ def test_what_is_found_of_a_deleted_session_is_dropped(
     assert verify(tmp_path).findings == ()
 
 
-def test_a_snapshot_keeps_the_verdict_that_it_was_taken_with(
-    renderer: Renderer, tmp_path: Path, held: threading.Event
-) -> None:
+def test_snapshot_keeps_its_original_verdict(renderer: Renderer, tmp_path: Path, held: threading.Event) -> None:
     async def run() -> None:
         async with talking(renderer, tmp_path, ["one<|im_end|>"] * 2) as talk:
             await talk.say(user("a"))
@@ -422,7 +418,10 @@ def test_a_snapshot_keeps_the_verdict_that_it_was_taken_with(
             held.set()
             await talk.checked()
             late = await custody.take(Selection(), "", None)
-            found = [[one.verdict for one in custody.trajectories(taken.snapshot_id)] for taken in (early, late)]
+            found = [
+                [trajectory.verdict for trajectory in custody.trajectories(taken.snapshot_id)]
+                for taken in (early, late)
+            ]
             assert found == [["exact, bridge unchecked"], ["exact"]]
 
     asyncio.run(run())

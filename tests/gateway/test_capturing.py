@@ -1,4 +1,4 @@
-"""Turns whose context a server makes: what is kept, and what happens where it does not go on from the last turn."""
+"""Turns with contexts rendered by a server: what is kept, and what happens if one does not extend the last turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REPLIES = ["first answer<|im_end|>", "second answer<|im_end|>", "third answer<|i
 
 
 class RenderingServer(ScriptedEngine):
-    """A stateless chat server: renders all messages anew, each time, and lets a test change the ids."""
+    """A stateless chat server: renders all messages on each call, and lets a test change the ids."""
 
     def __init__(self, renderer: Renderer, replies: Sequence[str], **more: Any) -> None:
         super().__init__(renderer, replies, **more)
@@ -115,7 +115,7 @@ def test_a_server_that_only_appends_is_captured_as_one_path(
 
 
 @pytest.mark.parametrize("at", [0, 7, -1])
-def test_a_prompt_that_does_not_go_on_from_the_last_turn_is_a_fork_and_says_where(
+def test_prompt_that_does_not_extend_the_last_turn_is_a_fork_with_its_position(
     turns: Turns, server: RenderingServer, store: SqliteStore, at: int
 ) -> None:
     def drifting(call: int, ids: TokenIds) -> TokenIds:
@@ -132,7 +132,7 @@ def test_a_prompt_that_does_not_go_on_from_the_last_turn_is_a_fork_and_says_wher
     assert second.added_ids.tolist() == server.begun[1].tolist()
     # It is not what we would have rendered, so that nothing is known of each token but that the template wrote it.
     assert set(second.added_provenance.tolist()) == {Provenance.TEMPLATE}
-    verdicts = [one.verdict for one in store.load_session("s").trajectories()]
+    verdicts = [trajectory.verdict for trajectory in store.load_session("s").trajectories()]
     assert verdicts[0] == "captured"
     assert set(verdicts[1:]) == {"captured with drift"}
 
@@ -151,7 +151,7 @@ def test_a_prompt_in_which_the_template_drops_old_reasoning_drifts(renderer: Ren
     assert (third.parent, third.fork) == (1, None)
 
 
-def test_choices_begin_from_the_same_prompt(turns: Turns, server: RenderingServer) -> None:
+def test_choices_share_one_prompt(turns: Turns, server: RenderingServer) -> None:
     taken = converse(turns, ["a"], n=2)
     assert [(turn.parent, turn.fork) for turn in taken] == [(None, None), (None, "sibling")]
     assert len(server.begun) == 2
@@ -165,7 +165,7 @@ def test_choices_from_different_prompts_are_refused(turns: Turns, server: Render
         store.load_session("s")
 
 
-def test_a_prompt_of_ids_is_sent_as_it_is(turns: Turns, server: RenderingServer) -> None:
+def test_prompt_ids_are_sent_unchanged(turns: Turns, server: RenderingServer) -> None:
     async def main() -> Turn:
         prompt = np.array([5, 6, 7], np.int32)
         request = TurnRequest("s", (), (), {}, SamplingParams(max_tokens=0), prompt_ids=prompt)
@@ -178,14 +178,14 @@ def test_a_prompt_of_ids_is_sent_as_it_is(turns: Turns, server: RenderingServer)
     assert not turn.engine.endswith(CAPTURED)
 
 
-def test_a_paused_gateway_asks_the_server_for_nothing(turns: Turns, server: RenderingServer) -> None:
+def test_paused_gateway_sends_no_requests(turns: Turns, server: RenderingServer) -> None:
     turns.gate.close()
     with pytest.raises(EngineUnavailable, match="paused"):
         converse(turns, ["a"])
     assert server.begun == []
 
 
-def test_what_was_sampled_of_a_call_that_fails_is_recorded_as_aborted(
+def test_partial_output_of_a_failed_call_is_recorded_as_aborted(
     turns: Turns, server: RenderingServer, store: SqliteStore
 ) -> None:
     server.fail_after, server.error = 1, EngineUnavailable("gone")
@@ -196,7 +196,7 @@ def test_what_was_sampled_of_a_call_that_fails_is_recorded_as_aborted(
     assert turns.gate.calls.count == 0
 
 
-def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Turns, server: RenderingServer) -> None:
+def test_abandoned_call_is_aborted_at_the_server(turns: Turns, server: RenderingServer) -> None:
     server.stall_after = 1
 
     async def main() -> None:
@@ -213,7 +213,7 @@ def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Tu
     assert turns.gate.calls.count == 0
 
 
-def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
+def test_started_call_is_closed_if_capturing_fails(
     turns: Turns, server: RenderingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -237,28 +237,26 @@ def http(turns: Turns) -> Iterator[httpx2.Client]:
         yield client
 
 
-def test_a_client_sees_no_difference_and_a_retry_is_answered_from_the_record(
-    http: httpx2.Client, server: RenderingServer
-) -> None:
+def test_client_sees_no_difference_and_a_retry_is_replayed(http: httpx2.Client, server: RenderingServer) -> None:
     body = {"messages": [user("a")], "return_token_ids": True}
-    asked = [
+    replies = [
         http.post("/sessions/s/v1/chat/completions", json=body, headers={"idempotency-key": "k"}) for _ in range(2)
     ]
-    first, again = [reply.json() for reply in asked]
+    first, again = [reply.json() for reply in replies]
     assert first["prompt_token_ids"] == server.begun[0].tolist()
     assert first["choices"] == again["choices"]
     assert len(server.begun) == 1
     assert http.get("/sessions/s").json()["leaves"][0]["verdict"] == "captured"
 
 
-def test_a_prompt_that_ends_within_the_context_differs_at_its_end() -> None:
+def test_prompt_shorter_than_the_context_forks_at_its_end() -> None:
     context = np.arange(5, dtype=np.int32)
     assert differs_at(context, context[:3]) == 3
     assert differs_at(context, context) == 5
     assert differs_at(context, np.arange(6, dtype=np.int32)) is None
 
 
-def test_a_number_of_tokens_beyond_the_context_is_cut(turns: Turns, server: RenderingServer) -> None:
+def test_max_tokens_is_capped_to_the_context(turns: Turns, server: RenderingServer) -> None:
     server.info = replace(server.info, max_context=50)
     converse(turns, ["a"])
-    assert server.asked[0][1].max_tokens == 50
+    assert server.requests[0][1].max_tokens == 50

@@ -60,18 +60,18 @@ def served() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", HEADERS[:-2], HEADERS, HEADERS + b"a"])
-def test_a_connection_that_waits_for_its_client_is_closed(address: tuple[str, int], sent: bytes) -> None:
+def test_idle_or_incomplete_connection_is_closed(address: tuple[str, int], sent: bytes) -> None:
     with socket.create_connection(address, PATIENCE) as connection:
         connection.sendall(sent)
         assert connection.recv(1) == b""
 
 
-def test_a_client_that_trickles_is_closed(address: tuple[str, int]) -> None:
+def test_trickling_client_is_disconnected(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection, pytest.raises(ConnectionError):
         trickle(connection, HEADERS * 100)
 
 
-def test_an_answer_may_take_longer_and_the_next_request_too(address: tuple[str, int]) -> None:
+def test_slow_answer_and_a_late_next_request_are_allowed(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection:
         for pause in (0, 2.5):
             time.sleep(pause)
@@ -91,7 +91,7 @@ def answer_to(connection: socket.socket, body: bytes) -> bytes:
     return answer
 
 
-def test_empty_lines_do_not_keep_an_idle_connection(address: tuple[str, int]) -> None:
+def test_empty_lines_do_not_keep_a_connection_open(address: tuple[str, int]) -> None:
     with socket.create_connection(address, PATIENCE) as connection:
         connection.sendall(HEADERS.replace(b"/", b"/quick", 1) + b"abc")
         answer_to(connection, b"abc")
@@ -100,7 +100,7 @@ def test_empty_lines_do_not_keep_an_idle_connection(address: tuple[str, int]) ->
 
 
 @pytest.mark.parametrize("begun", [b"POST / HT", HEADERS + b"d", b"\r\n"])
-def test_a_request_that_is_begun_early_does_not_end_the_answer_before(address: tuple[str, int], begun: bytes) -> None:
+def test_early_next_request_does_not_cut_off_the_answer(address: tuple[str, int], begun: bytes) -> None:
     """The answer takes longer than either deadline."""
     with socket.create_connection(address, PATIENCE) as connection:
         connection.sendall(HEADERS + b"abc" + begun)
@@ -111,9 +111,7 @@ def test_a_request_that_is_begun_early_does_not_end_the_answer_before(address: t
 
 
 @pytest.mark.parametrize("begun", [b"POST / HT", HEADERS + b"d"])
-def test_a_request_that_is_begun_early_has_its_deadline_after_the_answer(
-    address: tuple[str, int], begun: bytes
-) -> None:
+def test_deadline_of_an_early_request_starts_after_the_answer(address: tuple[str, int], begun: bytes) -> None:
     with socket.create_connection(address, PATIENCE) as connection:
         connection.sendall(HEADERS + b"abc" + begun)
         answer_to(connection, b"abc")
@@ -171,7 +169,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_head_without_end_is_refused_and_not_kept(address: tuple[str, int], name: str) -> None:
+def test_endless_header_is_refused_and_not_buffered(address: tuple[str, int], name: str) -> None:
     """Without a key, and with no more memory than the limit: 500 MiB are offered."""
     begin, more = ENDLESS[name]
     before, sent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
@@ -183,7 +181,7 @@ def test_a_head_without_end_is_refused_and_not_kept(address: tuple[str, int], na
             sent += len(more)
     assert sent < 50 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
-    # A client that sends on may not get to read the answer; one that waits does.
+    # A client that keeps sending may not read the answer; one that waits does.
     with socket.create_connection(address, PATIENCE) as connection:
         connection.sendall(begin + more[:66_000])
         while piece := connection.recv(1000):
@@ -202,7 +200,7 @@ def test_a_head_without_end_is_refused_and_not_kept(address: tuple[str, int], na
     ],
 )
 @pytest.mark.parametrize("path", [b"/v1/messages", b"/sessions/s/v1/messages?beta=true", b"/v1/chat/completions"])
-def test_what_the_server_itself_refuses_has_the_error_body_of_its_api(
+def test_protocol_errors_have_the_error_body_of_their_api(
     patient: tuple[str, int], begin: bytes, status: bytes, path: bytes
 ) -> None:
     answer = b""
@@ -216,14 +214,14 @@ def test_what_the_server_itself_refuses_has_the_error_body_of_its_api(
     assert json.loads(body)["error"]["message"]
 
 
-def test_a_bad_request_does_not_answer_the_one_before_it(patient: tuple[str, int]) -> None:
+def test_bad_request_does_not_replace_the_previous_answer(patient: tuple[str, int]) -> None:
     with socket.create_connection(patient, PATIENCE) as connection:
         connection.sendall(HEADERS + b"abc" + b"no request\r\n\r\n")
         assert connection.recv(1000) == b""
 
 
 @pytest.mark.parametrize("pipelined", [1, 40])
-def test_a_head_within_the_limit_is_taken(patient: tuple[str, int], pipelined: int) -> None:
+def test_header_within_the_limit_is_accepted(patient: tuple[str, int], pipelined: int) -> None:
     request = b"GET /no HTTP/1.1\r\n" + LINE * 500 + b"\r\n"
     with socket.create_connection(patient, PATIENCE) as connection:
         for _ in range(pipelined):

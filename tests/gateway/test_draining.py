@@ -1,4 +1,4 @@
-"""How a gateway ends while calls are under way: in this process, and with SIGTERM in one of its own."""
+"""How a gateway stops while calls are running: in this process, and with SIGTERM in its own process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = "/sessions/s/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
+def test_shutdown_waits_only_for_running_calls() -> None:
     async def run() -> None:
         drain = Drain(3600)
         ended = asyncio.Event()
@@ -46,7 +46,9 @@ def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "force"), [(0.1, False), (3600, True)])
-def test_what_is_still_under_way_is_aborted(seconds: float, force: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_still_running_at_the_deadline_are_aborted(
+    seconds: float, force: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "tokentape.serve")
 
     async def run() -> None:
@@ -67,11 +69,11 @@ def test_what_is_still_under_way_is_aborted(seconds: float, force: bool, caplog:
         assert working.done()
 
     asyncio.run(run())
-    said = "stopping: waiting up to 0.1 s for 1 requests in flight; interrupt again to abort them now"
-    assert caplog.messages == ([] if force else [said])
+    message = "stopping: waiting up to 0.1 s for 1 requests in flight; interrupt again to abort them now"
+    assert caplog.messages == ([] if force else [message])
 
 
-def test_a_gateway_that_ends_takes_no_calls_and_says_so(renderer: Renderer, store: SqliteStore) -> None:
+def test_stopping_gateway_refuses_calls_with_an_error(renderer: Renderer, store: SqliteStore) -> None:
     engine = ScriptedEngine(renderer, ["first reply", "never"], stall_after=1)
     drain = Drain()
     with (
@@ -90,7 +92,7 @@ def test_a_gateway_that_ends_takes_no_calls_and_says_so(renderer: Renderer, stor
     assert (ready.status_code, alive.status_code, call.status_code) == (503, 200, 503)
     assert call.json()["error"]["code"] == "gateway_unavailable"
     assert call.headers["x-should-retry"] == "true"
-    assert len(engine.asked) == 1
+    assert len(engine.requests) == 1
 
 
 def serve_and_signal(engine: ScriptedEngine, renderer: Renderer, store: SqliteStore, seconds: float) -> httpx2.Response:
@@ -119,7 +121,7 @@ def serve_and_signal(engine: ScriptedEngine, renderer: Renderer, store: SqliteSt
         return answer.result(PATIENCE)
 
 
-def test_what_takes_too_long_is_recorded_as_aborted_and_its_client_told(
+def test_call_over_the_deadline_is_recorded_as_aborted_and_gets_an_error(
     renderer: Renderer, store: SqliteStore, tmp_path: object
 ) -> None:
     engine = ScriptedEngine(renderer, ["one two three"], stall_after=2)

@@ -1,4 +1,4 @@
-"""A trainer that pauses sampling, changes weights and goes on, while agents wait."""
+"""A trainer that pauses sampling, changes weights and resumes, while agents wait."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_adapters_have_versions_of_their_own(renderer: Renderer, store: SqliteSt
 
 
 @pytest.mark.parametrize("limits", [Limits(pause_patience=0.1)])
-def test_a_call_that_waits_too_long_is_told_to_come_again(http: httpx2.Client) -> None:
+def test_call_that_waits_too_long_is_refused_with_a_retry_time(http: httpx2.Client) -> None:
     http.post("/engine/pause")
     answer = ask(http)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
@@ -94,32 +94,30 @@ def test_a_call_that_waits_too_long_is_told_to_come_again(http: httpx2.Client) -
     assert ask(http).status_code == 200
 
 
-def test_weights_that_change_while_a_turn_is_sampled_are_told_apart_by_token(
-    renderer: Renderer, store: SqliteStore
-) -> None:
+def test_weight_changes_within_a_turn_are_recorded_by_token(renderer: Renderer, store: SqliteStore) -> None:
     engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"], pause_after=3, weight_version=None)
     with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client(base_url=url) as http:
         http.post("/engine/resume", json={"weight_version": "old"})
         with ThreadPoolExecutor() as pool:
-            asked = pool.submit(ask, http, max_tokens=30)
+            future = pool.submit(ask, http, max_tokens=30)
             assert engine.stalled.wait(PATIENCE)
             assert http.post("/engine/pause", json={"timeout": 0}).json()["idle"] is False
             http.post("/engine/resume", json={"weight_version": "new"})
             engine.go_on.set()
-            assert asked.result().status_code == 200
+            assert future.result().status_code == 200
         (turn,) = store.load_session("s").turns
     assert (turn.weight_version, turn.weight_changes) == ("old", ((3, "new"),))
 
 
-def test_pausing_with_abort_ends_what_runs_and_keeps_it_as_aborted(renderer: Renderer, store: SqliteStore) -> None:
+def test_pausing_with_abort_records_running_calls_as_aborted(renderer: Renderer, store: SqliteStore) -> None:
     engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"] * 2, pause_after=3)
     turns = Turns(engine, renderer, store, on_abort="resample")
     with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url) as http:
         with ThreadPoolExecutor() as pool:
-            asked = pool.submit(ask, http, max_tokens=30)
+            future = pool.submit(ask, http, max_tokens=30)
             assert engine.stalled.wait(PATIENCE)
             assert http.post("/engine/pause", json={"mode": "abort"}).json()["idle"] is True
-            answer = asked.result()
+            answer = future.result()
         assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
         http.post("/engine/resume")
         engine.go_on.set()

@@ -53,7 +53,7 @@ async def talk(turns: Turns, session: str, calls: int, rng: random.Random) -> No
         messages = (*history, {"role": "user", "content": f"{session} {call}: {rng.choice(WORDS)}"})
         request = TurnRequest(session, messages, (), {}, SamplingParams(max_tokens=rng.randint(1, 12)))
         done: list[Turn] = [event.turn async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
-        histories += [(*messages, one.reply) for one in done]
+        histories += [(*messages, turn.reply) for turn in done]
 
 
 @pytest.mark.parametrize("calls", [20, pytest.param(1000, marks=pytest.mark.slow)])
@@ -71,12 +71,12 @@ def test_replayed_experts_give_the_logprobs_of_every_turn(folder: Path, store: S
     apart: list[float] = []
     without: list[float] = []
     for stored in store.iter_sessions(per_token=True):
-        for one in stored.trajectories():
-            payload, trained = one.payloads["routed_experts"], one.loss_mask[1:]
+        for trajectory in stored.trajectories():
+            payload, trained = trajectory.payloads["routed_experts"], trajectory.loss_mask[1:]
             assert payload.known[:-1].all()
-            recorded = one.logprobs[1:][trained]
-            apart += np.abs(replayed(model, one.token_ids, payload.rows).numpy()[trained] - recorded).tolist()
-            without += np.abs(replayed(model, one.token_ids).numpy()[trained] - recorded).tolist()
+            recorded = trajectory.logprobs[1:][trained]
+            apart += np.abs(replayed(model, trajectory.token_ids, payload.rows).numpy()[trained] - recorded).tolist()
+            without += np.abs(replayed(model, trajectory.token_ids).numpy()[trained] - recorded).tolist()
     print(
         f"turns {calls}, tokens {len(apart)}, replayed at most {max(apart):.1e}, else {np.median(without):.1e} in the "
         f"median, more than 1e-5 for {np.mean(np.array(without) > 1e-5):.1%}"

@@ -1,4 +1,4 @@
-"""A session goes on at another replica when its own fails."""
+"""A session continues at another replica when its own fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _same(engine: ScriptedEngine) -> ScriptedEngine:
     return engine
 
 
-def test_a_session_goes_on_exactly_at_another_replica(renderer: Renderer, store: SqliteStore) -> None:
+def test_session_continues_exactly_at_another_replica(renderer: Renderer, store: SqliteStore) -> None:
     engines = [ScriptedEngine(renderer, ["hello there<|im_end|>"] * 4) for _ in range(2)]
     for engine in engines:
         engine.info = replace(engine.info, sampling=engine.info.sampling | {"session_id"})
@@ -34,13 +34,13 @@ def test_a_session_goes_on_exactly_at_another_replica(renderer: Renderer, store:
             answer = httpx2.post(f"{url}/sessions/s/v1/chat/completions", json={"model": "m", "messages": messages})
             messages += [answer.raise_for_status().json()["choices"][0]["message"], {"role": "user", "content": "go"}]
             if turn == 0:
-                home = next(one for one in engines if one.asked)
+                home = next(engine for engine in engines if engine.requests)
                 home.fail_after, home.error = 0, EngineUnavailable("gone")
         stored = store.load_session("s")
-    (other,) = (one for one in engines if one is not home)
-    assert (len(home.asked), len(other.asked)) == (2, 2)
+    (other,) = (engine for engine in engines if engine is not home)
+    assert (len(home.requests), len(other.requests)) == (2, 2)
     assert [turn.parent for turn in stored.turns] == [None, 0, 1]
     session = stored.tree()
-    assert [prompt for prompt, _ in other.asked] == [session.context_before(seq).tolist() for seq in (1, 2)]
-    assert {params.session_id for _, params in home.asked + other.asked} == {"s"}
-    assert [one.verdict.split(",")[0] for one in stored.trajectories()] == ["exact"]
+    assert [prompt for prompt, _ in other.requests] == [session.context_before(seq).tolist() for seq in (1, 2)]
+    assert {params.session_id for _, params in home.requests + other.requests} == {"s"}
+    assert [trajectory.verdict.split(",")[0] for trajectory in stored.trajectories()] == ["exact"]

@@ -21,14 +21,14 @@ COLUMNS = "/sessions/s/columns"
 
 @pytest.fixture
 def http(gateway_url: str) -> Iterator[httpx2.Client]:
-    """A gateway with session `s`: turn 0, turn 1 behind it, and turn 2 with an edited history."""
+    """A gateway with session `s`: turn 0, turn 1 after it, and turn 2 with an edited history."""
     with httpx2.Client(base_url=gateway_url) as http:
         two_branches(http)
         yield http
 
 
 def trajectories(http: httpx2.Client) -> list[Trajectory]:
-    return [trajectory_from_json(one) for one in http.get("/sessions/s/trajectories").json()["data"]]
+    return [trajectory_from_json(item) for item in http.get("/sessions/s/trajectories").json()["data"]]
 
 
 def sizes(http: httpx2.Client, turn: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def test_rewards_of_session_path_and_turn(http: httpx2.Client) -> None:
     assert http.post("/sessions/s/reward", json={"value": -0.5, "leaf": 2}).status_code == 201
     assert http.post("/sessions/s/reward", json={"value": 0.25, "turn": 0}).status_code == 201
     shown = http.get("/sessions/s").json()
-    assert [(one["turn"], one["leaf"], one["value"]) for one in shown["rewards"]] == [
+    assert [(reward["turn"], reward["leaf"], reward["value"]) for reward in shown["rewards"]] == [
         (None, None, 1.0),
         (None, 2, -0.5),
         (0, None, 0.25),
@@ -71,7 +71,7 @@ def test_rewards_and_columns_of_a_session_in_memory_do_not_load_it(
     assert loaded == []
 
 
-def test_reward_that_is_no_number_is_refused(http: httpx2.Client) -> None:
+def test_reward_that_is_not_a_number_is_refused(http: httpx2.Client) -> None:
     for body in [
         b"",
         b"{}",
@@ -86,7 +86,7 @@ def test_reward_that_is_no_number_is_refused(http: httpx2.Client) -> None:
         assert http.post("/sessions/s/reward", content=body).status_code == 400
 
 
-def test_reward_of_a_turn_or_leaf_that_there_is_not_is_not_found(http: httpx2.Client) -> None:
+def test_reward_for_an_unknown_turn_or_leaf_is_a_404(http: httpx2.Client) -> None:
     for at in [{"turn": 3}, {"leaf": 3}, {"leaf": 0}]:
         assert http.post("/sessions/s/reward", json={"value": 1, **at}).status_code == 404
         assert http.get("/sessions/s").json()["rewards"] == []
@@ -119,23 +119,23 @@ def test_values_for_all_tokens_of_a_turn_in_a_binary_body(http: httpx2.Client) -
 def test_values_for_a_path_go_to_the_turns_that_it_trains(http: httpx2.Client, store: SqliteStore) -> None:
     take_turn(http, "s", [USER, store.load_session("s").turns[0].reply, {"role": "user", "content": "and 6?"}])
     before = trajectories(http)
-    assert [one.turns for one in before] == [(0, 1), (2,), (0, 3)]
-    for one in before:
-        values = np.full(len(one.token_ids), 10 + one.leaf, "<f4")
+    assert [trajectory.turns for trajectory in before] == [(0, 1), (2,), (0, 3)]
+    for path in before:
+        values = np.full(len(path.token_ids), 10 + path.leaf, "<f4")
         answer = http.post(
-            f"{COLUMNS}?name=values&leaf={one.leaf}", content=values.tobytes(), headers={"content-type": BINARY}
+            f"{COLUMNS}?name=values&leaf={path.leaf}", content=values.tobytes(), headers={"content-type": BINARY}
         )
-        assert answer.json()["turns"] == [turn for turn in one.turns if turn in _trained(before, one.leaf)]
-    for one in trajectories(http):
-        assert set(one.columns["values"][one.loss_mask].tolist()) == {10 + one.leaf}
+        assert answer.json()["turns"] == [turn for turn in path.turns if turn in _trained(before, path.leaf)]
+    for trajectory in trajectories(http):
+        assert set(trajectory.columns["values"][trajectory.loss_mask].tolist()) == {10 + trajectory.leaf}
 
 
 def _trained(all_of_them: list[Trajectory], leaf: int) -> set[int]:
-    earlier = {turn for one in all_of_them if one.leaf < leaf for turn in one.turns}
-    return {turn for one in all_of_them if one.leaf == leaf for turn in one.turns} - earlier
+    earlier = {turn for trajectory in all_of_them if trajectory.leaf < leaf for turn in trajectory.turns}
+    return {turn for trajectory in all_of_them if trajectory.leaf == leaf for turn in trajectory.turns} - earlier
 
 
-def test_the_last_values_given_count(http: httpx2.Client, store: SqliteStore) -> None:
+def test_latest_values_replace_earlier_ones(http: httpx2.Client, store: SqliteStore) -> None:
     _, sampled = sizes(http, 2)
     for value in (1, 2):
         http.post(COLUMNS, json={"turn": 2, "columns": {"a": [value] * sampled}})
@@ -143,7 +143,7 @@ def test_the_last_values_given_count(http: httpx2.Client, store: SqliteStore) ->
     assert len(store.load_session("s", per_token=True).columns) == 1
 
 
-def test_values_that_fit_nothing_are_refused(http: httpx2.Client) -> None:
+def test_values_of_the_wrong_length_are_refused(http: httpx2.Client) -> None:
     for body, status in [
         ({"turn": 2, "columns": {"a": [1.0]}}, 400),
         ({"leaf": 2, "columns": {"a": [1.0]}}, 400),
@@ -164,7 +164,7 @@ def test_values_that_fit_nothing_are_refused(http: httpx2.Client) -> None:
         assert http.get("/sessions/s").json()["columns"] == []
 
 
-def test_binary_values_that_are_none_are_refused(http: httpx2.Client) -> None:
+def test_invalid_binary_values_are_refused(http: httpx2.Client) -> None:
     for query, content in [
         ("name=a&turn=2", b"\0" * 5),
         ("name=a&turn=2", b"\0\0\xc0\x7f" * 6),
@@ -176,7 +176,7 @@ def test_binary_values_that_are_none_are_refused(http: httpx2.Client) -> None:
         assert answer.status_code == 400, answer.text
 
 
-def test_there_is_a_limit_to_names(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_column_names_is_limited(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feedback, "MAX_COLUMNS", 2)
     _, sampled = sizes(http, 2)
     for name, status in (("a", 201), ("b", 201), ("c", 429), ("a", 201)):

@@ -1,4 +1,4 @@
-"""Requests that a web page of somebody else makes a browser send."""
+"""Requests that a foreign web page makes a browser send."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_another_host_or_origin_is_refused(gateway_url: str, headers: dict[str, 
     "headers",
     [{}, {"Host": "LOCALHOST:1"}, {"Host": "[::1]:8800"}, {"Origin": "http://127.0.0.1:3000"}],
 )
-def test_this_machine_is_answered(gateway_url: str, headers: dict[str, str]) -> None:
+def test_localhost_is_answered(gateway_url: str, headers: dict[str, str]) -> None:
     assert httpx2.get(f"{gateway_url}/healthz", headers=headers).status_code == 200
 
 
@@ -66,7 +66,7 @@ PATHS = ["/sessions", "/v1/chat/completions", "/v1/messages", "/v1/messages/coun
 
 
 def test_json_needs_its_content_type(gateway_url: str) -> None:
-    """A page from another port of this machine can send these types without being asked."""
+    """A page from another port of this machine can send these types without a preflight request."""
     for path, kind in product(PATHS, SIMPLE):
         headers = {"Origin": "http://127.0.0.1:3000"} | ({} if kind is None else {"Content-Type": kind})
         answer = httpx2.post(gateway_url + path, content=b'{"session_id": "s"}', headers=headers)
@@ -77,7 +77,7 @@ def test_json_needs_its_content_type(gateway_url: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json", None]
 )
-def test_json_with_its_content_type_is_taken(gateway_url: str, kind: str | None) -> None:
+def test_json_with_its_content_type_is_accepted(gateway_url: str, kind: str | None) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
     answer = httpx2.post(f"{gateway_url}/sessions", content=b'{"session_id": "s"}', headers=headers)
     assert answer.status_code == 201

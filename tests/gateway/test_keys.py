@@ -18,7 +18,7 @@ def test_a_known_key_names_its_owner(headers: dict[str, str]) -> None:
     assert KEYS.caller(headers) == Caller("team")
 
 
-def test_an_admin_sees_everything_and_others_their_own() -> None:
+def test_admin_sees_all_sessions_and_others_only_their_own() -> None:
     assert KEYS.caller(bearer(ADMIN)).sees is None
     assert KEYS.caller(bearer(TEAM)).sees == "team"
 
@@ -52,7 +52,7 @@ def test_a_session_key_opens_its_session_and_no_other(session_id: str) -> None:
         KEYS.caller(bearer(key.replace("_team_", "_other_")))
 
 
-def test_a_session_key_of_an_admin_is_no_admin_key() -> None:
+def test_session_key_of_an_admin_is_not_an_admin_key() -> None:
     assert KEYS.caller(bearer(KEYS.session_key("root", "s"))) == Caller("root", session_id="s")
 
 
@@ -86,7 +86,7 @@ def test_without_keys_everybody_may_do_everything() -> None:
         ({"a": f"{TEAM} {OTHER}", "b": OTHER}, {}),
     ],
 )
-def test_keys_that_can_t_be_told_apart_or_guessed_are_refused(keys: dict[str, str], admins: dict[str, str]) -> None:
+def test_ambiguous_or_guessable_keys_are_refused(keys: dict[str, str], admins: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Keys(keys, admins)
     assert TEAM not in str(caught.value)

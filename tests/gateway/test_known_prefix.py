@@ -1,4 +1,4 @@
-"""Bodies that begin with the bytes of an earlier request: what is taken for known, and that the rest is enough."""
+"""Bodies that begin with the bytes of an earlier request: which prefix is reused, and that the rest suffices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seen(data: bytes) -> ParsedPrefix:
 
 
 @given(st.lists(MESSAGE, min_size=1, max_size=4), st.lists(MESSAGE, min_size=1, max_size=3), FIELDS, FIELDS, SPACE)
-def test_what_is_unread_has_the_new_messages_and_all_other_fields(
+def test_unread_part_has_the_new_messages_and_all_other_fields(
     old: list[Any], new: list[Any], before: dict[str, Any], after: dict[str, Any], space: tuple[str, str]
 ) -> None:
     after = {f"z{name}": value for name, value in after.items()}
@@ -57,7 +57,7 @@ def test_what_is_unread_has_the_new_messages_and_all_other_fields(
 
 
 @given(st.lists(MESSAGE, min_size=1, max_size=4), st.lists(MESSAGE, min_size=1, max_size=3), st.data())
-def test_another_beginning_is_not_known(old: list[Any], new: list[Any], data: st.DataObject) -> None:
+def test_changed_prefix_is_not_reused(old: list[Any], new: list[Any], data: st.DataObject) -> None:
     known = seen(write(old, {}, {}, (",", ":")))
     second = bytearray(write([*old, *new], {}, {}, (",", ":")))
     at = data.draw(st.integers(0, known.span.end - 1))
@@ -65,14 +65,14 @@ def test_another_beginning_is_not_known(old: list[Any], new: list[Any], data: st
     assert RequestBody(bytes(second), [known]).prefix is None
 
 
-def test_the_same_messages_again_are_read() -> None:
+def test_body_without_new_messages_is_parsed_in_full() -> None:
     first = write([{"role": "user", "content": "hi"}], {}, {}, (",", ":"))
     body = RequestBody(first, [seen(first)])
     assert body.prefix is None
     assert body.unread == first
 
 
-def test_the_longest_known_beginning_counts() -> None:
+def test_longest_known_prefix_is_used() -> None:
     messages = [{"role": "user", "content": str(n)} for n in range(4)]
     known = [seen(write(messages[:n], {}, {}, (",", ":"))) for n in (3, 1, 2)]
     body = RequestBody(write(messages, {}, {}, (",", ":")), known)
@@ -80,14 +80,14 @@ def test_the_longest_known_beginning_counts() -> None:
 
 
 @pytest.mark.parametrize("rest", [b'"messages":[{"role":"user"}]', b'"x":1,"\\u006dessages":[{"role":"user"}]'])
-def test_messages_in_two_places_are_not_known(rest: bytes) -> None:
+def test_duplicate_messages_fields_use_no_known_prefix(rest: bytes) -> None:
     old = b'{"messages":[{"role":"system"}'
     body = RequestBody(old + b',{"role":"user"}],' + rest + b"}", [seen(old + b"]}")])
     assert body.prefix is not None
     assert body.span() is None
 
 
-def test_a_list_that_looks_like_the_messages_is_not_taken_for_them() -> None:
+def test_list_equal_to_the_messages_is_not_mistaken_for_them() -> None:
     messages = [{"role": "user", "content": "hi"}]
     data = write(messages, {"metadata": {"kept": messages}}, {}, (",", ":"))
     place = RequestBody(data).span()
@@ -95,12 +95,12 @@ def test_a_list_that_looks_like_the_messages_is_not_taken_for_them() -> None:
     assert data[: place.head].endswith(b'"messages":[')
 
 
-def test_the_digest_is_that_of_path_and_body_whatever_was_known() -> None:
+def test_digest_covers_path_and_body_for_any_known_prefix() -> None:
     first = write([{"role": "user", "content": "1"}], {}, {}, (",", ":"))
     second = write([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}], {}, {}, (",", ":"))
-    told = RequestBody(second, [seen(first)])
-    told.span()
-    assert told.digest("/v1/x") == RequestBody(second).digest("/v1/x") != RequestBody(second).digest("/v1/y")
+    body = RequestBody(second, [seen(first)])
+    body.span()
+    assert body.digest("/v1/x") == RequestBody(second).digest("/v1/x") != RequestBody(second).digest("/v1/y")
 
 
 CALL = '<think>\nhm\n</think>\n\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
@@ -117,19 +117,19 @@ def recorded(renderer: Renderer, store: SqliteStore, follow_ups: list[Any]) -> l
             assert answer.status_code == 200, answer.text
             replies.append(answer.json()["choices"][0]["message"])
         turns = http.get(f"{url}/sessions/s").json()["turns"]
-    asked = [prompt for prompt, _ in engine.asked]
-    return [(turn["parent"], turn["fork"], prompt) for turn, prompt in zip(turns, asked, strict=True)]
+    prompts = [prompt for prompt, _ in engine.requests]
+    return [(turn["parent"], turn["fork"], prompt) for turn, prompt in zip(turns, prompts, strict=True)]
 
 
 def history(replies: list[Any], turns: int, *more: Any) -> list[Any]:
-    """The first question, so many replies with the results of their calls, and more."""
+    """The first question, a number of replies with the results of their calls, and more."""
     messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     for n, reply in enumerate(replies[:turns]):
         messages += [reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": f"{n}"}]
     return [*messages, *more]
 
 
-def test_sessions_are_recorded_alike_whether_beginnings_are_known_or_not(
+def test_known_prefixes_do_not_change_the_record(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user, assistant = {"role": "user", "content": "and"}, {"role": "assistant", "content": "not sampled"}
@@ -150,10 +150,10 @@ def test_sessions_are_recorded_alike_whether_beginnings_are_known_or_not(
 
     monkeypatch.setattr(SessionCache, "prefixes", counting)
     with SqliteStore.open(tmp_path / "known") as store:
-        told = recorded(renderer, store, follow_ups)
+        turns = recorded(renderer, store, follow_ups)
     assert max(counted) == 4
     monkeypatch.setattr(SessionCache, "prefixes", lambda *_: ())
     with SqliteStore.open(tmp_path / "read") as store:
-        assert recorded(renderer, store, follow_ups) == told
-    assert [parent for parent, _, _ in told[:4]] == [None, 0, 1, 2]
-    assert len({fork for _, fork, _ in told}) > 2
+        assert recorded(renderer, store, follow_ups) == turns
+    assert [parent for parent, _, _ in turns[:4]] == [None, 0, 1, 2]
+    assert len({fork for _, fork, _ in turns}) > 2

@@ -100,7 +100,7 @@ def test_calls_per_window_are_limited_for_each_key(
     assert called(A).status_code == 200
 
 
-def test_tokens_per_window_count_prompts_and_replies_but_no_recorded_reply(
+def test_tokens_per_window_exclude_replayed_replies(
     serve: Serve, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped_clock(monkeypatch, [1_000_000_000.0])
@@ -120,7 +120,7 @@ def test_tokens_per_window_count_prompts_and_replies_but_no_recorded_reply(
     assert "tokens per 3600 s" in keyed("v").json()["error"]["message"]
 
 
-def test_tokens_per_window_count_what_was_sampled_for_a_client_that_left(
+def test_tokens_per_window_include_those_of_disconnected_clients(
     serve: Serve, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped_clock(monkeypatch, [1_000_000_000.0])
@@ -161,7 +161,7 @@ def test_too_many_messages_are_refused_before_they_are_read(
     assert gateway.post(path, json={"model": "m", **body(30)}).status_code == 200
 
 
-def test_lists_that_are_data_are_no_entries(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_inside_data_do_not_count_as_entries(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "MAX_ENTRIES", 30)
     numbers = list(range(100))
     schema = {"type": "object", "properties": {"a": {"enum": numbers}}}
@@ -183,7 +183,7 @@ def test_lists_that_are_data_are_no_entries(serve: Serve, monkeypatch: pytest.Mo
         check_count({"messages": [{"role": "user", "content": results}]}, ("messages",), ("content",))
 
 
-def test_messages_that_were_read_before_count_as_those_that_were_not(
+def test_known_messages_count_like_new_ones(
     serve: Serve, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_module, "MAX_ENTRIES", 30)
@@ -208,7 +208,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), PATHS)
-def test_every_endpoint_wants_a_key(serve: Serve, method: str, path: str, body: Any) -> None:
+def test_every_endpoint_requires_a_key(serve: Serve, method: str, path: str, body: Any) -> None:
     http = serve(keys=KEYS)
     for headers in ({}, bearer("wrong-secret-0123456789")):
         answer = http.request(method, path, json=body, headers=headers)
@@ -226,7 +226,7 @@ def test_health_needs_no_key(serve: Serve) -> None:
     [entry for entry in PATHS if entry[1].startswith("/sessions/s")]
     + [("POST", "/sessions/s/v1/chat/completions", {"messages": [QUESTION]})],
 )
-def test_somebody_elses_session_looks_like_none(serve: Serve, method: str, path: str, body: Any) -> None:
+def test_session_of_another_owner_is_a_404(serve: Serve, method: str, path: str, body: Any) -> None:
     http = serve(keys=KEYS)
     assert ask(http, "s", A).status_code == 200
     foreign = http.request(method, path, json=body, headers=bearer(B))
@@ -244,7 +244,7 @@ def test_a_key_lists_its_own_sessions_and_an_admin_key_all(serve: Serve) -> None
     ask(http, "s", A)
     ask(http, "t", B)
     listed = {
-        key: [one["session_id"] for one in http.get("/sessions", headers=bearer(key)).json()["data"]]
+        key: [session["session_id"] for session in http.get("/sessions", headers=bearer(key)).json()["data"]]
         for key in (A, B, ROOT)
     }
     assert listed == {A: ["s"], B: ["t"], ROOT: ["s", "t"]}
@@ -281,7 +281,7 @@ def test_calls_over_the_limit_of_a_key_are_429_with_a_time_to_wait(serve: Serve,
     assert ask(http, "t", A).status_code == 200
 
 
-def test_a_stream_is_under_way_until_its_end(serve: Serve, engine: ScriptedEngine) -> None:
+def test_stream_counts_as_running_until_its_end(serve: Serve, engine: ScriptedEngine) -> None:
     http = serve(Limits(calls_per_key=1), KEYS)
     engine.stall_after = 1
     body = {"messages": [QUESTION], "stream": True}
@@ -297,14 +297,14 @@ def test_a_stream_is_under_way_until_its_end(serve: Serve, engine: ScriptedEngin
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The clock by which sessions idle. It stands still until a test sets it forward."""
+    """The clock for idle sessions. It only moves when a test advances it."""
     hands = SimpleNamespace(now=1000.0, time=time.time)
     hands.monotonic = lambda: hands.now
     monkeypatch.setattr(session_cache, "time", hands)
     return hands
 
 
-def test_sessions_over_the_limit_wait_for_one_that_idles(serve: Serve, clock: SimpleNamespace) -> None:
+def test_sessions_over_the_limit_wait_for_an_idle_one(serve: Serve, clock: SimpleNamespace) -> None:
     http = serve(Limits(open_sessions=2, idle_seconds=1.0))
     assert [ask(http, name).status_code for name in "abc"] == [200, 200, 429]
     refused = ask(http, "c")
@@ -313,7 +313,7 @@ def test_sessions_over_the_limit_wait_for_one_that_idles(serve: Serve, clock: Si
     assert ask(http, "c").status_code == 200
 
 
-def test_a_session_that_idled_goes_on_where_it_was(serve: Serve, store: SqliteStore, clock: SimpleNamespace) -> None:
+def test_idle_session_continues_where_it_was(serve: Serve, store: SqliteStore, clock: SimpleNamespace) -> None:
     http = serve(Limits(idle_seconds=0.05))
     reply = ask(http, "s").json()["choices"][0]["message"]
     clock.now += 0.1
@@ -322,7 +322,7 @@ def test_a_session_that_idled_goes_on_where_it_was(serve: Serve, store: SqliteSt
     assert [turn.parent for turn in store.load_session("s").turns] == [None, 0]
 
 
-def test_turns_over_the_limit_of_a_session_are_refused_for_good(serve: Serve) -> None:
+def test_turns_over_the_session_limit_are_refused_permanently(serve: Serve) -> None:
     http = serve(Limits(turns_per_session=2))
     assert ask(http, "s", n=3).status_code == 429
     assert [ask(http, "s").status_code for _ in range(3)] == [200, 200, 429]
@@ -336,7 +336,7 @@ def test_a_call_over_the_limit_begins_no_session(serve: Serve) -> None:
     assert ask(http, "t").status_code == 200
 
 
-def test_turns_under_way_count_for_the_limit_of_a_session(serve: Serve, engine: ScriptedEngine) -> None:
+def test_running_turns_count_toward_the_session_limit(serve: Serve, engine: ScriptedEngine) -> None:
     http = serve(Limits(turns_per_session=2))
     gate = engine.gate = threading.Event()
     with ThreadPoolExecutor(1) as other:
@@ -352,16 +352,18 @@ def test_turns_under_way_count_for_the_limit_of_a_session(serve: Serve, engine: 
     assert ask(http, "s").headers["x-should-retry"] == "false"
 
 
-def test_a_broken_store_is_asked_before_the_engine(serve: Serve, engine: ScriptedEngine, tmp_path: Path) -> None:
+def test_broken_store_is_detected_before_the_engine_is_called(
+    serve: Serve, engine: ScriptedEngine, tmp_path: Path
+) -> None:
     http = serve()
     assert ask(http, "s").status_code == 200
     (tmp_path / "data" / LOCK_NAME).unlink()
     assert [ask(http, "s").status_code for _ in range(3)] == [503, 503, 503]
     # The first of them noticed it when it was to be recorded.
-    assert len(engine.asked) == 2
+    assert len(engine.requests) == 2
 
 
-def test_a_session_named_twice_differently_is_refused(serve: Serve) -> None:
+def test_conflicting_session_names_are_refused(serve: Serve) -> None:
     http = serve()
     body = {"messages": [QUESTION]}
     key = http.post("/sessions", json={"session_id": "t"}).json()["api_key"]

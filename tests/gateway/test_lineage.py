@@ -32,7 +32,7 @@ def engine(renderer: Renderer) -> ScriptedEngine:
     return ScriptedEngine(renderer, ["hi<|im_end|>"] * 8)
 
 
-def test_a_child_session_has_an_edge_to_its_parent_s_and_a_role(
+def test_child_session_has_a_role_and_an_edge_to_its_parent(
     renderer: Renderer, store: SqliteStore, engine: ScriptedEngine
 ) -> None:
     with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, Client(url) as client:
@@ -43,9 +43,9 @@ def test_a_child_session_has_an_edge_to_its_parent_s_and_a_role(
         found = client.session("ses_a").trajectories() + child.trajectories()
         assert store.load_session("ses_b").turns[0].sampling["client"] == {"parent": "ses_a"}
     assert (edge.kind, edge.turn, edge.parent_session, edge.parent) == ("subagent", 0, "ses_a", 0)
-    assert [one.role for one in found] == ["main", "subagent"]
-    assert [one.session_id for one in assemble(found, roles=["main"]).samples] == ["ses_a"]
-    assert [one.lineage for one in found] == [(), (edge,)]
+    assert [trajectory.role for trajectory in found] == ["main", "subagent"]
+    assert [sample.session_id for sample in assemble(found, roles=["main"]).samples] == ["ses_a"]
+    assert [trajectory.lineage for trajectory in found] == [(), (edge,)]
 
 
 def test_an_export_loads_the_parent_of_many_sessions_once(
@@ -55,14 +55,19 @@ def test_an_export_loads_the_parent_of_many_sessions_once(
         ask(url, "Count the files.", X_Session_Id="ses_a", X_Session_Affinity="ses_a")
         for child in ("ses_b", "ses_c", "ses_d"):
             ask(url, "Count them.", X_Session_Id=child, X_Session_Affinity=child, X_Parent_Session_Id="ses_a")
-        children = [store.load_session(one) for one in ("ses_b", "ses_c", "ses_d")]
+        children = [store.load_session(session_id) for session_id in ("ses_b", "ses_c", "ses_d")]
         load = Mock(side_effect=store.load_session)
         monkeypatch.setattr(store, "load_session", load)
         found = list(exported(children, ExtraNames(), None, ExportCounts(), store=store))
-        assert [one.role for one in found] == ["subagent"] * 3
+        assert [child.role for child in found] == ["subagent"] * 3
         assert load.mock_calls == [call("ses_a")]
 
 
-def test_what_says_nothing_beside_the_session_is_left_out_and_what_is_long_is_cut() -> None:
-    said = [(b"x-session-affinity", b"s"), (b"x-stainless-retry-count", b"0"), (b"thread-id", b"t" * 999), (b"a", b"b")]
-    assert client_headers(said, "s") == {"agent": "t" * 128}
+def test_redundant_headers_are_omitted_and_long_ones_cut() -> None:
+    headers = [
+        (b"x-session-affinity", b"s"),
+        (b"x-stainless-retry-count", b"0"),
+        (b"thread-id", b"t" * 999),
+        (b"a", b"b"),
+    ]
+    assert client_headers(headers, "s") == {"agent": "t" * 128}

@@ -1,4 +1,4 @@
-"""Live counters of drift: what is counted, and that nobody waits for it."""
+"""Live counters of drift: what they count, and that no call waits for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ids_of(renderer: Renderer, *pieces: str) -> TokenIds:
     return np.array([token_id for piece in pieces for token_id in encode(piece)], np.int32)
 
 
-def test_what_drifts_is_counted_by_artifact(renderer: Renderer) -> None:
+def test_drift_is_counted_by_artifact(renderer: Renderer) -> None:
     metrics = Metrics()
     drift = LiveDrift(renderer.tokenizer, metrics, share=1.0)
     drifted, same = ids_of(renderer, "They", " co", "st", "<|im_end|>"), ids_of(renderer, "They cost<|im_end|>")
@@ -52,7 +52,9 @@ def test_a_share_of_the_completions_is_drawn(renderer: Renderer) -> None:
     assert ("drift_completions_total", "same") not in counted(metrics)
 
 
-def test_what_there_is_no_time_for_is_dropped_and_counted(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_over_the_time_budget_are_dropped_and_counted(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     busy, go_on = threading.Event(), threading.Event()
 
     def slow(self: LiveDrift, retokenizer: Retokenizer, ids: TokenIds) -> None:
@@ -81,7 +83,7 @@ def test_a_background_thread_refuses_items_after_its_end() -> None:
     assert done == [1]
 
 
-def test_a_completion_that_can_not_be_measured_stops_nothing(
+def test_unmeasurable_completion_does_not_stop_the_sampler(
     renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = Metrics()

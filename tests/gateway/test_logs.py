@@ -1,4 +1,4 @@
-"""How a line of the log looks, and what is left out of it."""
+"""The format of a log line, and what it omits."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_json_has_one_object_per_line() -> None:
     }
 
 
-def test_text_is_for_people() -> None:
+def test_text_format_is_readable() -> None:
     stream = StringIO()
     with logging_to(stream, form="text"):
         logging.getLogger("tokentape.x").warning("words", extra={"fields": {"session_id": "s", "turns": [1, 2]}})
     assert stream.getvalue().endswith(" warning tokentape.x: words session_id=s turns=1,2\n")
 
 
-def test_a_file_gets_text_as_a_terminal_does() -> None:
+def test_file_and_terminal_get_the_same_text() -> None:
     stream = StringIO()
     with logging_to(stream):
         logging.getLogger("tokentape").info("x")
@@ -56,7 +56,7 @@ def test_an_exception_has_its_type_and_place_but_not_its_text(form: str) -> None
     assert "test_logs.py" in stream.getvalue()
 
 
-def test_of_other_libraries_there_are_first_lines_of_warnings_only() -> None:
+def test_other_libraries_log_only_first_lines_of_warnings() -> None:
     stream = StringIO()
     with logging_to(stream, level="debug", form="json"):
         logging.getLogger("asyncio").error("it failed\nfuture: %s", MARK)
@@ -65,13 +65,13 @@ def test_of_other_libraries_there_are_first_lines_of_warnings_only() -> None:
     assert json.loads(stream.getvalue())["message"] == "it failed"
 
 
-def test_a_line_that_can_not_be_formatted_is_not_printed_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unformattable_log_line_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with logging_to(sys.stderr):
         logging.getLogger("tokentape").warning("%d", MARK)
     assert MARK not in capsys.readouterr().err
 
 
-def test_logging_is_as_it_was_afterwards() -> None:
+def test_logging_is_restored_afterwards() -> None:
     root = logging.getLogger()
     before = root.handlers, root.level, logging.getLogger("tokentape").level, logging.raiseExceptions
     with logging_to(StringIO(), level="debug"):

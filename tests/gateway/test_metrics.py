@@ -52,7 +52,7 @@ def test_turns_tokens_forks_and_verdicts_are_counted(renderer: Renderer, store: 
     assert found["turns_total", "", "committed"] == turns
     assert (found["verdicts_total", "exact"], found["verdicts_total", "closed"]) == (2, 1)
     assert found["verdicts_total", "forked"] == sum(n for key, n in found.items() if key[0] == "forks_total") == 1
-    assert found["prompt_tokens_total",] == sum(len(prompt) for prompt, _ in engine.asked)
+    assert found["prompt_tokens_total",] == sum(len(prompt) for prompt, _ in engine.requests)
     assert found["sampled_tokens_total",] == sum(
         len(renderer.tokenizer.encode_plain(text))
         for text in ("one<|im_end|>", "two", "three<|im_end|>", "four<|im_end|>")
@@ -103,7 +103,7 @@ def test_replays_are_counted_and_sampled_once(renderer: Renderer, store: SqliteS
     assert (found["replays_total",], found["turns_total", "", "committed"]) == (2, 1)
 
 
-def test_a_broken_store_shows(renderer: Renderer, store: SqliteStore) -> None:
+def test_broken_store_shows_in_the_metrics(renderer: Renderer, store: SqliteStore) -> None:
     with running(create_app(Turns(ScriptedEngine(renderer, []), renderer, store), model_id="m")) as url:
         store.close()
         assert scrape(url)["store_healthy",] == 0
@@ -116,7 +116,7 @@ def test_two_gateways_do_not_mix(renderer: Renderer, store: SqliteStore, gateway
         assert ("turns_total", "", "committed") not in scrape(gateway_url)
 
 
-def test_no_label_has_what_callers_choose(renderer: Renderer, store: SqliteStore) -> None:
+def test_labels_hold_no_values_of_callers(renderer: Renderer, store: SqliteStore) -> None:
     with running(create_app(Turns(ScriptedEngine(renderer, ["hi"]), renderer, store), model_id="m")) as url:
         httpx2.post(f"{url}/sessions/MARK/v1/chat/completions", json={"messages": [USER]})
         httpx2.get(f"{url}/MARK")

@@ -1,4 +1,4 @@
-"""The OpenAPI document: it covers what is served, and nothing that it allows, or doesn't, is a server error."""
+"""The OpenAPI document: it covers all endpoints, and no request, allowed by it or not, is a server error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quick(quick_url: str) -> Iterator[httpx2.Client]:
         yield client
 
 
-def test_every_endpoint_is_in_the_document_and_nothing_else(renderer: Renderer, store: SqliteStore) -> None:
+def test_openapi_document_lists_exactly_the_endpoints(renderer: Renderer, store: SqliteStore) -> None:
     app = create_app(Turns(QuickEngine(renderer, []), renderer, store), model_id="m")
     served = {
         (route.path_format, method)
@@ -60,18 +60,20 @@ def test_every_endpoint_is_in_the_document_and_nothing_else(renderer: Renderer, 
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    told = {(path, method.upper()) for path, methods in document(app.routes)["paths"].items() for method in methods}
-    assert told == served
+    documented = {
+        (path, method.upper()) for path, methods in document(app.routes)["paths"].items() for method in methods
+    }
+    assert documented == served
 
 
 def test_document_is_served_and_its_schemas_are_valid(quick: httpx2.Client) -> None:
-    told = quick.get("/openapi.json").json()
-    assert told["openapi"] == "3.1.0"
-    for name, schema in told["components"]["schemas"].items():
+    served = quick.get("/openapi.json").json()
+    assert served["openapi"] == "3.1.0"
+    for name, schema in served["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
         assert name
-    references = {ref.removeprefix("#/components/schemas/") for ref in _references(told)}
-    assert references <= set(told["components"]["schemas"])
+    references = {ref.removeprefix("#/components/schemas/") for ref in _references(served)}
+    assert references <= set(served["components"]["schemas"])
 
 
 def test_names_in_the_document_are_public_and_bodies_are_described(renderer: Renderer, store: SqliteStore) -> None:
@@ -79,8 +81,13 @@ def test_names_in_the_document_are_public_and_bodies_are_described(renderer: Ren
     described = document(app.routes)
     schemas = described["components"]["schemas"]
     assert [name for name in schemas if name.startswith("_")] == []
-    operations = [one for methods in described["paths"].values() for one in methods.values() if "requestBody" in one]
-    bodies = {one["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1] for one in operations}
+    operations = [
+        method for methods in described["paths"].values() for method in methods.values() if "requestBody" in method
+    ]
+    bodies = {
+        operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+        for operation in operations
+    }
     assert len(bodies) > 5
     for name in (*bodies, "Error", "ImageSource", "AnthropicMessage"):
         assert schemas[name].get("description", "").endswith("."), name
@@ -98,9 +105,9 @@ def test_names_in_the_document_are_public_and_bodies_are_described(renderer: Ren
 )
 def test_bodies_that_are_served_are_valid_by_the_document(quick: httpx2.Client, path: str, body: Any) -> None:
     assert quick.post(path, json=body).status_code < 300
-    told = quick.get("/openapi.json").json()
-    schema = told["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    validator = jsonschema.Draft202012Validator({**schema, "components": told["components"]})
+    described = quick.get("/openapi.json").json()
+    schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validator = jsonschema.Draft202012Validator({**schema, "components": described["components"]})
     validator.validate(body)
     assert not validator.is_valid({**body, "unknown": 1})
 
@@ -232,8 +239,8 @@ NASTY = st.sampled_from(
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from _places(one, (*path, key))
+    for key, inner_schema in inner:
+        yield from _places(inner_schema, (*path, key))
 
 
 def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
@@ -252,11 +259,11 @@ def _written(body: Any) -> bytes:
 
 
 def test_every_post_path_is_fuzzed(quick: httpx2.Client) -> None:
-    told = {path for path, methods in quick.get("/openapi.json").json()["paths"].items() if "post" in methods}
+    paths = {path for path, methods in quick.get("/openapi.json").json()["paths"].items() if "post" in methods}
     fuzzed = {path.replace("/fuzzed/", "/{session_id}/").replace("/7/", "/{snapshot_id}/") for path in BODIES}
     # What is served below a session as well is the same handler.
     below = {"/sessions/{session_id}" + path for path in fuzzed}
-    assert told <= fuzzed | below
+    assert paths <= fuzzed | below
 
 
 @pytest.mark.sampled(7)
@@ -283,19 +290,19 @@ def test_no_body_is_a_server_error(quick: httpx2.Client, path: str, data: st.Dat
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b'"', b"NaN", b"[" * 100_000, b"{}" * 2, b'{"a": 1e999}'])
-def test_what_is_no_json_is_a_400_in_the_shape_of_the_dialect(quick: httpx2.Client, path: str, body: bytes) -> None:
+def test_invalid_json_is_a_400_in_the_shape_of_its_api(quick: httpx2.Client, path: str, body: bytes) -> None:
     answer = quick.post(path, content=body)
     assert answer.status_code == 400
     _check_error(path, answer.json())
 
 
-def _check_error(path: str, told: Any) -> None:
+def _check_error(path: str, body: Any) -> None:
     if path.startswith("/v1/messages"):
-        assert told["type"] == "error"
-        assert {"type", "message"} <= set(told["error"])
+        assert body["type"] == "error"
+        assert {"type", "message"} <= set(body["error"])
     else:
-        assert set(told["error"]) == {"message", "type", "param", "code"}
-    assert told["error"]["message"]
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
 
 
 @pytest.mark.slow

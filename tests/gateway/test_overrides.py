@@ -19,8 +19,8 @@ def test_its_bridge_continues_the_exact_ids(renderer: Renderer, tmp_path: Path) 
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
-    context = [*talk.engine.asked[0][0], *first.completion_ids.tolist()]
-    assert talk.engine.asked[1][0][: len(context)] == context
+    context = [*talk.engine.requests[0][0], *first.completion_ids.tolist()]
+    assert talk.engine.requests[1][0][: len(context)] == context
     assert talk.text(second.added_ids) == "<|im_start|>user\nb<|im_end|><|im_start|>assistant\n"
 
 

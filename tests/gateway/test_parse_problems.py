@@ -91,13 +91,13 @@ def broken(renderer: Renderer, tmp_path: Path, request: pytest.FixtureRequest) -
 
 def streamed(text: str) -> str:
     """Return all text of a stream, of the reasoning and of the content."""
-    said = {"reasoning_content": "", "content": ""}
+    message = {"reasoning_content": "", "content": ""}
     for line in text.split("\n\n"):
         if line.startswith("data: {"):
             for choice in httpx2.Response(200, text=line.removeprefix("data: ")).json()["choices"]:
-                for key in said:
-                    said[key] += choice["delta"].get(key) or ""
-    return said["reasoning_content"] + said["content"]
+                for key in message:
+                    message[key] += choice["delta"].get(key) or ""
+    return message["reasoning_content"] + message["content"]
 
 
 def test_the_text_is_returned_and_all_ids_are_recorded(broken: Broken) -> None:
@@ -109,7 +109,7 @@ def test_the_text_is_returned_and_all_ids_are_recorded(broken: Broken) -> None:
     assert CONTENT in message["content"]
 
 
-def test_a_stream_says_it_too(broken: Broken) -> None:
+def test_stream_delivers_the_unparsed_text(broken: Broken) -> None:
     assert CONTENT in streamed(broken.ask(stream=True).text)
     assert len(broken.store.load_session("s").turns) == 1
 
@@ -123,7 +123,7 @@ def test_each_choice_is_committed(broken: Broken) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
-def test_the_same_call_again_gets_the_same_reply(broken: Broken, stream: bool, restart: bool) -> None:
+def test_repeated_call_gets_the_same_reply(broken: Broken, stream: bool, restart: bool) -> None:
     first = broken.ask(stream=stream)
     if restart:
         broken.stop()
@@ -134,10 +134,10 @@ def test_the_same_call_again_gets_the_same_reply(broken: Broken, stream: bool, r
         assert streamed(again.text) == streamed(first.text)
     else:
         assert again.json() == first.json()
-    assert len(broken.engine.asked) == 1
+    assert len(broken.engine.requests) == 1
 
 
-def test_the_session_goes_on_behind_it(broken: Broken) -> None:
+def test_session_continues_after_a_parse_problem(broken: Broken) -> None:
     message = broken.ask().json()["choices"][0]["message"]
     more = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "and?"}]
     url = f"{broken.url}/sessions/s/v1/chat/completions"
@@ -146,7 +146,7 @@ def test_the_session_goes_on_behind_it(broken: Broken) -> None:
     assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None)]
 
 
-def test_it_is_counted_and_shown(broken: Broken) -> None:
+def test_parse_problem_is_counted_and_shown(broken: Broken) -> None:
     broken.ask(n=2)
     shown = httpx2.get(f"{broken.url}/sessions/s", timeout=PATIENCE).json()
     assert [turn["parse_problem"].startswith(PROBLEM) for turn in shown["turns"]] == [True, True]

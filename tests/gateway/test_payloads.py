@@ -24,12 +24,12 @@ from tokentape.types import TokenIds, Trajectory, Turn
 
 
 def routed(ids: np.ndarray) -> np.ndarray:
-    """What an engine says of each token as it is read: its position, and what it depends on, all before it."""
+    """The row of each token: its position, and a hash of all tokens before it."""
     return np.stack([np.arange(len(ids)), np.cumsum(ids) % 30_011], axis=1).astype(np.int32)[:, None]
 
 
 class RoutingEngine(ScriptedEngine):
-    """Says of each token but the last, from where it is asked to, which experts took it."""
+    """Reports the experts of each token but the last, from the requested position."""
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -54,7 +54,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def forked_session(engine: ScriptedEngine, renderer: Renderer, store: SqliteStore, *, payloads: bool) -> None:
-    """A root, a branch of its own, a reply in two choices, a reply cut short and continued, an edited history."""
+    """A root, a separate branch, a reply in two choices, a reply cut short and continued, an edited history."""
     turns = Turns(engine, renderer, store, payloads=payloads)
 
     async def say(*messages: Any, n: int = 1) -> list[Turn]:
@@ -72,7 +72,7 @@ def forked_session(engine: ScriptedEngine, renderer: Renderer, store: SqliteStor
 
 
 def assert_rows(trajectories: list[Trajectory]) -> None:
-    """Each token's row is what the engine said of it in this branch; only the last one has none."""
+    """Each token has the row that the engine reported in this branch; only the last one has none."""
     for trajectory in trajectories:
         payload = trajectory.payloads["routed_experts"]
         expected = routed(trajectory.token_ids)
@@ -97,12 +97,12 @@ def test_every_token_of_every_branch_has_its_own_row_in_store_and_exports(
     assert_rows(list(read_jsonl(tmp_path / "t.jsonl")))
 
 
-def test_no_row_is_fetched_twice_but_the_last_ones_of_a_parent(renderer: Renderer, store: SqliteStore) -> None:
+def test_only_the_last_rows_of_a_parent_are_fetched_twice(renderer: Renderer, store: SqliteStore) -> None:
     engine = RoutingEngine(renderer, REPLIES, sampling=HONOURED)
     forked_session(engine, renderer, store, payloads=True)
     stored = store.load_session("s", per_token=True)
     tree = stored.tree()
-    for turn, (_, params), payload in zip(stored.turns, engine.asked, stored.payloads, strict=True):
+    for turn, (_, params), payload in zip(stored.turns, engine.requests, stored.payloads, strict=True):
         context = len(tree.context_before(turn.seq)) - len(turn.added_ids)
         assert params.payloads_from == max(context - 1, 0)
         assert (payload.turn, payload.start) == (turn.seq, -1 if context else 0)
@@ -110,17 +110,17 @@ def test_no_row_is_fetched_twice_but_the_last_ones_of_a_parent(renderer: Rendere
         assert "payloads_from" not in turn.sampling
 
 
-def test_nothing_is_asked_for_unless_it_is_configured(renderer: Renderer, store: SqliteStore) -> None:
+def test_rows_are_requested_only_if_configured(renderer: Renderer, store: SqliteStore) -> None:
     engine = RoutingEngine(renderer, REPLIES, sampling=HONOURED)
     forked_session(engine, renderer, store, payloads=False)
-    assert {params.payloads_from for _, params in engine.asked} == {None}
+    assert {params.payloads_from for _, params in engine.requests} == {None}
     assert store.load_session("s", per_token=True).payloads == ()
 
 
-def test_an_engine_without_rows_is_not_asked_and_the_log_says_so(
+def test_engine_without_rows_gets_no_row_requests_and_a_log_line(
     renderer: Renderer, store: SqliteStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = RoutingEngine(renderer, REPLIES, sampling=HONOURED - {"payloads_from"})
     forked_session(engine, renderer, store, payloads=True)
-    assert {params.payloads_from for _, params in engine.asked} == {None}
+    assert {params.payloads_from for _, params in engine.requests} == {None}
     assert "none are recorded" in caplog.text

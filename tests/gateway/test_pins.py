@@ -23,7 +23,7 @@ from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import Turn
 
-ASKED = {"temperature": 0.2, "top_p": 0.5}
+REQUESTED = {"temperature": 0.2, "top_p": 0.5}
 APIS = {
     "chat": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 7}),
     "completions": ("completions", {"prompt": "a", "max_tokens": 7}),
@@ -61,13 +61,13 @@ def opened() -> Iterator[ExitStack]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("api", APIS)
-def test_what_is_pinned_is_sampled_and_what_was_asked_is_told(
+def test_pinned_value_is_sampled_and_the_requested_value_is_reported(
     opened: ExitStack, renderer: Renderer, tmp_path: Path, api: str, stream: bool
 ) -> None:
     pins = Pins.read({"temperature": 1.0, "max_tokens": 5, "top_k": 3}, {"top_p": 0.9, "seed": 4})
     gateway = Gateway(opened, renderer, tmp_path, pins)
-    answer = gateway.ask(api, **ASKED, stream=stream)
-    (_, sampled) = gateway.engine.asked[-1]
+    answer = gateway.ask(api, **REQUESTED, stream=stream)
+    (_, sampled) = gateway.engine.requests[-1]
     assert (sampled.temperature, sampled.max_tokens, sampled.top_k) == (1.0, 5, 3)
     assert (sampled.top_p, sampled.seed) == (0.5, 4)
     assert answer.headers["x-tokentape-overridden"] == "temperature=1.0;asked=0.2, max_tokens=5;asked=7"
@@ -75,18 +75,18 @@ def test_what_is_pinned_is_sampled_and_what_was_asked_is_told(
     assert (recorded["temperature"], recorded["asked"]) == (1.0, {"temperature": 0.2, "max_tokens": 7})
 
 
-def test_a_response_repeats_what_was_sampled_with(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
+def test_response_echoes_the_sampled_parameters(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
     gateway = Gateway(opened, renderer, tmp_path, Pins.read({"temperature": 1, "max_tokens": 5}, {"top_p": 0.9}))
-    said = gateway.ask("responses", temperature=0.2).json()
-    assert (said["temperature"], said["top_p"], said["max_output_tokens"]) == (1.0, 0.9, 5)
+    response = gateway.ask("responses", temperature=0.2).json()
+    assert (response["temperature"], response["top_p"], response["max_output_tokens"]) == (1.0, 0.9, 5)
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_who_asks_for_what_is_pinned_is_told_nothing(
+def test_request_that_matches_the_pins_gets_no_report(
     opened: ExitStack, renderer: Renderer, tmp_path: Path, api: str
 ) -> None:
     gateway = Gateway(opened, renderer, tmp_path, Pins.read({"temperature": 0.2}, {}))
-    answer = gateway.ask(api, **ASKED)
+    answer = gateway.ask(api, **REQUESTED)
     assert "x-tokentape-overridden" not in answer.headers
     assert "asked" not in gateway.turn().sampling
 
@@ -95,16 +95,16 @@ def test_stop_strings_are_pinned_under_each_name(opened: ExitStack, renderer: Re
     gateway = Gateway(opened, renderer, tmp_path, Pins.read({"stop": "zz"}, {}))
     for api, name in (("chat", "stop"), ("anthropic", "stop_sequences")):
         answer = gateway.ask(api, f"s-{api}", **{name: ["\n\n"]})
-        assert gateway.engine.asked[-1][1].stop_strings == ("zz",)
+        assert gateway.engine.requests[-1][1].stop_strings == ("zz",)
         assert answer.headers["x-tokentape-overridden"] == "stop"
         assert list(gateway.turn(f"s-{api}").sampling["asked"]["stop"]) == ["\n\n"]
 
 
-def test_a_retry_is_told_the_same(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
+def test_retry_gets_the_same_report(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
     gateway = Gateway(opened, renderer, tmp_path, Pins.read({"temperature": 1}, {}))
     path, body = APIS["chat"]
     answers = [
-        gateway.http.post(f"/sessions/s/v1/{path}", json={**body, **ASKED}, headers={"idempotency-key": "k"})
+        gateway.http.post(f"/sessions/s/v1/{path}", json={**body, **REQUESTED}, headers={"idempotency-key": "k"})
         for _ in range(2)
     ]
     assert answers[1].headers["x-tokentape-replayed"] == "true"
@@ -119,12 +119,12 @@ def test_a_session_has_pins_of_its_own(opened: ExitStack, renderer: Renderer, tm
     )
     assert created.status_code == 201
     gateway.ask("chat", "own", temperature=0.2)
-    sampled = gateway.engine.asked[-1][1]
+    sampled = gateway.engine.requests[-1][1]
     assert (sampled.temperature, sampled.top_k, sampled.top_p, sampled.min_p) == (0.7, 3, 0.9, 0.2)
     assert (sampled.adapter, gateway.turn("own").sampling["adapter"]) == ("a", "a")
     gateway.ask("chat", "other", temperature=0.2)
-    assert gateway.engine.asked[-1][1].temperature == 0.2
-    assert gateway.engine.asked[-1][1].adapter is None
+    assert gateway.engine.requests[-1][1].temperature == 0.2
+    assert gateway.engine.requests[-1][1].adapter is None
     assert "adapter" not in gateway.turn("other").sampling
     assert gateway.turn("other").adapter is None
     gateway.engine.fail_after, gateway.engine.error = 1, EngineUnavailable("gone")
@@ -139,7 +139,7 @@ def test_a_session_has_pins_of_its_own(opened: ExitStack, renderer: Renderer, tm
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ({"pin": {"temprature": 1}}, "temprature"),
         ({"pin": {"temperature": 3}}, "temperature"),
@@ -150,23 +150,23 @@ def test_a_session_has_pins_of_its_own(opened: ExitStack, renderer: Renderer, tm
     ],
 )
 def test_a_session_s_pins_are_checked_when_it_is_created(
-    opened: ExitStack, renderer: Renderer, tmp_path: Path, body: dict[str, Any], says: str
+    opened: ExitStack, renderer: Renderer, tmp_path: Path, body: dict[str, Any], message: str
 ) -> None:
     gateway = Gateway(opened, renderer, tmp_path, Pins.read({"top_k": 3}, {}))
     answer = gateway.http.post("/sessions", json={"session_id": "s", **body})
     assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    assert message in answer.json()["error"]["message"]
     assert gateway.http.get("/sessions/s").status_code == 404
 
 
-def test_what_the_engine_does_not_do_can_t_be_pinned(renderer: Renderer, tmp_path: Path) -> None:
+def test_parameters_without_engine_support_can_not_be_pinned(renderer: Renderer, tmp_path: Path) -> None:
     engine = ScriptedEngine(renderer, [])
     with SqliteStore.open(tmp_path) as store, pytest.raises(UnsupportedParameter, match="min_p"):
         Turns(engine, renderer, store, pins=Pins.read({"min_p": 0.1}, {}))
     Pins.read({"min_p": 0}, {}).check(engine.info)
 
 
-def test_text_is_read_as_numbers_where_it_may_be() -> None:
+def test_numeric_text_is_read_as_numbers() -> None:
     found = Pins.read({"temperature": "1.5", "top_k": "-1", "stop": "a"}, {"seed": "3"}, strict=False)
     assert found == Pins({"temperature": 1.5, "top_k": 0, "stop": ("a",)}, {"seed": 3})
     for values in ({"temperature": "hot"}, {"max_tokens": "0"}, {"n": "1"}):
@@ -174,7 +174,7 @@ def test_text_is_read_as_numbers_where_it_may_be() -> None:
             Pins.read(values, {}, strict=False)
 
 
-def test_bodies_name_parameters_in_many_ways() -> None:
+def test_all_spellings_of_parameters_are_recognized() -> None:
     assert given_in({"max_output_tokens": 3, "stop_sequences": [], "temperature": None, "n": 3}) == {
         "max_tokens",
         "stop",
@@ -186,6 +186,6 @@ def test_a_header_is_ascii_in_one_line() -> None:
     assert header({"stop": (("\n",), ("ü",)), "seed": (None, 3)}) == "stop, seed=3;asked=null"
 
 
-def test_without_pins_all_stays_as_asked() -> None:
+def test_requests_are_unchanged_without_pins() -> None:
     sampling = SamplingParams(max_tokens=3, temperature=0.2)
     assert Pins().applied(sampling, NAMES) == (sampling, {})

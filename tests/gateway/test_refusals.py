@@ -1,4 +1,4 @@
-"""Malformed requests: each is refused with a text that names what was found, and the session goes on."""
+"""Malformed requests: each is refused with a text that names what was found, and the session continues."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_refusal_says_what_was_found_and_expected(
 
 @pytest.mark.usefixtures("no_errors_logged")
 @pytest.mark.parametrize("api", BODIES)
-def test_a_session_goes_on_after_every_field_was_wrong(gateway_url: str, api: str) -> None:
+def test_session_continues_after_every_field_was_wrong(gateway_url: str, api: str) -> None:
     with httpx2.Client(base_url=f"{gateway_url}/sessions/s/v1", timeout=60) as http:
         for name in FIELDS[api].split():
             for value in WRONG:
@@ -214,7 +214,7 @@ DEEP = ['{"x":' * 70 + "1" + "}" * 70, '{"x":' + "[" * 70 + "]" * 70 + "}", '{"x
 
 @pytest.mark.parametrize("arguments", DEEP, ids=["objects", "lists", "not closed"])
 @pytest.mark.parametrize("api", BODIES)
-def test_a_reply_with_deep_arguments_is_taken_back(
+def test_reply_with_deep_arguments_is_accepted_as_history(
     renderer: Renderer, store: SqliteStore, api: str, arguments: str
 ) -> None:
     call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call><|im_end|>'
@@ -236,9 +236,9 @@ def test_a_reply_with_deep_arguments_is_taken_back(
             result = {"type": "tool_result", "tool_use_id": called["id"], "content": "1"}
             body["messages"] = [USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
         else:
-            said = reply["choices"][0]["message"]
-            result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "1"}
-            body["messages"] = [USER, said, result]
+            message = reply["choices"][0]["message"]
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+            body["messages"] = [USER, message, result]
         answer = httpx2.post(f"{url}/sessions/s/v1/{api}", json=body)
         assert answer.status_code == 200, answer.text
         (leaf,) = httpx2.get(f"{url}/sessions/s").json()["leaves"]
@@ -280,7 +280,7 @@ def test_an_unknown_format_of_trajectories_is_refused(gateway_url: str, path: st
         assert (found.status_code, found.headers["content-type"]) == (200, kind)
 
 
-def test_a_wrong_method_is_told_the_right_ones(gateway_url: str) -> None:
+def test_wrong_method_error_lists_the_allowed_methods(gateway_url: str) -> None:
     answer = httpx2.put(f"{gateway_url}/sessions/s")
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
     assert answer.json()["error"]["message"] == "PUT is not allowed on this path; expected DELETE, GET"

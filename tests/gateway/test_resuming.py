@@ -1,4 +1,4 @@
-"""Completions that an engine aborts, against what the same engine says when nobody interrupts it."""
+"""Completions that an engine aborts, compared with uninterrupted ones of the same engine."""
 
 from __future__ import annotations
 
@@ -46,50 +46,54 @@ class Interrupted:
     ids: list[int]
     aborts: list[int] = field(default_factory=list)
     info: EngineInfo = field(init=False)
-    asked: list[tuple[list[int], SamplingParams, bool]] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams, bool]] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     spans: bool = False
     refuses: list[EngineError] = field(default_factory=list)
-    """What calls raise in place of sampling, behind the first one."""
+    """What calls after the first raise instead of sampling."""
     stall: int | None = None
-    """The first call stays at so many tokens until it is left, or `interrupt` ends it."""
+    """The first call stalls after this many tokens until it is abandoned, or `interrupt` ends it."""
     ends: asyncio.Event | None = None
     """Set by `interrupt`; None: it can't be interrupted."""
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         vocab = self.renderer.tokenizer.vocab_size
-        names = frozenset(one.name for one in fields(SamplingParams))
+        names = frozenset(parameter.name for parameter in fields(SamplingParams))
         self.info = EngineInfo("plain", "1", "m", vocab, 1 << 20, "raw_logprobs", names)
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        first = not self.asked
-        self.asked.append((prompt_ids.tolist(), params, stream))
+        first = not self.requests
+        self.requests.append((prompt_ids.tolist(), params, stream))
         if not first and self.refuses:
             raise self.refuses.pop(0)
-        before = len(prompt_ids) - len(self.asked[0][0])
+        before = len(prompt_ids) - len(self.requests[0][0])
         version = self.versions.pop(0) if self.versions else None
         abort = self.aborts.pop(0) if self.aborts else None
-        said: list[SampleDelta] = []
+        deltas: list[SampleDelta] = []
         text, passed = b"", 0
         while True:
-            at = before + len(said)
+            at = before + len(deltas)
             if at == self.stall and first:
                 self.stalled.set()
                 await (self.ends or asyncio.Event()).wait()
                 abort = at
             if at == abort:
-                said.append(SampleDelta((), (), "abort"))
+                deltas.append(SampleDelta((), (), "abort"))
             else:
-                token_id, sampled = self.ids[at], len(said) + 1
+                token_id, sampled = self.ids[at], len(deltas) + 1
                 text += self.renderer.tokenizer.token_bytes(token_id)
                 stop: int | str | None = None
                 if sampled > params.min_tokens:
                     # One that ends before then is passed over.
                     stop = next(
-                        (one for one in params.stop_strings if one.encode() in text[max(passed - len(one) + 1, 0) :]),
+                        (
+                            string
+                            for string in params.stop_strings
+                            if string.encode() in text[max(passed - len(string) + 1, 0) :]
+                        ),
                         None,
                     )
                     stop = token_id if token_id in params.stop_token_ids else stop
@@ -97,35 +101,35 @@ class Interrupted:
                     passed = len(text)
                 finish = "stop" if stop is not None else "length" if sampled == params.max_tokens else None
                 tops = ((token_id, -0.5 - at), (0, -9.0))
-                said.append(
+                deltas.append(
                     SampleDelta(
                         (token_id,), (-0.5 - at,), finish, stop, (tops,) if params.top_logprobs else (), version
                     )  # type: ignore[arg-type]
                 )
-            if stream and said[-1].finish_reason is None:
-                yield said[-1]
+            if stream and deltas[-1].finish_reason is None:
+                yield deltas[-1]
                 await asyncio.sleep(0)
-            if said[-1].finish_reason is not None:
+            if deltas[-1].finish_reason is not None:
                 break
-        yield self._last(said, params, stream, before, version)
+        yield self._last(deltas, params, stream, before, version)
 
     def _last(
-        self, said: Sequence[SampleDelta], params: SamplingParams, stream: bool, before: int, version: str | None
+        self, deltas: Sequence[SampleDelta], params: SamplingParams, stream: bool, before: int, version: str | None
     ) -> SampleDelta:
-        sampled = sum(len(one.token_ids) for one in said)
-        last = said[-1]
+        sampled = sum(len(delta.token_ids) for delta in deltas)
+        last = deltas[-1]
         if not stream:
             last = replace(
                 last,
-                token_ids=sum((one.token_ids for one in said), ()),
-                logprobs=sum((one.logprobs for one in said), ()),
-                top_logprobs=sum((one.top_logprobs for one in said), ()),
+                token_ids=sum((delta.token_ids for delta in deltas), ()),
+                logprobs=sum((delta.logprobs for delta in deltas), ()),
+                top_logprobs=sum((delta.top_logprobs for delta in deltas), ()),
                 weight_version=version,
             )
         if self.spans and version is not None and sampled:
             last = replace(last, weight_spans=(WeightSpan(version, 0, sampled),))
         if params.payloads_from is not None:
-            end = len(self.asked[0][0]) + before + sampled - 1
+            end = len(self.requests[0][0]) + before + sampled - 1
             rows = np.arange(params.payloads_from, end).reshape(-1, 1)
             last = replace(last, payloads=(Payload("routed_experts", params.payloads_from, rows),))
         return last
@@ -144,7 +148,7 @@ class Interrupted:
 
 @dataclass
 class Call:
-    """What a caller got and what was recorded."""
+    """A caller's reply and the recorded turns."""
 
     turns: list[Turn]
     text: str
@@ -166,20 +170,20 @@ async def take(
     session: str = "s",
 ) -> tuple[str, EngineError | None]:
     request = TurnRequest(session, ({"role": "user", "content": "a"},), (), {}, sampling, n=n, stream=stream)
-    told = ""
+    text = ""
     try:
         async for event in run_turn(turns, request):
             if isinstance(event, TurnDelta) and event.choice == 0:
-                told += event.reply.reasoning + event.reply.content
+                text += event.reply.reasoning + event.reply.content
             elif isinstance(event, TurnDone) and event.choice == 0:
-                told += event.rest.reasoning + event.rest.content + f"[{event.finish}]"
+                text += event.rest.reasoning + event.rest.content + f"[{event.finish}]"
     except EngineError as error:
-        return told, error
-    return told, None
+        return text, error
+    return text, None
 
 
 class Caller:
-    """Calls gateways over one record, each call in a session of its own."""
+    """Calls gateways over one record, each call in its own session."""
 
     def __init__(self, store: SqliteStore) -> None:
         self.store = store
@@ -200,8 +204,8 @@ class Caller:
         session = f"s{self._sessions}"
         limits = Limits(resumes=resumes)
         turns = Turns(engine, engine.renderer, self.store, on_abort=on_abort, limits=limits, payloads=payloads)
-        told, error = asyncio.run(take(turns, sampling, n=n, stream=stream, session=session))
-        return Call(list(self.store.load_session(session).turns) if turns.open_sessions else [], told, error, session)
+        text, error = asyncio.run(take(turns, sampling, n=n, stream=stream, session=session))
+        return Call(list(self.store.load_session(session).turns) if turns.open_sessions else [], text, error, session)
 
 
 @pytest.fixture
@@ -222,7 +226,7 @@ def same(found: Turn, wanted: Turn) -> None:
     assert (found.finish_reason, found.stop, found.reply) == (wanted.finish_reason, wanted.stop, wanted.reply)
 
 
-ASKED = {
+REQUESTS = {
     "stop id": SamplingParams(max_tokens=0),
     "length": SamplingParams(max_tokens=9),
     "stop string": SamplingParams(max_tokens=0, stop_strings=("o. Th", "zzz")),
@@ -232,8 +236,8 @@ ASKED = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("sampling", ASKED.values(), ids=ASKED)
-def test_a_completion_aborted_anywhere_is_the_uninterrupted_one(
+@pytest.mark.parametrize("sampling", REQUESTS.values(), ids=REQUESTS)
+def test_completion_aborted_anywhere_equals_the_uninterrupted_one(
     call: Caller, renderer: Renderer, ids: list[int], sampling: SamplingParams, stream: bool
 ) -> None:
     sampling = replace(sampling, top_logprobs=2)
@@ -245,52 +249,52 @@ def test_a_completion_aborted_anywhere_is_the_uninterrupted_one(
             same(cut.turn, whole.turn)
             assert cut.text == whole.text
             assert verdict([cut.turn]) == verdict([whole.turn])
-            seams = sorted({one for one in aborts if one and one < len(whole.turn.completion_ids)})
-            assert cut.turn.resumes == tuple(Resume(one, "engine_abort") for one in seams)
+            seams = sorted({abort for abort in aborts if abort and abort < len(whole.turn.completion_ids)})
+            assert cut.turn.resumes == tuple(Resume(seam, "engine_abort") for seam in seams)
             assert len(cut.turns) == 1
 
 
-def test_an_abort_with_the_last_token_ends_as_that_token_does(call: Caller, renderer: Renderer, ids: list[int]) -> None:
-    for sampling in ASKED.values():
+def test_abort_at_the_last_token_keeps_its_finish_reason(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    for sampling in REQUESTS.values():
         whole = call(Interrupted(renderer, ids), sampling).turn
         engine = Interrupted(renderer, ids, [len(whole.completion_ids)])
         unstopped = replace(sampling, stop_strings=(), max_tokens=0)
-        # The engine that says nothing of the end: it was told of no stops.
+        # The engine reports no stop, because the request had none.
         engine.sample = lambda prompt, params, *, _e=engine, _u=unstopped, **more: Interrupted.sample(  # type: ignore[method-assign]
             _e, prompt, replace(_u, max_tokens=1 << 20), **more
         )
         cut = call(engine, sampling)
         same(cut.turn, whole)
-        assert (len(engine.asked), cut.turn.resumes) == (1, ())
+        assert (len(engine.requests), cut.turn.resumes) == (1, ())
 
 
-def test_what_is_asked_for_the_rest(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_resume_request_has_the_remaining_limits(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     engine = Interrupted(renderer, ids, [4])
     sampling = SamplingParams(max_tokens=20, min_tokens=6, seed=3, temperature=0.7, top_p=0.9, top_logprobs=1)
     turn = call(engine, sampling).turn
-    (prompt, first, _), (more, second, _) = engine.asked
+    (prompt, first, _), (more, second, _) = engine.requests
     assert more == prompt + ids[:4]
     assert (second.max_tokens, second.min_tokens) == (16, 2)
     assert second.seed not in (None, first.seed)
     assert turn.sampling["resume_seeds"] == [second.seed]
-    changed = {one.name for one in fields(first) if getattr(first, one.name) != getattr(second, one.name)}
+    changed = {field.name for field in fields(first) if getattr(first, field.name) != getattr(second, field.name)}
     assert changed == {"max_tokens", "min_tokens", "seed"}
     assert (turn.sampling["max_tokens"], turn.sampling["seed"]) == (20, 3)
 
 
-def test_every_parameter_is_known_to_go_on_or_not() -> None:
-    # One more is a question for `rest_params` and `resume_obstacle`: does its effect depend on what was sampled before?
+def test_every_parameter_is_classified_for_resuming() -> None:
+    # For a new parameter, check `rest_params` and `resume_obstacle`: does its effect depend on sampled tokens?
     each_token = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "top_logprobs", "supports"}
     server = {"priority", "cache_salt", "session_id", "adapter"}
     carried = {"max_tokens", "min_tokens", "seed", "stop_strings", "payloads_from"}
     hindering = {"presence_penalty", "frequency_penalty", "repetition_penalty", "json_schema", "structural_tag"}
-    assert {one.name for one in fields(SamplingParams)} == each_token | server | carried | hindering
+    assert {field.name for field in fields(SamplingParams)} == each_token | server | carried | hindering
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("presence_penalty", 0.5), ("frequency_penalty", 1), ("repetition_penalty", 2)]
 )
-def test_under_a_penalty_that_counts_the_completion_alone_it_is_kept(
+def test_partial_completion_is_kept_under_a_completion_only_penalty(
     call: Caller, renderer: Renderer, ids: list[int], name: str, value: float
 ) -> None:
     sampling = replace(SamplingParams(max_tokens=0), **{name: value})
@@ -308,21 +312,21 @@ def test_under_a_penalty_that_counts_the_completion_alone_it_is_kept(
     assert call(engine, sampling).turn.completion_ids.tolist() == ids
 
 
-def test_after_so_many_resumes_it_is_kept(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_partial_completion_is_kept_after_the_resume_limit(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     engine = Interrupted(renderer, ids, [2, 4, 6, 8])
     kept = call(engine, resumes=3)
-    assert len(engine.asked) == 4
+    assert len(engine.requests) == 4
     assert kept.turn.completion_ids.tolist() == ids[:8]
-    assert [one.start for one in kept.turn.resumes] == [2, 4, 6]
+    assert [resume.start for resume in kept.turn.resumes] == [2, 4, 6]
     assert kept.turn.sampling["aborted"]["why"] == "resumes"
 
 
-def test_on_abort_keep(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_on_abort_keep_keeps_the_partial_completion(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     kept = call(Interrupted(renderer, ids, [5]), on_abort="keep")
     assert (kept.turn.completion_ids.tolist(), kept.turn.sampling["aborted"]["why"]) == (ids[:5], "on_abort")
 
 
-def test_on_abort_resample(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_on_abort_resample_samples_again(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     failed = call(Interrupted(renderer, ids, [5]), on_abort="resample")
     assert isinstance(failed.error, EngineAborted)
     assert (failed.error.code, failed.error.retry) == ("engine_abort", True)
@@ -332,12 +336,12 @@ def test_on_abort_resample(call: Caller, renderer: Renderer, ids: list[int]) -> 
 
 
 @pytest.mark.parametrize("on_abort", ["resume", "keep", "resample"])
-def test_an_abort_before_the_first_token_is_asked_again(
+def test_abort_before_the_first_token_is_retried(
     call: Caller, renderer: Renderer, ids: list[int], on_abort: OnAbort
 ) -> None:
     engine = Interrupted(renderer, ids, [0, 0])
     turn = call(engine, on_abort=on_abort).turn
-    assert (turn.completion_ids.tolist(), turn.resumes, len(engine.asked)) == (ids, (), 3)
+    assert (turn.completion_ids.tolist(), turn.resumes, len(engine.requests)) == (ids, (), 3)
     failed = call(Interrupted(renderer, ids, [0] * 4), on_abort=on_abort, resumes=3)
     assert isinstance(failed.error, EngineAborted)
     assert not failed.turns
@@ -350,7 +354,7 @@ def test_each_part_has_its_weights(call: Caller, renderer: Renderer, ids: list[i
     assert (turn.weight_version, turn.weight_changes) == ("1", ((3, "2"), (7, "3")))
 
 
-def test_rows_per_token_go_on_where_they_ended(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_rows_per_token_continue_after_a_resume(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     wanted = call(Interrupted(renderer, ids), payloads=True)
     cut = call(Interrupted(renderer, ids, [3, 6]), payloads=True)
     found = []
@@ -361,21 +365,21 @@ def test_rows_per_token_go_on_where_they_ended(call: Caller, renderer: Renderer,
     assert found[0].rows.tolist() == found[1].rows.tolist()
 
 
-def test_each_choice_goes_on_by_itself(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_each_choice_resumes_separately(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     engine = Interrupted(renderer, ids, [3, 5])
     turns = call(engine, n=3, stream=True).turns
     assert [turn.completion_ids.tolist() for turn in turns] == [ids] * 3
     assert sorted(len(turn.resumes) for turn in turns) == [0, 1, 1]
 
 
-def test_a_server_that_came_back_in_another_mode_leaves_no_meaning_of_the_logprobs(
+def test_logprob_kind_is_unknown_after_a_server_changes_its_mode(
     call: Caller, renderer: Renderer, ids: list[int]
 ) -> None:
     engine = Interrupted(renderer, ids, [3])
     plain = engine.sample
 
     async def named(*args: Any, **more: Any) -> AsyncGenerator[SampleDelta, None]:
-        mode = "raw_logprobs" if not engine.asked else "processed_logprobs"
+        mode = "raw_logprobs" if not engine.requests else "processed_logprobs"
         async for delta in plain(*args, **more):
             yield replace(delta, engine=f"plain 1 {mode}")
 
@@ -385,16 +389,16 @@ def test_a_server_that_came_back_in_another_mode_leaves_no_meaning_of_the_logpro
     assert (turn.engine, turn.logprobs_of) == ("plain 1 raw_logprobs", None)
 
 
-def test_an_engine_that_refuses_while_it_is_paused_is_asked_until_it_goes_on(
+def test_paused_engine_is_retried_until_it_resumes(
     call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokentape.gateway._resuming._RETRY_SECONDS", 0)
     engine = Interrupted(renderer, ids, [3], refuses=[EngineUnavailable("paused")] * 2)
     turn = call(engine).turn
-    assert (turn.completion_ids.tolist(), len(engine.asked)) == (ids, 4)
+    assert (turn.completion_ids.tolist(), len(engine.requests)) == (ids, 4)
 
 
-def test_a_call_that_breaks_off_is_not_resumed(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_call_with_a_broken_connection_is_not_resumed(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     engine = Interrupted(renderer, ids)
     plain = engine.sample
 
@@ -411,7 +415,7 @@ def test_a_call_that_breaks_off_is_not_resumed(call: Caller, renderer: Renderer,
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["left", "interrupted"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_pause_of_the_gateway_with_abort(
+def test_gateway_pause_with_abort_resumes_the_call(
     call: Caller, renderer: Renderer, ids: list[int], stream: bool, graceful: bool
 ) -> None:
     store = call.store
@@ -419,19 +423,19 @@ def test_a_pause_of_the_gateway_with_abort(
     async def paused() -> str:
         engine = Interrupted(renderer, ids, stall=4, ends=asyncio.Event() if graceful else None)
         turns = Turns(engine, renderer, store)
-        asked = asyncio.create_task(take(turns, stream=stream))
+        call = asyncio.create_task(take(turns, stream=stream))
         await engine.stalled.wait()
         assert await turns.pausing.pause(abort=True, seconds=60)
-        assert (turns.gate.calls.count, len(engine.asked), asked.done()) == (0, 1, False)
+        assert (turns.gate.calls.count, len(engine.requests), call.done()) == (0, 1, False)
         await turns.pausing.resume("new")
-        told, error = await asked
+        text, error = await call
         assert error is None
-        return told
+        return text
 
-    told = asyncio.run(paused())
+    streamed = asyncio.run(paused())
     (turn,) = store.load_session("s").turns
     assert turn.completion_ids.tolist() == ids
-    assert told == call(Interrupted(renderer, ids), stream=stream).text
+    assert streamed == call(Interrupted(renderer, ids), stream=stream).text
     if stream or graceful:
         assert turn.resumes == (Resume(4, "paused"),)
         assert turn.weight_changes == ((4, "new"),)
@@ -441,19 +445,17 @@ def test_a_pause_of_the_gateway_with_abort(
         assert turn.sampling["aborted"] == {"cause": "paused", "outcome": "resampled", "why": "not streamed"}
 
 
-def test_a_client_that_leaves_while_the_rest_is_sampled_leaves_an_aborted_turn(
-    call: Caller, renderer: Renderer, ids: list[int]
-) -> None:
+def test_disconnect_during_a_resume_records_an_aborted_turn(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     store = call.store
 
     async def left() -> None:
         engine = Interrupted(renderer, ids, [2], refuses=[EngineUnavailable("paused")] * 99)
         turns = Turns(engine, renderer, store)
-        asked = asyncio.create_task(take(turns, stream=True))
-        while len(engine.asked) < 2:  # noqa: ASYNC110
+        call = asyncio.create_task(take(turns, stream=True))
+        while len(engine.requests) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.wait([asked])
+        call.cancel()
+        await asyncio.wait([call])
         await turns.abort_all()
 
     asyncio.run(left())
@@ -461,7 +463,7 @@ def test_a_client_that_leaves_while_the_rest_is_sampled_leaves_an_aborted_turn(
     assert (turn.finish_reason, turn.abort_cause, turn.completion_ids.tolist()) == ("abort", "client_left", ids[:2])
 
 
-def test_a_seam_finds_what_a_search_in_the_whole_text_finds() -> None:
+def test_seam_search_equals_a_full_text_search() -> None:
     spell = {n: bytes([n]) for n in range(256)}.__getitem__
     for strings in (["abc"], ["ab", "bca"], ["c"], ["aa"]):
         for text in ("xaabcab", "abcabc", "aaaa", "xbcaab"):
@@ -469,21 +471,23 @@ def test_a_seam_finds_what_a_search_in_the_whole_text_finds() -> None:
                 finder = SplitStopFinder(spell, strings, list(text[:cut].encode()), 0)
                 for at in range(cut, len(text)):
                     found = finder.push(ord(text[at]))
-                    reaching = [one for one in strings if text[: at + 1].endswith(one) and at + 1 - len(one) < cut]
+                    reaching = [
+                        string for string in strings if text[: at + 1].endswith(string) and at + 1 - len(string) < cut
+                    ]
                     if reaching:
                         assert found in reaching or (found is not None and text[: at + 1].endswith(found))
                     elif found is not None:
                         assert text[: at + 1].endswith(found)
 
 
-def test_the_rest_has_another_seed_at_every_place() -> None:
+def test_resumed_part_gets_a_different_seed_at_each_position() -> None:
     params = SamplingParams(max_tokens=100, seed=7)
     seeds = {rest_params(params, at).seed for at in range(50)} | {7}
     assert len(seeds) == 51
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
 
 
-def test_a_stream_goes_on_over_a_pause(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+def test_stream_continues_across_a_pause(call: Caller, renderer: Renderer, ids: list[int]) -> None:
     engine = Interrupted(renderer, ids, [], stall=4)
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
     turns = Turns(engine, renderer, call.store)
@@ -500,4 +504,4 @@ def test_a_stream_goes_on_over_a_pause(call: Caller, renderer: Renderer, ids: li
     assert not any("error" in line for line in lines)
     assert "data: [DONE]" in lines
     assert turn.completion_ids.tolist() == ids
-    assert [one.cause for one in turn.resumes] == ["paused"]
+    assert [resume.cause for resume in turn.resumes] == ["paused"]

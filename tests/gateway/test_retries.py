@@ -71,9 +71,7 @@ def served(renderer: Renderer, tmp_path: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("headers", [{"idempotency-key": "k"}, RETRY])
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_finished_call_is_answered_again_word_for_word(
-    served: Served, headers: dict[str, str], restart: bool
-) -> None:
+def test_finished_call_is_replayed_verbatim(served: Served, headers: dict[str, str], restart: bool) -> None:
     first = served.ask(headers={} if headers is RETRY else headers)
     if restart:
         served.stop()
@@ -82,7 +80,7 @@ def test_a_finished_call_is_answered_again_word_for_word(
     assert again.json() == first.json()
     assert again.headers["x-tokentape-replayed"] == "true"
     assert "x-tokentape-replayed" not in first.headers
-    assert (len(served.engine.asked), served.turns()) == (1, 1)
+    assert (len(served.engine.requests), served.turns()) == (1, 1)
 
 
 def test_a_recorded_reply_is_streamed_to_a_retry_that_streams(served: Served) -> None:
@@ -130,7 +128,7 @@ def test_the_same_body_without_a_retry_header_is_another_call(served: Served) ->
     assert [turn.fork for turn in served.store.load_session("s").turns] == [None, "sibling"]
 
 
-def test_a_retry_of_what_nobody_asked_is_a_new_call(served: Served) -> None:
+def test_retry_of_an_unknown_call_is_a_new_call(served: Served) -> None:
     served.ask()
     served.ask(seed=5, headers=RETRY)
     assert served.turns() == 2
@@ -154,42 +152,42 @@ def test_calls_that_name_no_session_are_retried_too(served: Served, headers: dic
     first = served.ask("/v1", headers=headers)
     again = served.ask("/v1", headers={**headers, **RETRY})
     assert again.json() == first.json()
-    assert len(served.engine.asked) == 1
+    assert len(served.engine.requests) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_duplicates_under_way_share_one_generation(
+def test_concurrent_duplicates_share_one_generation(
     served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     gate = served.engine.gate = threading.Event()
     joined = calls_of(monkeypatch, InFlightCall, "follow")
 
-    async def ask_thrice() -> list[httpx2.Response]:
-        async def one(headers: dict[str, str]) -> httpx2.Response:
+    async def send_three_times() -> list[httpx2.Response]:
+        async def send(headers: dict[str, str]) -> httpx2.Response:
             return await asyncio.to_thread(lambda: served.ask(stream=stream, headers=headers))
 
-        first = asyncio.create_task(one({}))
+        first = asyncio.create_task(send({}))
         assert await asyncio.to_thread(served.engine.called.wait, PATIENCE)
-        others = [asyncio.create_task(one(RETRY)) for _ in range(2)]
+        others = [asyncio.create_task(send(RETRY)) for _ in range(2)]
         for _ in range(3):
             assert await asyncio.to_thread(joined.acquire, timeout=PATIENCE)
         gate.set()
         return [await first, *[await other for other in others]]
 
-    answers = asyncio.run(ask_thrice())
+    answers = asyncio.run(send_three_times())
     assert [answer.status_code for answer in answers] == [200] * 3
     assert len({answer.text for answer in answers}) == 1
-    assert (len(served.engine.asked), served.turns()) == (1, 1)
+    assert (len(served.engine.requests), served.turns()) == (1, 1)
 
 
-def test_a_duplicate_of_a_call_that_fails_fails_with_it_and_a_later_one_is_new(served: Served) -> None:
+def test_duplicate_of_a_failing_call_fails_and_a_later_retry_is_new(served: Served) -> None:
     served.engine.fail_after, served.engine.error = 0, EngineUnavailable("away")
     assert served.ask(headers={"idempotency-key": "k"}).status_code == 503
     served.engine.fail_after = served.engine.error = None
     assert served.ask(headers={"idempotency-key": "k"}).status_code == 200
 
 
-def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(
+def test_official_client_gets_the_same_generation_after_a_timeout(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = served.engine.gate = threading.Event()
@@ -208,10 +206,10 @@ def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(
         reply: Any = client.chat.completions.create(model="m", messages=[QUESTION], tools=TOOLS)  # type: ignore[call-overload]
         opening.result()
     assert reply.choices[0].message.tool_calls[0].function.name == "f"
-    assert (len(served.engine.asked), served.turns()) == (1, 1)
+    assert (len(served.engine.requests), served.turns()) == (1, 1)
 
 
-def test_a_call_that_nobody_takes_up_is_aborted_after_the_grace(renderer: Renderer, tmp_path: Path) -> None:
+def test_abandoned_call_is_aborted_after_the_grace_period(renderer: Renderer, tmp_path: Path) -> None:
     engine = ScriptedEngine(renderer, [CALL])
     engine.gate = threading.Event()
     with SqliteStore.open(tmp_path) as store:
@@ -220,10 +218,10 @@ def test_a_call_that_nobody_takes_up_is_aborted_after_the_grace(renderer: Render
 
             async def leave() -> None:
                 async with AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0) as client:
-                    asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[QUESTION]))  # type: ignore[list-item]
+                    call = asyncio.create_task(client.chat.completions.create(model="m", messages=[QUESTION]))  # type: ignore[list-item]
                     assert await asyncio.to_thread(engine.called.wait, PATIENCE)
-                    asking.cancel()
-                    await asyncio.wait([asking])
+                    call.cancel()
+                    await asyncio.wait([call])
 
             asyncio.run(leave())
             assert engine.aborted.wait(PATIENCE)

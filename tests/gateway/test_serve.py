@@ -37,7 +37,7 @@ def test_host_that_is_no_address_is_refused() -> None:
         serve(APP, host="example.org")
 
 
-def test_running_answers_while_it_lasts_and_not_after() -> None:
+def test_running_server_answers_until_it_is_closed() -> None:
     with running(APP, host="localhost") as url:
         assert url.startswith("http://127.0.0.1:")
         assert httpx2.get(url).text == "hello"
@@ -45,22 +45,22 @@ def test_running_answers_while_it_lasts_and_not_after() -> None:
         httpx2.get(url)
 
 
-def test_idle_connections_are_kept_longer_than_by_clients_and_balancers() -> None:
+def test_idle_timeout_exceeds_those_of_clients_and_load_balancers() -> None:
     ours = _Server(APP, HEADER_SECONDS, BODY_SECONDS, None).config.timeout_keep_alive
     assert ours > max(httpx2._config.DEFAULT_LIMITS.keepalive_expiry, DEFAULT_CONNECTION_LIMITS.keepalive_expiry, 60)
 
 
 def test_running_servers_do_not_share_a_port() -> None:
-    with running(APP) as one, running(APP) as other:
-        assert one != other
+    with running(APP) as first, running(APP) as other:
+        assert first != other
 
 
-def test_taken_port_is_an_os_error() -> None:
+def test_used_port_is_an_os_error() -> None:
     with running(APP) as url, pytest.raises(OSError, match="in use"):
         serve(APP, port=int(url.rsplit(":", 1)[1]))
 
 
-def test_application_that_does_not_start_raises() -> None:
+def test_failed_application_startup_raises() -> None:
     async def broken(scope: object, receive: object, send: object) -> None:
         raise RuntimeError("no model")
 
@@ -69,7 +69,7 @@ def test_application_that_does_not_start_raises() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_answers_when_it_says_so_and_returns_on_a_signal(number: signal.Signals) -> None:
+def test_serve_is_ready_when_announced_and_returns_on_a_signal(number: signal.Signals) -> None:
     texts: list[str] = []
     raised: list[int] = []
 

@@ -22,10 +22,10 @@ def test_a_gateway_over_a_function_records_what_the_function_returned(
 ) -> None:
     ids = renderer.tokenizer.encode_plain("Twelve.<|im_end|>")
     logprobs = [-0.25 * (n + 1) for n in range(len(ids))]
-    asked: list[list[int]] = []
+    prompts: list[list[int]] = []
 
     async def function(prompt_ids: list[int], params: SamplingParams) -> Any:
-        asked.append(prompt_ids)
+        prompts.append(prompt_ids)
         return SampleDelta(tuple(ids), tuple(logprobs), "stop", weight_version="41")
 
     options = {} if mode is None else {"logprobs_mode": mode}
@@ -36,7 +36,7 @@ def test_a_gateway_over_a_function_records_what_the_function_returned(
         answer = httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
         assert answer.json()["choices"][0]["message"]["content"] == "Twelve."
         (path,) = session.trajectories()
-    assert path.token_ids.tolist() == [*asked[0], *ids]
+    assert path.token_ids.tolist() == [*prompts[0], *ids]
     assert path.logprobs[path.loss_mask].tolist() == logprobs
     assert path.weight_versions == ("41",)
     assert path.logprobs_of == (None if mode is None else TokenDistribution(False, 1.0, False, False),)

@@ -14,19 +14,17 @@ from tokentape.store import SqliteStore
 from tokentape.store._snapshots import Snapshots
 
 
-def test_a_session_that_was_stored_and_dropped_meanwhile_is_not_begun_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_dropped_during_a_call_is_not_recreated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One first call still asks for dropped sessions while the session of the other is stored and leaves the memory."""
     store = SqliteStore.open(tmp_path)
     cache = SessionCache(store, Limits())
-    asked, go_on = threading.Event(), threading.Event()
+    lookup_started, go_on = threading.Event(), threading.Event()
     dropped_of = Snapshots.dropped_of
 
     def slow_once(self: Snapshots, session_id: str) -> str | None:
         owner = dropped_of(self, session_id)
-        if not asked.is_set():
-            asked.set()
+        if not lookup_started.is_set():
+            lookup_started.set()
             go_on.wait(60)
         return owner
 
@@ -34,7 +32,7 @@ def test_a_session_that_was_stored_and_dropped_meanwhile_is_not_begun_again(
 
     async def both() -> bool:
         first = asyncio.create_task(cache.find_or_begin("s", ""))
-        await asyncio.to_thread(asked.wait, 60)
+        await asyncio.to_thread(lookup_started.wait, 60)
         other = await cache.find_or_begin("s", "")
         await store.write(other.session.info)
         other.stored = True

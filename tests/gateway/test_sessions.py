@@ -44,7 +44,7 @@ def take_turn(http: httpx2.Client, session_id: str, messages: list[Any], **more:
 
 
 def two_branches(http: httpx2.Client) -> None:
-    """Session `s`: turn 0, turn 1 behind it, and turn 2 with an edited history."""
+    """Session `s`: turn 0, turn 1 after it, and turn 2 with an edited history."""
     reply = take_turn(http, "s", [USER])
     take_turn(http, "s", [USER, reply, {"role": "user", "content": "and 5?"}])
     take_turn(http, "s", [{"role": "user", "content": "something else"}])
@@ -60,10 +60,10 @@ def test_created_session_has_a_random_id_of_128_bits(http: httpx2.Client) -> Non
 
 
 def test_created_session_keeps_its_id_and_metadata(http: httpx2.Client) -> None:
-    asked = {"session_id": "run-7:a.b_c", "metadata": {"task": [1, None], "ü": 0.5}}
-    made = http.post("/sessions", json=asked).json()
-    assert {key: made[key] for key in asked} == asked
-    assert http.get("/sessions/run-7:a.b_c").json()["metadata"] == asked["metadata"]
+    body = {"session_id": "run-7:a.b_c", "metadata": {"task": [1, None], "ü": 0.5}}
+    made = http.post("/sessions", json=body).json()
+    assert {key: made[key] for key in body} == body
+    assert http.get("/sessions/run-7:a.b_c").json()["metadata"] == body["metadata"]
 
 
 def test_second_session_of_the_same_id_is_a_conflict(http: httpx2.Client) -> None:
@@ -74,13 +74,13 @@ def test_second_session_of_the_same_id_is_a_conflict(http: httpx2.Client) -> Non
 
 
 @pytest.mark.parametrize("session_id", ["", "a/b", "a b", "ü", "x" * 129, "a\n", 7])
-def test_id_that_is_none_is_refused(http: httpx2.Client, session_id: Any) -> None:
+def test_invalid_id_is_refused(http: httpx2.Client, session_id: Any) -> None:
     answer = http.post("/sessions", json={"session_id": session_id})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
 
 
 @pytest.mark.parametrize("body", [[], 0, "x", {"metadata": []}, {"more": 1}])
-def test_session_of_a_wrong_body_is_refused(http: httpx2.Client, body: Any) -> None:
+def test_session_with_an_invalid_body_is_refused(http: httpx2.Client, body: Any) -> None:
     assert http.post("/sessions", json=body).status_code == 400
 
 
@@ -97,7 +97,7 @@ def test_listing_is_paged_and_in_order_of_creation(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "after=-1", "after=" + "9" * 5000, "limit=²"])
-def test_listing_refuses_pages_that_are_none(http: httpx2.Client, query: str) -> None:
+def test_listing_refuses_invalid_pages(http: httpx2.Client, query: str) -> None:
     answer = http.get(f"/sessions?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.split("=")[0])
 
@@ -130,7 +130,7 @@ def test_session_shows_its_tree(http: httpx2.Client, store: SqliteStore) -> None
     ]
 
 
-def test_trajectories_as_json_and_parquet_are_those_of_the_record(
+def test_json_and_parquet_trajectories_equal_the_record(
     http: httpx2.Client, store: SqliteStore, tmp_path: Path
 ) -> None:
     two_branches(http)
@@ -143,13 +143,13 @@ def test_trajectories_as_json_and_parquet_are_those_of_the_record(
     (tmp_path / "t.parquet").write_bytes(answer.content)
     from_parquet = read_trajectories(tmp_path / "t.parquet")
     assert len(as_json) == len(from_parquet) == len(expected) == 2
-    for one, other, kept in zip(as_json, from_parquet, expected, strict=True):
-        assert one["token_ids"] == kept.token_ids.tolist()
-        np.testing.assert_array_equal(np.array(one["logprobs"], np.float32), kept.logprobs)
+    for first, other, kept in zip(as_json, from_parquet, expected, strict=True):
+        assert first["token_ids"] == kept.token_ids.tolist()
+        np.testing.assert_array_equal(np.array(first["logprobs"], np.float32), kept.logprobs)
         np.testing.assert_array_equal(other.token_ids, kept.token_ids)
         np.testing.assert_array_equal(other.logprobs, kept.logprobs)
-        assert one["reward"] == other.reward == kept.reward == 0.25
-        assert one["verdict"] == other.verdict == kept.verdict
+        assert first["reward"] == other.reward == kept.reward == 0.25
+        assert first["verdict"] == other.verdict == kept.verdict
 
 
 def test_a_gateway_without_pyarrow_refuses_parquet_only(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +161,10 @@ def test_a_gateway_without_pyarrow_refuses_parquet_only(http: httpx2.Client, mon
     assert len(http.get("/sessions/s/trajectories").json()["data"]) == 2
 
 
-def test_one_leaf_can_be_asked_for(http: httpx2.Client) -> None:
+def test_single_leaf_can_be_requested(http: httpx2.Client) -> None:
     two_branches(http)
-    (one,) = http.get("/sessions/s/trajectories?leaf=2").json()["data"]
-    assert (one["leaf"], one["turns"]) == (2, [2])
+    (trajectory,) = http.get("/sessions/s/trajectories?leaf=2").json()["data"]
+    assert (trajectory["leaf"], trajectory["turns"]) == (2, [2])
     assert http.get("/sessions/s/trajectories?leaf=0").status_code == 404
 
 
@@ -176,9 +176,9 @@ def test_trajectories_can_be_filtered_by_verdict(http: httpx2.Client, tmp_path: 
         headers = {"accept": PARQUET} if as_parquet else {}
         answer = http.get(f"/sessions/s/trajectories?verdict={verdict}", headers=headers)
         if not as_parquet:
-            return [one["leaf"] for one in answer.json()["data"]]
+            return [trajectory["leaf"] for trajectory in answer.json()["data"]]
         (tmp_path / "t.parquet").write_bytes(answer.content)
-        return [one.leaf for one in read_trajectories(tmp_path / "t.parquet")]
+        return [trajectory.leaf for trajectory in read_trajectories(tmp_path / "t.parquet")]
 
     assert leaves("forked") == leaves("forked:edited_history") == [2]
     assert leaves("exact,closed") == [1]
@@ -187,7 +187,7 @@ def test_trajectories_can_be_filtered_by_verdict(http: httpx2.Client, tmp_path: 
 
 
 @pytest.mark.parametrize("verdict", ["", "good", "exact,", "forked:"])
-def test_verdict_that_there_is_not_is_refused(http: httpx2.Client, verdict: str) -> None:
+def test_unknown_verdict_is_refused(http: httpx2.Client, verdict: str) -> None:
     http.post("/sessions", json={"session_id": "s"})
     answer = http.get(f"/sessions/s/trajectories?verdict={verdict}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "verdict")
@@ -216,7 +216,7 @@ def test_deleted_session_is_gone_and_its_id_is_free(http: httpx2.Client) -> None
 
 
 @pytest.mark.parametrize("session_id", ["unknown", "..%2f..%2fetc", "%00", "%ff", "a%20b", "x" * 5000])
-def test_unknown_session_is_not_found_whatever_its_id(http: httpx2.Client, session_id: str) -> None:
+def test_unknown_session_is_a_404_for_any_id(http: httpx2.Client, session_id: str) -> None:
     path = f"/sessions/{session_id}"
     answers = [
         http.get(path),
@@ -230,9 +230,7 @@ def test_unknown_session_is_not_found_whatever_its_id(http: httpx2.Client, sessi
 
 
 @pytest.mark.parametrize("session_id", ["a b", ".", "x" * 200])
-def test_a_turn_with_a_hint_that_can_not_be_an_id_gets_a_session_of_its_own(
-    http: httpx2.Client, session_id: str
-) -> None:
+def test_turn_with_an_invalid_session_hint_gets_a_new_session(http: httpx2.Client, session_id: str) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": [USER]}, headers={"x-session-id": session_id})
     assert answer.status_code == 200
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-session-id"])
@@ -240,11 +238,11 @@ def test_a_turn_with_a_hint_that_can_not_be_an_id_gets_a_session_of_its_own(
 
 
 @pytest.mark.parametrize("session_id", ["a b", "x" * 129])
-def test_turn_in_a_session_that_can_not_be_is_refused(http: httpx2.Client, session_id: str) -> None:
+def test_turn_with_an_invalid_session_id_is_refused(http: httpx2.Client, session_id: str) -> None:
     answer = http.post(f"/sessions/{session_id}/v1/chat/completions", json={"messages": [USER]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
 
 
-def test_an_empty_body_is_called_empty(http: httpx2.Client) -> None:
+def test_empty_body_error_says_empty(http: httpx2.Client) -> None:
     answer = http.post("/v1/chat/completions", headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "the body is empty; expected JSON")

@@ -57,14 +57,14 @@ def confirm(http: httpx2.Client, taken: dict[str, Any], **more: Any) -> dict[str
 def test_a_snapshot_is_shown_and_listed(http: httpx2.Client) -> None:
     taken = take(http)
     assert (taken["state"], taken["trajectories"], taken["schema_version"]) == ("held", 3, 1)
-    assert [one["session_id"] for one in taken["sessions"]] == ["s", "t"]
+    assert [session["session_id"] for session in taken["sessions"]] == ["s", "t"]
     assert http.get("/snapshots/1").json() == taken
     (listed,) = http.get("/snapshots").json()["data"]
     assert listed == {name: value for name, value in taken.items() if name in listed}
     assert "sessions" not in listed
 
 
-def test_the_same_bytes_come_each_time_although_the_sessions_grow(http: httpx2.Client, tmp_path: Path) -> None:
+def test_snapshot_bytes_stay_the_same_while_sessions_grow(http: httpx2.Client, tmp_path: Path) -> None:
     taken = take(http, session_ids=["s"])
     path = "/snapshots/1/trajectories"
     lines, parquet = http.get(path), http.get(path, headers={"accept": PARQUET})
@@ -81,7 +81,7 @@ def test_the_same_bytes_come_each_time_although_the_sessions_grow(http: httpx2.C
     assert len(from_lines) == 2
 
 
-def test_columns_come_along_in_both_forms(http: httpx2.Client, tmp_path: Path) -> None:
+def test_snapshot_has_columns_in_both_formats(http: httpx2.Client, tmp_path: Path) -> None:
     (turn,) = http.get("/sessions/t").json()["turns"]
     http.post("/sessions/t/columns", json={"turn": 0, "columns": {"a": [0.5] * turn["sampled_tokens"]}})
     taken = take(http)
@@ -107,7 +107,7 @@ def test_a_session_is_dropped_only_once_its_snapshot_is_confirmed(http: httpx2.C
     assert http.get("/snapshots/1/trajectories").status_code == 409
 
 
-def test_a_late_writer_does_not_bring_a_dropped_session_back(http: httpx2.Client) -> None:
+def test_late_write_does_not_restore_a_dropped_session(http: httpx2.Client) -> None:
     confirm(http, take(http), drop_sessions=True)
     answer = http.post("/sessions/s/v1/chat/completions", json={"messages": [USER], "max_tokens": 6})
     assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
@@ -122,7 +122,7 @@ def test_sessions_that_grew_are_kept_and_named(http: httpx2.Client) -> None:
     report = confirm(http, taken, drop_sessions=True)
     assert report["dropped"] == ["s"]
     assert report["kept"] == [{"session_id": "t", "reason": "changed since the snapshot"}]
-    assert [one["session_id"] for one in take(http, since=1)["sessions"]] == ["t"]
+    assert [session["session_id"] for session in take(http, since=1)["sessions"]] == ["t"]
     take_turn(http, "t", [USER])
 
 
@@ -133,7 +133,7 @@ def test_a_released_snapshot_holds_nothing(http: httpx2.Client) -> None:
     assert http.post("/snapshots/1/confirm", json={"digest": "0" * 64}).status_code == 409
 
 
-def test_a_selection_of_nothing_is_refused(http: httpx2.Client) -> None:
+def test_empty_selection_is_refused(http: httpx2.Client) -> None:
     for body, status in (
         ({"session_ids": ["nobody"]}, 404),
         ({"since": 7}, 404),
@@ -148,7 +148,7 @@ def test_a_selection_of_nothing_is_refused(http: httpx2.Client) -> None:
         assert http.get("/snapshots").json()["data"] == [], body
 
 
-def test_a_snapshot_that_there_is_not_is_not_found(http: httpx2.Client) -> None:
+def test_unknown_snapshot_is_a_404(http: httpx2.Client) -> None:
     take(http)
     for snapshot_id in ("2", "0", "x", "-1", "1.0", "9" * 5000, "%31%32", "²"):
         path = f"/snapshots/{snapshot_id}"
@@ -173,12 +173,12 @@ def test_snapshots_belong_to_a_key(engine: SharedEngine, renderer: Renderer, sto
             take_turn(mine, "s", [USER])
             take_turn(other, "o", [USER])
             taken = take(mine)
-            assert [one["session_id"] for one in taken["sessions"]] == ["s"]
+            assert [session["session_id"] for session in taken["sessions"]] == ["s"]
             assert other.post("/snapshots", json={"session_ids": ["s"]}).status_code == 404
             assert other.get("/snapshots/1").status_code == other.get("/snapshots/1/trajectories").status_code == 404
             assert other.delete("/snapshots/1").status_code == 404
             assert other.get("/snapshots").json()["data"] == []
-            assert [one["session_id"] for one in take(admin)["sessions"]] == ["s", "o"]
+            assert [session["session_id"] for session in take(admin)["sessions"]] == ["s", "o"]
             assert mine.get("/snapshots", headers={"authorization": f"Bearer {own_key}"}).status_code == 403
             assert httpx2.get(f"{url}/snapshots").status_code == 401
             # The hold is lifted by its owner, or by force of an admin.
@@ -198,12 +198,12 @@ def test_another_key_s_dropped_session_is_not_found(
         with mine, other:
             take_turn(mine, "s", [USER])
             confirm(mine, take(mine), drop_sessions=True)
-            asked = {"messages": [USER], "max_tokens": 6}
-            assert other.post("/sessions/s/v1/chat/completions", json=asked).status_code == 404
-            assert mine.post("/sessions/s/v1/chat/completions", json=asked).status_code == 409
+            body = {"messages": [USER], "max_tokens": 6}
+            assert other.post("/sessions/s/v1/chat/completions", json=body).status_code == 404
+            assert mine.post("/sessions/s/v1/chat/completions", json=body).status_code == 409
 
 
-def test_a_session_with_a_call_under_way_is_kept(renderer: Renderer, store: SqliteStore) -> None:
+def test_session_with_a_running_call_is_kept(renderer: Renderer, store: SqliteStore) -> None:
     engine = ScriptedEngine(renderer, ["one<|im_end|>", "two<|im_end|>"])
     app = create_app(Turns(engine, renderer, store), model_id="tiny")
     with running(app) as url, httpx2.Client(base_url=url) as http:
@@ -232,7 +232,7 @@ def test_a_snapshot_survives_a_restart(tmp_path: Path, engine: SharedEngine, ren
     assert contents[0] == contents[1] != b""
 
 
-def test_a_download_that_fails_on_the_way_is_not_taken_for_a_whole_one(http: httpx2.Client, store: SqliteStore) -> None:
+def test_failed_download_is_not_treated_as_complete(http: httpx2.Client, store: SqliteStore) -> None:
     take(http)
     asyncio.run(store.delete_session("t", force=True))
     with pytest.raises(httpx2.RemoteProtocolError):

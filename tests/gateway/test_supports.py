@@ -60,7 +60,7 @@ def model(model_dir: Path) -> Any:
 
 
 def trainer_logprobs(model: Any, sample: Sample, vocabulary: int) -> tuple[Any, Any]:
-    """What a loop over a batch computes for the trained tokens, and what is recorded."""
+    """What a loop over a batch computes for the trained tokens, and the recorded values."""
     batch = padded([sample], pad_id=0, vocab_size=vocabulary)
     logits = model(torch.from_numpy(batch.input_ids)).logits[:, :-1, :vocabulary]
     after = {name: torch.from_numpy(values) for name, values in batch.shifted().items()}
@@ -89,13 +89,13 @@ def test_supports_of_other_tokens_are_not_exported(engine: Engine, renderer: Ren
     without = rows.rows.copy()
     kept = kept_ids(without[at])
     assert kept is not None
-    without[at] = pack([one for one in kept if one != sample.token_ids[at]] or [0], 10_000)
+    without[at] = pack([token_id for token_id in kept if token_id != sample.token_ids[at]] or [0], 10_000)
     for damaged in (without, np.roll(rows.rows, 1), np.roll(rows.rows, -1)):
         planted = replace(sample, payloads={SUPPORTS: TokenRows(damaged, rows.known)})
         for export in (
-            lambda one: exports.slime_sample(one, 0, 0),
-            lambda one: exports.prime_rl_training_sample(one, "maths"),
-            lambda one: exports.skyrl_generator_output([replace(one, reward=1.0)]),
+            lambda sample: exports.slime_sample(sample, 0, 0),
+            lambda sample: exports.prime_rl_training_sample(sample, "maths"),
+            lambda sample: exports.skyrl_generator_output([replace(sample, reward=1.0)]),
         ):
             export(sample)
             with pytest.raises(InvalidRequest, match=r"not in its support|after truncation"):
@@ -114,7 +114,7 @@ def test_truncation_without_all_supports_shows_in_the_verdict(
         exports.slime_sample(sample, 0, 0)
 
 
-def test_tokens_without_a_support_have_no_bytes_once_one_is_reported_and_nothing_before() -> None:
+def test_missing_supports_are_empty_bytes_once_a_support_is_reported() -> None:
     reader: Any = SimpleNamespace(feed=lambda ids: ReplyDelta())
     choice = Choice(0, TRUNCATED, reader, reader, NO_IDS)
     found = []
@@ -124,7 +124,7 @@ def test_tokens_without_a_support_have_no_bytes_once_one_is_reported_and_nothing
     assert found == [[], [b"", b"", b"a", b"b"], [b"", b"", b"a", b"b", b"", b""]]
 
 
-def test_nothing_is_said_of_supports_without_truncation(engine: Engine, renderer: Renderer, store: SqliteStore) -> None:
+def test_supports_are_not_mentioned_without_truncation(engine: Engine, renderer: Renderer, store: SqliteStore) -> None:
     stored = two_turns(engine, renderer, store, 10_000, replace(TRUNCATED, top_p=1.0))
     assert all("supports" not in turn.sampling for turn in stored.turns)
     assert stored.payloads == ()

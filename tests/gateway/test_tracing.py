@@ -54,8 +54,8 @@ def test_the_engines_span_follows_the_genai_conventions(renderer: Renderer, stor
     from opentelemetry.trace import SpanKind
 
     engine = ScriptedEngine(renderer, [MARK])
-    (span,) = (one for one in spans_of(engine, renderer, store) if one.kind == SpanKind.CLIENT)
-    ((prompt_ids, sampling),) = engine.asked
+    (span,) = (span for span in spans_of(engine, renderer, store) if span.kind == SpanKind.CLIENT)
+    ((prompt_ids, sampling),) = engine.requests
     completion_ids = renderer.tokenizer.encode_plain(MARK)
     attributes = dict(span.attributes)
     assert attributes["gen_ai.operation.name"] == gen_ai_attributes.GenAiOperationNameValues.TEXT_COMPLETION.value
@@ -67,7 +67,7 @@ def test_the_engines_span_follows_the_genai_conventions(renderer: Renderer, stor
 
 
 @pytest.mark.parametrize("error", [EngineTimeout(MARK), RuntimeError(MARK)])
-def test_spans_hold_nothing_that_was_said(renderer: Renderer, store: SqliteStore, error: Exception) -> None:
+def test_spans_hold_no_message_text(renderer: Renderer, store: SqliteStore, error: Exception) -> None:
     spans = spans_of(ScriptedEngine(renderer, [f"{MARK} {MARK}"], fail_after=1, error=error), renderer, store)
     (engine,) = (span for span in spans if span.name.startswith("text_completion"))
     assert engine.status.description == engine.attributes["error.type"] == type(error).__name__
@@ -76,7 +76,7 @@ def test_spans_hold_nothing_that_was_said(renderer: Renderer, store: SqliteStore
     assert [span.to_json() for span in spans if MARK in span.to_json()] == []
 
 
-def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opentelemetry_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match=r"tokentape\[otel\]"):
         OpenTelemetrySpans()

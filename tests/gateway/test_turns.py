@@ -1,4 +1,4 @@
-"""Turns taken in a session, with an engine that says what the test wants it to."""
+"""Turns taken in a session, with an engine of scripted replies."""
 
 from __future__ import annotations
 
@@ -63,17 +63,15 @@ class Talk:
         return self.renderer.tokenizer.decode(ids)
 
 
-def test_what_was_sampled_stays_in_context_though_the_template_would_drop_it(
-    renderer: Renderer, tmp_path: Path
-) -> None:
+def test_sampled_ids_stay_in_context_although_the_template_drops_them(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [ONE, TWO])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
-    assert "first thought" in talk.text(talk.engine.asked[1][0])
+    assert "first thought" in talk.text(talk.engine.requests[1][0])
 
 
-def test_what_turns_have_in_common_is_in_memory_once(renderer: Renderer, tmp_path: Path) -> None:
+def test_shared_turn_data_is_in_memory_once(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [ONE, TWO])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
@@ -81,33 +79,33 @@ def test_what_turns_have_in_common_is_in_memory_once(renderer: Renderer, tmp_pat
     assert first.engine is second.engine
 
 
-def test_a_template_s_history_starts_a_branch_that_keeps_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
+def test_template_history_starts_a_branch_with_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [ONE, TWO], history="template")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (None, "template_history")
-    prompt, _ = talk.engine.asked[1]
+    prompt, _ = talk.engine.requests[1]
     assert "first thought" not in talk.text(prompt)
     answer = renderer.tokenizer.encode_plain("first answer<|im_end|>")
     spliced = second.added_ids[second.added_provenance == Provenance.ASSISTANT]
     assert spliced.tolist() == first.completion_ids.tolist()[-len(answer) :]
 
 
-def test_a_template_s_history_that_only_appends_is_no_branch(renderer: Renderer, tmp_path: Path) -> None:
+def test_append_only_template_history_starts_no_branch(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, ["first answer<|im_end|>", TWO], history="template")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
 
 
-def test_an_edited_history_keeps_the_exact_ids_of_what_was_sampled(renderer: Renderer, tmp_path: Path) -> None:
+def test_edited_history_keeps_the_exact_sampled_ids(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [ONE, TWO])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a, edited"), first.reply, user("b"))
     assert (second.parent, second.fork) == (None, "edited_history")
     spliced = second.added_ids[second.added_provenance == Provenance.ASSISTANT]
     assert spliced.tolist() == first.completion_ids.tolist()
-    assert talk.engine.asked[1][0] == second.added_ids.tolist()
+    assert talk.engine.requests[1][0] == second.added_ids.tolist()
 
 
 def test_replies_are_looked_up_once_for_an_edited_history(
@@ -117,7 +115,7 @@ def test_replies_are_looked_up_once_for_an_edited_history(
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     looked_up = Mock(side_effect=PromptBuilder._sampled_replies)
-    monkeypatch.setattr(PromptBuilder, "_sampled_replies", lambda *given: looked_up(*given))
+    monkeypatch.setattr(PromptBuilder, "_sampled_replies", lambda *args: looked_up(*args))
     (third,) = talk.say(user("a"), first.reply, user("b, edited"), second.reply, user("c"))
     assert third.added_provenance.tolist().count(Provenance.ASSISTANT) >= len(second.completion_ids)
     assert looked_up.call_count == 1
@@ -139,7 +137,7 @@ def test_reasoning_that_was_cut_short_is_closed_where_it_is_spliced(renderer: Re
     assert text.index("</think>") < text.index("<|im_end|>\n<|im_start|>user\nb")
 
 
-def test_a_reply_kept_behind_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
+def test_reply_after_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [ONE, ONE.replace("first", "other"), TWO])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
@@ -147,14 +145,14 @@ def test_a_reply_kept_behind_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp
     assert (third.parent, third.fork) == (0, "branched")
     spliced = third.added_ids[third.added_provenance == Provenance.ASSISTANT]
     assert spliced.tolist() == second.completion_ids.tolist()
-    assert talk.engine.asked[2][0][: len(first.added_ids) + len(first.completion_ids)] == [
+    assert talk.engine.requests[2][0][: len(first.added_ids) + len(first.completion_ids)] == [
         *first.added_ids.tolist(),
         *first.completion_ids.tolist(),
     ]
 
 
-def test_equal_replies_of_one_branch_keep_each_its_own_ids(renderer: Renderer, tmp_path: Path) -> None:
-    # The same text in two splits: as messages they can't be told apart, by where they stand they can.
+def test_equal_replies_of_a_branch_each_keep_their_own_ids(renderer: Renderer, tmp_path: Path) -> None:
+    # The same text in two splits: equal as messages, but distinguished by their position.
     talk = Talk(renderer, tmp_path, ["answer<|im_end|>", "ok<|im_end|>", "answer<|im_end|>", TWO])
     talk.engine.split_next = True
     (first,) = talk.say(user("a"))
@@ -164,22 +162,22 @@ def test_equal_replies_of_one_branch_keep_each_its_own_ids(renderer: Renderer, t
     (fourth,) = talk.say(user("a"), first.reply, user("b, edited"), second.reply, user("c"))
     assert (fourth.parent, fourth.fork) == (0, "branched")
     context = [*first.added_ids.tolist(), *first.completion_ids.tolist()]
-    assert talk.engine.asked[3][0][: len(context)] == context
+    assert talk.engine.requests[3][0][: len(context)] == context
 
 
 OTHER_STOP = "first answer<|endoftext|>"
 
 
-def test_a_stop_token_that_the_template_does_not_write_stands_for_the_end(renderer: Renderer, tmp_path: Path) -> None:
+def test_stop_token_missing_from_the_template_ends_the_turn(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [OTHER_STOP, TWO])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
-    assert "first answer<|endoftext|>\n<|im_start|>user\nb" in talk.text(talk.engine.asked[1][0])
+    assert "first answer<|endoftext|>\n<|im_start|>user\nb" in talk.text(talk.engine.requests[1][0])
 
 
 @pytest.mark.parametrize("history", ["sampled", "template"])
-def test_behind_another_stop_a_branch_begins_with_the_template_s_own_if_asked_to(
+def test_stop_mismatch_fork_starts_a_branch_with_the_template_stop(
     renderer: Renderer, tmp_path: Path, history: History
 ) -> None:
     talk = Talk(renderer, tmp_path, [OTHER_STOP, TWO], history=history, stop_mismatch="fork")
@@ -192,7 +190,7 @@ def test_behind_another_stop_a_branch_begins_with_the_template_s_own_if_asked_to
     assert first.completion_ids[-1] == renderer.tokenizer.encode_plain("<|endoftext|>")[0]
 
 
-def test_behind_the_template_s_own_stop_no_branch_begins(renderer: Renderer, tmp_path: Path) -> None:
+def test_template_stop_starts_no_branch(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [OTHER_STOP, ONE, TWO], stop_mismatch="fork")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
@@ -202,7 +200,7 @@ def test_behind_the_template_s_own_stop_no_branch_begins(renderer: Renderer, tmp
     assert [[turn.seq for turn in session.path(leaf)] for leaf in session.leaves()] == [[0], [1, 2]]
 
 
-def test_a_conversation_is_not_rendered_whole_while_other_calls_wait(
+def test_full_rendering_does_not_block_other_calls(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered_in, render = [], Renderer.render
@@ -239,7 +237,7 @@ def test_telemetry_that_fails_loses_no_turn(
 
 
 @pytest.mark.parametrize(("fail_after", "cause"), [(None, "shutdown"), (2, "engine_error")], ids=["aborted", "failed"])
-def test_a_call_has_not_ended_before_what_was_sampled_of_it_is_recorded(
+def test_call_ends_only_after_its_sampled_ids_are_recorded(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_after: int | None, cause: str
 ) -> None:
     talk = Talk(renderer, tmp_path, [ONE])
@@ -280,11 +278,11 @@ def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Rende
     talk = Talk(renderer, tmp_path, [ONE])
     (turn,) = talk.say(user("a"), {"role": "assistant", "content": "not mine"}, user("b"))
     assert turn.fork is None
-    said = turn.added_ids[turn.added_provenance == Provenance.ASSISTANT]
-    assert talk.text(said.tolist()) == "not mine"
+    assistant_ids = turn.added_ids[turn.added_provenance == Provenance.ASSISTANT]
+    assert talk.text(assistant_ids.tolist()) == "not mine"
 
 
-def test_sessions_that_begin_alike_are_rendered_once(
+def test_common_first_messages_are_rendered_once(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Talk(renderer, tmp_path, [ONE, TWO, ONE, TWO])
@@ -309,7 +307,7 @@ def test_sessions_that_begin_alike_are_rendered_once(
         assert turn.added_ids.tolist() == render(messages, setup).ids.tolist()
 
 
-def test_messages_that_sessions_begin_with_are_kept_and_compressed_once(
+def test_common_first_messages_are_stored_and_compressed_once(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compressed, deflate = list[Any](), _rows._deflate
@@ -318,9 +316,9 @@ def test_messages_that_sessions_begin_with_are_kept_and_compressed_once(
     (first,), (second,) = (talk.say(user("a"), session=name) for name in ("s", "t"))
     (other,) = talk.say(user("b"), session="u")
     assert first.messages is second.messages
-    assert [one for one in compressed if isinstance(one, tuple)] == [first.messages, other.messages]
+    assert [key for key in compressed if isinstance(key, tuple)] == [first.messages, other.messages]
     recorded = [talk.store.load_session(name).turns for name in ("s", "t", "u")]
-    assert [one.messages for (one,) in recorded] == [(user("a"),), (user("a"),), (user("b"),)]
+    assert [setup.messages for (setup,) in recorded] == [(user("a"),), (user("a"),), (user("b"),)]
 
 
 def test_other_tools_start_a_new_branch(renderer: Renderer, tmp_path: Path) -> None:

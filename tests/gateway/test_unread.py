@@ -1,4 +1,4 @@
-"""Clients that leave: what they did not read is recorded, marked, and trained only if asked for."""
+"""Clients that disconnect: replies they did not read are recorded, marked, and trained only on request."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class SlowStore(SqliteStore):
     takes_marks = True
 
     async def write(self, *records: Record) -> None:
-        if not self.takes_marks and any(isinstance(one, Event) for one in records):
+        if not self.takes_marks and any(isinstance(record, Event) for record in records):
             raise StoreError("full")
-        if any(isinstance(one, Turn) for one in records):
+        if any(isinstance(record, Turn) for record in records):
             self.commits.set()
             while not self.go_on.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -65,7 +65,7 @@ class Served:
         self.client = opened.enter_context(Client(self.url))
 
     def stream(self, session_id: str, tokens: int | None, *messages: Any, **headers: str) -> None:
-        """Read so many tokens of a reply and leave; with None read all of it. With 4 the commit waits until it left."""
+        """Read this many tokens of a reply, None: all, and disconnect. With 4 the commit waits for that."""
         with OpenAI(base_url=f"{self.url}/sessions/{session_id}/v1", api_key="none", max_retries=0) as client:
             self.engine.pause_after = None if tokens is None or tokens >= 4 else tokens + 1
             self.engine.go_on.clear()
@@ -103,7 +103,7 @@ def served(renderer: Renderer, tmp_path: Path) -> Iterator[Served]:
         yield Served(renderer, tmp_path, opened)
 
 
-def test_no_turn_of_a_client_that_cancels_at_random_points_is_trained(served: Served) -> None:
+def test_turns_cancelled_at_random_points_are_not_trained(served: Served) -> None:
     drawn = random.Random(7)
     points = [drawn.choice([1, 2, 4, None]) for _ in range(16)]
     assert {1, 2, 4, None} == set(points)
@@ -111,16 +111,16 @@ def test_no_turn_of_a_client_that_cancels_at_random_points_is_trained(served: Se
         served.stream(f"s{number}", point)
     for number, point in enumerate(points):
         session = served.client.session(f"s{number}")
-        trained = [one for one in session.trajectories() if one.loss_mask.any()]
-        asked_for = session.trajectories(unread=True)
+        trained = [trajectory for trajectory in session.trajectories() if trajectory.loss_mask.any()]
+        with_unread = session.trajectories(unread=True)
         (turn,) = served.store.load_session(f"s{number}").turns
         assert bool(trained) == (point is None), point
         # Before the reply is finished it is aborted, which nothing trains.
         assert (turn.finish_reason == "abort") == (point in (1, 2))
-        assert len(asked_for) == (point in (4, None))
+        assert len(with_unread) == (point in (4, None))
         if point == 4:
-            assert asked_for[0].verdict.endswith(", unread")
-            assert asked_for[0].loss_mask.any()
+            assert with_unread[0].verdict.endswith(", unread")
+            assert with_unread[0].loss_mask.any()
 
 
 def test_a_turn_that_was_read_is_never_marked(served: Served) -> None:
@@ -133,14 +133,14 @@ def test_a_turn_that_was_read_is_never_marked(served: Served) -> None:
 
 def test_an_unread_turn_leaves_its_parent_trained(served: Served) -> None:
     served.stream("s", None)
-    said = {"role": "assistant", "content": "hi there you"}
-    served.stream("s", 4, USER, said, USER)
+    reply = {"role": "assistant", "content": "hi there you"}
+    served.stream("s", 4, USER, reply, USER)
     (before,) = served.client.session("s").trajectories()
     assert before.turns == (0,)
-    assert [one.turns for one in served.client.session("s").trajectories(unread=True)] == [(0, 1)]
+    assert [trajectory.turns for trajectory in served.client.session("s").trajectories(unread=True)] == [(0, 1)]
 
 
-def test_an_unread_turn_that_is_continued_was_read(served: Served) -> None:
+def test_continued_unread_turn_counts_as_read(served: Served) -> None:
     served.stream("s", 4)
     served.stream("s", None, USER, {"role": "assistant", "content": "hi there you"}, USER)
     (branch,) = served.client.session("s").trajectories()
@@ -149,18 +149,18 @@ def test_an_unread_turn_that_is_continued_was_read(served: Served) -> None:
 
 
 def test_a_branch_ends_before_an_unread_turn_and_can_get_its_reward(served: Served) -> None:
-    said = {"role": "assistant", "content": "hi there you"}
+    reply = {"role": "assistant", "content": "hi there you"}
     served.stream("s", 4)
-    served.stream("s", 4, USER, said, USER)
+    served.stream("s", 4, USER, reply, USER)
     session = served.client.session("s")
     (branch,) = session.trajectories()
-    # What was continued was read, whatever its mark says.
+    # A continued turn was read, regardless of its mark.
     assert (branch.turns, branch.verdict) == ((0,), "exact")
     session.reward(0.5, leaf=branch.leaf)
     assert session.trajectories()[0].reward == 0.5
 
 
-def test_a_mark_that_could_not_be_written_is_written_with_the_next_reply(served: Served) -> None:
+def test_failed_mark_is_written_with_the_next_reply(served: Served) -> None:
     served.store.takes_marks = False
     served.stream("s", 4)
     assert served.store.load_session("s").events == ()
@@ -171,7 +171,7 @@ def test_a_mark_that_could_not_be_written_is_written_with_the_next_reply(served:
     assert served.store.load_session("t").events == ()
 
 
-def test_nothing_is_read_out_while_a_mark_could_not_be_written(served: Served) -> None:
+def test_reads_are_refused_while_a_mark_is_unwritten(served: Served) -> None:
     served.store.takes_marks = False
     served.stream("s", 4)
     session = served.client.session("s")
@@ -184,7 +184,7 @@ def test_nothing_is_read_out_while_a_mark_could_not_be_written(served: Served) -
     assert taken["trajectories"] == 0
 
 
-def test_a_reply_that_a_retry_got_is_not_dropped_with_a_snapshot_that_lacks_it(served: Served) -> None:
+def test_retried_reply_is_not_dropped_with_a_snapshot_without_it(served: Served) -> None:
     served.stream("s", 4, **{"Idempotency-Key": "k"})
     with httpx2.Client(base_url=served.url) as http:
         taken = http.post("/snapshots", json={}).json()
@@ -207,7 +207,7 @@ def test_a_session_stays_in_memory_until_its_marks_are_written(served: Served) -
     assert opened is not None
     opened.used_at -= served.turns.limits.idle_seconds + 1
     served.stream("t", None)
-    # Loaded anew it would not know the mark, which is written later, after the retry has got the reply.
+    # Loaded again it would not know the mark, which is written later, after the retry got the reply.
     served.stream("s", None, **{"Idempotency-Key": "k"})
     served.store.takes_marks = True
     served.stream("t", None)
@@ -216,7 +216,7 @@ def test_a_session_stays_in_memory_until_its_marks_are_written(served: Served) -
     assert opened.unmarked == set()
 
 
-def test_a_retry_that_is_left_after_a_restart_marks_replies_that_no_turn_continues(served: Served) -> None:
+def test_abandoned_retry_after_a_restart_marks_uncontinued_replies(served: Served) -> None:
     served.stream("continued", None)
     served.stream("continued", None, USER, {"role": "assistant", "content": "hi there you"}, USER)
     served.stream("last", None)
@@ -240,7 +240,7 @@ def test_a_retry_that_is_left_after_a_restart_marks_replies_that_no_turn_continu
     assert len(served.store.load_session("left").events) == 1
 
 
-def test_a_reply_that_was_read_stays_read_when_its_idle_session_leaves_the_memory(served: Served) -> None:
+def test_read_reply_stays_read_after_its_session_leaves_memory(served: Served) -> None:
     served.stream("s", None)
     cache, marks = served.turns.unread._sessions, served.turns.unread
     opened = cache.in_memory("s")
@@ -259,14 +259,14 @@ def test_a_reply_that_was_read_stays_read_when_its_idle_session_leaves_the_memor
     assert len(served.client.session("s").trajectories()) == 1
 
 
-def test_a_retry_that_gets_the_reply_takes_the_mark_back(served: Served) -> None:
+def test_completed_retry_removes_the_unread_mark(served: Served) -> None:
     served.stream("s", 4, **{"Idempotency-Key": "k"})
     assert served.client.session("s").trajectories() == []
     served.stream("s", None, **{"Idempotency-Key": "k"})
     until(lambda: not served.turns.unread._writing)
     (branch,) = served.client.session("s").trajectories()
     assert branch.verdict.count("unread") == 0
-    assert len(served.engine.asked) == 1
+    assert len(served.engine.requests) == 1
 
 
 def test_a_stream_is_complete_only_when_its_last_event_was_sent() -> None:
@@ -297,7 +297,7 @@ def test_a_stream_is_complete_only_when_its_last_event_was_sent() -> None:
 
 
 @pytest.mark.parametrize("to_the_end", [True, False])
-def test_a_reply_is_left_if_no_client_read_it_to_its_end(to_the_end: bool) -> None:
+def test_reply_counts_as_read_only_if_a_client_read_all_of_it(to_the_end: bool) -> None:
     async def main() -> str | None:
         call = InFlightCall(None, 1, stream=True, grace=0.0)
 

@@ -22,35 +22,35 @@ from tokentape.gateway._workers import Supervisor, bind_all
 def test_connections_go_to_all_sockets_of_one_port() -> None:
     url, sockets = bind_all("127.0.0.1", 0, 2, has_keys=False)
     port = int(url.rpartition(":")[2])
-    assert {one.getsockname()[1] for one in sockets} == {port}
+    assert {listener.getsockname()[1] for listener in sockets} == {port}
     reached = set()
-    for one in sockets:
-        one.listen()
+    for listener in sockets:
+        listener.listen()
     clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-    for number, one in enumerate(sockets):
+    for number, listening in enumerate(sockets):
         while True:
             try:
-                one.accept()[0].close()
+                listening.accept()[0].close()
             except BlockingIOError:
                 break
             reached.add(number)
-    for one in (*clients, *sockets):
-        one.close()
+    for connection in (*clients, *sockets):
+        connection.close()
     assert reached == {0, 1}
 
 
-def test_a_port_that_the_workers_of_another_gateway_have_is_refused() -> None:
+def test_port_used_by_workers_of_another_gateway_is_refused() -> None:
     """Sockets that share a port would share it with those of another gateway too: its clients would come to us."""
     url, sockets = bind_all("127.0.0.1", 0, 2, has_keys=False)
-    for one in sockets:
-        one.listen()
+    for listening in sockets:
+        listening.listen()
     with pytest.raises(OSError, match="in use"):
         bind_all("127.0.0.1", int(url.rpartition(":")[2]), 2, has_keys=False)
-    for one in sockets:
-        one.close()
+    for listener in sockets:
+        listener.close()
 
 
-def test_without_keys_workers_serve_this_machine_alone() -> None:
+def test_workers_without_keys_serve_only_localhost() -> None:
     with pytest.raises(InvalidRequest, match="no API keys"):
         bind_all("0.0.0.0", 0, 2, has_keys=False)
 
@@ -58,12 +58,12 @@ def test_without_keys_workers_serve_this_machine_alone() -> None:
 class StubbornWorkers:
     """Workers that end only when they are killed, and time that passes only while their supervisor sleeps."""
 
-    def __init__(self, *, answer: bool, one_ends: bool, signals: Sequence[tuple[float, int]] = ()) -> None:
+    def __init__(self, *, answer: bool, worker_ends: bool, signals: Sequence[tuple[float, int]] = ()) -> None:
         self.now, self.killed_at = 0.0, 0.0
         self.sent: list[int] = []
         self._answer, self._signals = answer, list(signals)
         self._processes = {number: SimpleNamespace(pid=number, name="w", exitcode=None) for number in range(2)}
-        if one_ends:
+        if worker_ends:
             self._processes[0].exitcode = 1
 
     def run(self, drain_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ class StubbornWorkers:
             self.killed_at, self._processes[pid].exitcode = self.now, -number
 
 
-def test_workers_that_could_not_start_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = StubbornWorkers(answer=False, one_ends=True)
+def test_workers_that_failed_to_start_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = StubbornWorkers(answer=False, worker_ends=True)
     with pytest.raises(TokentapeError, match="could not start"):
         workers.run(3600.0, monkeypatch)
     assert workers.sent == [signal.SIGTERM, signal.SIGKILL]
@@ -98,31 +98,31 @@ def test_workers_that_could_not_start_are_not_drained(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_workers_that_could_not_start_at_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = StubbornWorkers(answer=False, one_ends=True, signals=[(3.0, number)])
+def test_signal_ends_workers_that_failed_to_start_at_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = StubbornWorkers(answer=False, worker_ends=True, signals=[(3.0, number)])
     with pytest.raises(TokentapeError, match="could not start"):
         workers.run(3600.0, monkeypatch)
     assert 2.9 < workers.killed_at < 3.5
 
 
 def test_a_second_signal_ends_workers_that_are_still_starting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = StubbornWorkers(answer=False, one_ends=False, signals=[(3.0, signal.SIGTERM), (5.0, signal.SIGTERM)])
+    workers = StubbornWorkers(answer=False, worker_ends=False, signals=[(3.0, signal.SIGTERM), (5.0, signal.SIGTERM)])
     workers.run(3600.0, monkeypatch)
     assert 4.9 < workers.killed_at < 5.5
 
 
-def test_workers_that_served_have_the_time_to_drain_and_are_sent_a_second_interrupt(
+def test_serving_workers_get_time_to_drain_and_a_second_interrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workers = StubbornWorkers(answer=True, one_ends=False, signals=[(3.0, signal.SIGINT), (5.0, signal.SIGINT)])
+    workers = StubbornWorkers(answer=True, worker_ends=False, signals=[(3.0, signal.SIGINT), (5.0, signal.SIGINT)])
     workers.run(100.0, monkeypatch)
     assert workers.sent == [signal.SIGTERM] * 2 + [signal.SIGINT] * 2 + [signal.SIGKILL] * 2
     assert 117 < workers.killed_at < 119
 
 
 @pytest.mark.slow
-def test_workers_that_can_t_start_end_it_all_and_say_why(model_dir: Path, tmp_path: Path) -> None:
-    # Port 9 is "discard", which nobody serves.
+def test_worker_start_failure_stops_the_supervisor_with_the_reason(model_dir: Path, tmp_path: Path) -> None:
+    # Port 9 is "discard", which no process serves.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--engine-wait", "0"]
     command = [sys.executable, "-m", "tokentape", "serve", model_dir, *engine, "--data", tmp_path, "--port", "0"]
     done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, check=False, timeout=PATIENCE)

@@ -45,12 +45,12 @@ def reduce(case: Case, kind: str, kinds_of: Callable[[Case], set[str]]) -> list[
             causes = half
             break
     for cause in list(causes):
-        fewer = [one for one in causes if one != cause]
+        fewer = [option for option in causes if option != cause]
         if kind in kinds_of(only(case, fewer)):
             causes = fewer
-    based = [one for one in causes if one.startswith("base=")]
-    if len(based) == 1 and any(one.startswith("mutation=") for one in causes):
-        simplest = [ANY_BASE if one in based else one for one in causes]
+    based = [option for option in causes if option.startswith("base=")]
+    if len(based) == 1 and any(option.startswith("mutation=") for option in causes):
+        simplest = [ANY_BASE if option in based else option for option in causes]
         causes = simplest if kind in kinds_of(only(case, simplest)) else causes
     return causes
 
@@ -60,8 +60,8 @@ def known_causes(path: Path = KNOWN) -> list[Cause]:
     if not path.is_file():
         return []
     return [
-        Cause(one["kind"], tuple(one["cause"]), one["seed"], one["index"], one["example"])
-        for one in json.loads(path.read_text(encoding="utf-8"))
+        Cause(entry["kind"], tuple(entry["cause"]), entry["seed"], entry["index"], entry["example"])
+        for entry in json.loads(path.read_text(encoding="utf-8"))
     ]
 
 

@@ -114,7 +114,7 @@ class _Writer:
         return say(*written, *([quoted(after)] if close else []))
 
     def end(self, who: int) -> str:
-        """What stands after a message: of others (0), of the assistant (1), with calls (2)."""
+        """What follows a message: of others (0), of the assistant (1), with calls (2)."""
         token = _ENDS[self.on["end"]][who]
         if (self.on["end"] == "last_other" and who) or (self.on["end"] == "three" and who == 1):
             closing = "{% if loop.last and not add_generation_prompt %}" + write("<|return|>") + "{% else %}"
@@ -165,7 +165,7 @@ class _Writer:
         return ""
 
     def switch(self) -> str:
-        heard = {
+        conditions = {
             "system": "m.role == 'system'",
             "any_user": "m.role == 'user'",
             "last_user": "loop.index0 == ns.last_user",
@@ -177,7 +177,7 @@ class _Writer:
         else:
             listening = (
                 "{% for m in messages %}{% if "
-                + heard[self.on["switch"]]
+                + conditions[self.on["switch"]]
                 + f" and {self.word} in (m.content or '') %}}"
                 "{% set ns.brief = true %}{% endif %}{% endfor %}"
             )
@@ -188,7 +188,7 @@ class _Writer:
         return listening
 
     def opening(self) -> str:
-        """What stands before all messages: date, tools and system text that do not stand in a message."""
+        """What precedes all messages: date, tools and system text outside of messages."""
         parts = [say("bos_token")] if self.on["bos"] == "token" else []
         system: list[str] = []
         if self.on["date"] == "system":
@@ -280,11 +280,11 @@ class _Writer:
         if self.on["beside"] != "after_results":
             return self.bare_result()
         # What was said beside the calls is written after the last of their results.
-        said = "{% set ns.prior = '' %}{% for q in messages %}{% if q.tool_calls and loop.index0 < HERE %}"
-        said += "{% set ns.prior = q.content or '' %}{% endif %}{% endfor %}"
+        prior = "{% set ns.prior = '' %}{% for q in messages %}{% if q.tool_calls and loop.index0 < HERE %}"
+        prior += "{% set ns.prior = q.content or '' %}{% endif %}{% endfor %}"
         last = "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
-        said = "{% set here = loop.index0 %}" + said.replace("HERE", "here") + last + "{% if ns.prior %}"
-        return self.bare_result() + said + say("ns.prior") + self.end(1) + "{% endif %}{% endif %}"
+        prior = "{% set here = loop.index0 %}" + prior.replace("HERE", "here") + last + "{% if ns.prior %}"
+        return self.bare_result() + prior + say("ns.prior") + self.end(1) + "{% endif %}{% endif %}"
 
     def bare_result(self) -> str:
         text = say("c")
@@ -320,8 +320,8 @@ class _Writer:
             if self.on["switch_effect"] == "prompt" and (self.on["switch"] != "none" or self.on["keyword"] != "none"):
                 usual = "{% if ns.brief %}" + empty + "{% else %}" + usual + "{% endif %}"
             text += usual
-        asked = "messages[-1].role != 'assistant'" if how == "always" else "add_generation_prompt"
-        return "{% if " + asked + " %}" + text + "{% endif %}"
+        condition = "messages[-1].role != 'assistant'" if how == "always" else "add_generation_prompt"
+        return "{% if " + condition + " %}" + text + "{% endif %}"
 
 
 def compose(case: Case) -> Template:

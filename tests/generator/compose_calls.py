@@ -46,13 +46,13 @@ def calls(on: Mapping[str, str], header: Callable[[str], str], end: str) -> str:
                 "{{ '\\n' }}",
             )
         case "tagged_parameters":
-            one = "<parameter={{ k }}>{{ '\\n' ~ " + value + " ~ '\\n' }}</parameter>{{ '\\n' }}"
-            function = f"<function={name}>{{{{ '\\n' }}}}{_items(one)}</function>"
+            parameter = "<parameter={{ k }}>{{ '\\n' ~ " + value + " ~ '\\n' }}</parameter>{{ '\\n' }}"
+            function = f"<function={name}>{{{{ '\\n' }}}}{_items(parameter)}</function>"
             body = "<tool_call>{{ '\\n' }}" + function + "{{ '\\n' }}</tool_call>"
             between = "{{ '\\n' }}"
         case "key_value_tags":
-            one = "<arg_key>{{ k }}</arg_key>{{ '\\n' }}<arg_value>{{ " + value + " }}</arg_value>{{ '\\n' }}"
-            body = f"{{{{ '\\n' }}}}<tool_call>{name}{{{{ '\\n' }}}}{_items(one)}</tool_call>"
+            parameter = "<arg_key>{{ k }}</arg_key>{{ '\\n' }}<arg_value>{{ " + value + " }}</arg_value>{{ '\\n' }}"
+            body = f"{{{{ '\\n' }}}}<tool_call>{name}{{{{ '\\n' }}}}{_items(parameter)}</tool_call>"
         case "python":
             body = f"{name}({_items('{{ k }}=' + literal, ', ')})"
             before, between, after = "<|python_start|>[", ", ", "]<|python_end|>"
@@ -68,15 +68,15 @@ def calls(on: Mapping[str, str], header: Callable[[str], str], end: str) -> str:
         case "bare_json":
             body, between = _json("name", "parameters", label), "{{ '\\n' }}"
         case "header_per_call":
-            # The header of the turn stands there already; each call has a header of its own besides.
+            # The header of the turn is already written; each call also has its own header.
             body = header("' to=' ~ f.name") + "{{ " + _ARGUMENTS + " }}"
             between = end
         case "json_array":
             before, between, after = "[TOOL_CALLS][", ", ", "]"
             body = _json("name", "arguments", label)
         case "typed_tags":
-            one = '<arg name="{{ k }}" type="{{ ' + _TYPE + ' }}">{{ ' + value + " }}</arg>"
-            body = f'<call name="{name}">{_items(one)}</call>'
+            parameter = '<arg name="{{ k }}" type="{{ ' + _TYPE + ' }}">{{ ' + value + " }}</arg>"
+            body = f'<call name="{name}">{_items(parameter)}</call>'
         case _:
             return ""
     labelled = "{% set ns.label = " + label + " ~ '' %}" if label else ""

@@ -95,7 +95,7 @@ def constants_of(source: str) -> list[str]:
     return list(dict.fromkeys(compared or every))
 
 
-class Talker:
+class ConversationMaker:
     """Makes the conversations of one case."""
 
     def __init__(
@@ -212,8 +212,8 @@ class Talker:
             null = rng.random() < 0.25 and self.typed
             arguments[key] = None if null else value
         arguments["place"] = self.text("argument", plain=rng.random() < 0.7).strip()
-        given = _json(arguments) if self.arguments_as_text else arguments
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+        arguments_field = _json(arguments) if self.arguments_as_text else arguments
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_field}}
 
     def results(self, turn: Message) -> list[Message]:
         results = []
@@ -278,7 +278,7 @@ def conversations(
     """The conversations of these numbers of a case; `rng_of` gives a generator of random numbers for a purpose."""
     constants = constants_of(source)
     return [
-        Talker(
+        ConversationMaker(
             rng_of(f"conversation {n}"), constants, controls, arguments_as_text=arguments_as_text, typed=typed
         ).conversation(n)
         for n in numbers

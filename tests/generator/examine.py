@@ -98,12 +98,12 @@ def _examine(
         result.counts = {"templates that do not render a question and an answer": 1}
         return
     try:
-        asked = product(folder, kwargs)
+        with_kwargs = product(folder, kwargs)
     except Exception as error:
         result.findings = [Finding("not certified", -1, f"{type(error).__name__}: {error}"[:400])]
         return
     ends = frozenset((template.eos, *template.other_ends, *ENDS)) if not case.base else frozenset[str]()
-    judge = Judge(reference, asked, ends, case.random)
+    judge = Judge(reference, with_kwargs, ends, case.random)
     controls: Sequence[str] = sorted(reference.controls)
     typed = not case.base and case.options["calls"] not in ("tagged_parameters", "key_value_tags", "semicolons")
     made = conversations(

@@ -21,10 +21,10 @@ _REPLIES = 2
 """Replies that are tried after every history."""
 
 
-def answered(one: Conversation) -> bool:
+def answered(conversation: Conversation) -> bool:
     """Whether the new messages answer each call of the reply, as in the conversations that certificates speak of."""
-    results = [message for message in one.new if message["role"] == "tool"]
-    return len(results) == len(one.reply.get("tool_calls") or ())
+    results = [message for message in conversation.new if message["role"] == "tool"]
+    return len(results) == len(conversation.reply.get("tool_calls") or ())
 
 
 def _after_a_call(content: str | None, arguments: object) -> tuple[Message, ...]:
@@ -48,10 +48,10 @@ def _ids_in(messages: Sequence[Message]) -> set[str]:
 def has_shortest(name: str, conversations: Sequence[Conversation]) -> bool:
     """Whether one of them continues with as few messages as any of this name. A template may count messages."""
     fewest = len(name.partition("/")[0].replace("tools", "tool+tool").split("+"))
-    return any(len(one.new) == fewest for one in conversations)
+    return any(len(conversation.new) == fewest for conversation in conversations)
 
 
-def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
+def histories_with(constants: Sequence[str]) -> Iterator[list[Message]]:
     """Histories in which each of these strings, which a template looks for, is said by everybody in turn."""
     for constant in constants[:32]:
         for text in (constant, f"so {constant} then"):
@@ -63,20 +63,22 @@ def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
             yield [_SYSTEM, QUESTION, {"role": "assistant", "content": text}, QUESTION]
 
 
-def counts_saying(reference: Reference, one: Conversation, constants: Sequence[str], *, tools: bool) -> str:
+def depends_on_constants(
+    reference: Reference, conversation: Conversation, constants: Sequence[str], *, tools: bool
+) -> str:
     """Why new messages that say what a template looks for are written otherwise after others that do; empty if not."""
     for constant in constants[:32]:
-        said: list[Sequence[Message]] = [[{"role": "user", "content": constant}, _ANSWER, QUESTION]]
+        histories: list[Sequence[Message]] = [[{"role": "user", "content": constant}, _ANSWER, QUESTION]]
         for history in AFTER_RESULTS[::2] if tools else ():
-            said.append([*history[:-1], {**history[-1], "content": constant}])
-        new = [{**message, "content": f"{constant} {words_in(message)[-1]}"} for message in one.new]
+            histories.append([*history[:-1], {**history[-1], "content": constant}])
+        new = [{**message, "content": f"{constant} {words_in(message)[-1]}"} for message in conversation.new]
         tails: set[str] = set()
-        for history in ([QUESTION], *said):
+        for history in ([QUESTION], *histories):
             try:
-                full = reference.render([*history, one.reply, *new], one.tools, generate=True)
+                full = reference.render([*history, conversation.reply, *new], conversation.tools, generate=True)
             except Refused:
                 continue
-            end = end_of_reply(full, one.reply, new)
+            end = end_of_reply(full, conversation.reply, new)
             tails |= {full[end:]} if end is not None else set()
         if len(tails) > 1:
             return f"{constant!r} again: {min(tails)[-120:]!r} and {max(tails)[-120:]!r}"
@@ -92,31 +94,37 @@ def dependence(
     """
     tried = 0
     # Templates that fail on a reply without content fail after most histories.
-    shortest = sorted(conversations, key=lambda one: (len(one.new), one.reply.get("content") is None))
-    calling = [one for one in shortest if one.reply.get("tool_calls") and not one.reply.get("content")][:1]
-    silent = [replace(one, reply={**one.reply, "content": None}) for one in calling]
-    for one in [*shortest[:_REPLIES], *silent]:
+    shortest = sorted(
+        conversations, key=lambda conversation: (len(conversation.new), conversation.reply.get("content") is None)
+    )
+    calling = [
+        conversation
+        for conversation in shortest
+        if conversation.reply.get("tool_calls") and not conversation.reply.get("content")
+    ][:1]
+    silent = [replace(conversation, reply={**conversation.reply, "content": None}) for conversation in calling]
+    for probe in [*shortest[:_REPLIES], *silent]:
         tails: set[str] = set()
-        for history in [(QUESTION,), one.history, *_CALLED, *histories]:
+        for history in [(QUESTION,), probe.history, *_CALLED, *histories]:
             # Within one conversation no two calls have the same id.
-            if history is not one.history and not _ids_in([one.reply]).isdisjoint(_ids_in(history)):
+            if history is not probe.history and not _ids_in([probe.reply]).isdisjoint(_ids_in(history)):
                 continue
             try:
-                full = reference.render([*history, one.reply, *one.new], one.tools, generate=True)
+                full = reference.render([*history, probe.reply, *probe.new], probe.tools, generate=True)
             except Refused:
                 continue
-            end = end_of_reply(full, one.reply, one.new)
-            if end is None and one in silent:
+            end = end_of_reply(full, probe.reply, probe.new)
+            if end is None and probe in silent:
                 continue
             if end is None:
                 return None
             tails.add(full[end:])
             tried += 1
-            if any(word in full[end:] for word in words_in([*history, *one.tools])):
+            if any(word in full[end:] for word in words_in([*history, *probe.tools])):
                 return "the history is said again"
-            if not all(word in full[end:] for word in words_in(list(one.new))):
+            if not all(word in full[end:] for word in words_in(list(probe.new))):
                 return "a new message is written elsewhere"
             if len(tails) > 1:
-                one_tail, other = sorted(tails)
-                return f"another history, another tail: {one_tail[-120:]!r} and {other[-120:]!r}"
+                tail, other = sorted(tails)
+                return f"another history, another tail: {tail[-120:]!r} and {other[-120:]!r}"
     return "" if tried >= _FEWEST else None

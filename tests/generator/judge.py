@@ -14,14 +14,14 @@ from tests.generator.conversations import Conversation, Message, words_in
 from tests.generator.independence import (
     AFTER_RESULTS,
     answered,
-    counts_saying,
     dependence,
+    depends_on_constants,
     has_shortest,
-    histories_saying,
+    histories_with,
 )
 from tests.generator.oracle import Reference, Refused, appends, end_of_reply
 from tests.generator.product import Product, message_of
-from tests.generator.replies import Spoken, expected_tail, spoken_turn
+from tests.generator.replies import SampledTurn, expected_tail, sampled_turn
 from tokentape.chat._certificate import Continuation
 from tokentape.errors import TemplateRefused
 
@@ -77,43 +77,55 @@ class Judge:
             self._found(kind, conversation, f"{type(error).__name__}: {error}")
             return None
 
-    def _conversation(self, one: Conversation) -> None:
-        prompt = self.reference.render(one.history, one.tools, generate=True)
-        if one.forged and self.reference.spells_control([one.history, one.tools]):
-            self._forged(one)
+    def _conversation(self, conversation: Conversation) -> None:
+        prompt = self.reference.render(conversation.history, conversation.tools, generate=True)
+        if conversation.forged and self.reference.spells_control([conversation.history, conversation.tools]):
+            self._forged(conversation)
         else:
-            self._prompt(one, prompt)
-        if self.reference.spells_control([one.history, one.reply, one.new, one.tools]):
+            self._prompt(conversation, prompt)
+        if self.reference.spells_control(
+            [conversation.history, conversation.reply, conversation.new, conversation.tools]
+        ):
             return
-        spoken = self.reference.render([*one.history, one.reply], one.tools, generate=False)
-        full = self.reference.render([*one.history, one.reply, *one.new], one.tools, generate=True)
-        turn = spoken_turn(self.reference, self.product.stop_ids(one.tools), one, prompt, spoken, full)
+        with_reply = self.reference.render(
+            [*conversation.history, conversation.reply], conversation.tools, generate=False
+        )
+        full = self.reference.render(
+            [*conversation.history, conversation.reply, *conversation.new], conversation.tools, generate=True
+        )
+        turn = sampled_turn(
+            self.reference, self.product.stop_ids(conversation.tools), conversation, prompt, with_reply, full
+        )
         if turn is None:
             self.counts["not compared: the template leaves the reply out"] += 1
             return
         if turn.halted:
-            before = self.reference.render(one.history, one.tools, generate=False)
+            before = self.reference.render(conversation.history, conversation.tools, generate=False)
             header = prompt.startswith(before) and turn.stop in prompt[len(before) :]
             kind = "stop within turn: a header" if header else "stop within turn"
-            self._found(kind, one, f"{turn.stop!r} stands within the template's own turn {turn.text!r}")
+            self._found(kind, conversation, f"{turn.stop!r} stands within the template's own turn {turn.text!r}")
             return
-        self._appends(one, prompt, spoken, full, turn)
-        self._bridge(one, prompt, full, turn)
-        self._splice(one, prompt, full, turn)
-        self._parse(one, prompt, turn)
-        self._truncated(one, turn)
+        self._appends(conversation, prompt, with_reply, full, turn)
+        self._bridge(conversation, prompt, full, turn)
+        self._splice(conversation, prompt, full, turn)
+        self._parse(conversation, prompt, turn)
+        self._truncated(conversation, turn)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def _prompt(self, one: Conversation, prompt: str) -> None:
+    def _prompt(self, conversation: Conversation, prompt: str) -> None:
         self.counts["prompts"] += 1
         try:
-            ids = self._called("exception in render", one, lambda: self.product.render(one.history, one.tools))
+            ids = self._called(
+                "exception in render",
+                conversation,
+                lambda: self.product.render(conversation.history, conversation.tools),
+            )
         except TemplateRefused as error:
-            roles = {message["role"] for message in one.history} - {"tool", "assistant"}
-            seen = {m["role"] for m in one.history if any(word in prompt for word in words_in(m))}
+            roles = {message["role"] for message in conversation.history} - {"tool", "assistant"}
+            seen = {m["role"] for m in conversation.history if any(word in prompt for word in words_in(m))}
             if roles <= seen:
-                self._found("false refusal of a prompt", one, str(error))
+                self._found("false refusal of a prompt", conversation, str(error))
             return
         expected = self.reference.encode(prompt)
         if ids is not None and ids != expected.ids:
@@ -121,17 +133,21 @@ class Judge:
             around = prompt[expected.spans[at][0] :][:24] if at is not None else "the end"
             self._found(
                 "prompt ids",
-                one,
+                conversation,
                 f"{ids[at : at + 5] if at is not None else len(ids)} instead of "
                 f"{expected.ids[at : at + 5] if at is not None else len(expected.ids)} at {around!r}",
             )
 
-    def _forged(self, one: Conversation) -> None:
+    def _forged(self, conversation: Conversation) -> None:
         self.counts["forged prompts"] += 1
         try:
-            ids = self._called("exception in render", one, lambda: self.product.render(one.history, one.tools))
+            ids = self._called(
+                "exception in render",
+                conversation,
+                lambda: self.product.render(conversation.history, conversation.tools),
+            )
             harmless = self.reference.render(
-                self.reference.neutral(one.history), self.reference.neutral(one.tools), generate=True
+                self.reference.neutral(conversation.history), self.reference.neutral(conversation.tools), generate=True
             )
         except TemplateRefused:
             return
@@ -139,92 +155,104 @@ class Judge:
             return
         expected = self.reference.control_counts(self.reference.encode(harmless).ids)
         if self.reference.control_counts(ids) != expected:
-            self._found("injection", one, f"{self.reference.control_counts(ids)} control tokens, expected {expected}")
+            self._found(
+                "injection", conversation, f"{self.reference.control_counts(ids)} control tokens, expected {expected}"
+            )
 
     # -- bridges -----------------------------------------------------------------------------------------------------
 
-    def _appends(self, one: Conversation, prompt: str, spoken: str, full: str, turn: Spoken) -> None:
-        row = self.product.row(one.history, one.new, one.tools)
+    def _appends(self, conversation: Conversation, prompt: str, with_reply: str, full: str, turn: SampledTurn) -> None:
+        row = self.product.row(conversation.history, conversation.new, conversation.tools)
         if row is None or row.append_only == "no":
             return
-        content = one.reply.get("content") or ""
-        clean = content == content.strip() and bool(content or one.reply.get("tool_calls"))
+        content = conversation.reply.get("content") or ""
+        clean = content == content.strip() and bool(content or conversation.reply.get("tool_calls"))
         if row.append_only == "clean text" and not clean:
             return
         self.counts["claims of append-only"] += 1
-        own = spoken[len(prompt) : turn.spoken_end] if spoken.startswith(prompt) else ""
-        problem = appends(self.reference, prompt, spoken, full, own)
+        own = with_reply[len(prompt) : turn.turn_end] if with_reply.startswith(prompt) else ""
+        problem = appends(self.reference, prompt, with_reply, full, own)
         if problem:
-            self._found("false append-only", one, f"{row.name}: {problem}")
+            self._found("false append-only", conversation, f"{row.name}: {problem}")
 
-    def _before(self, one: Conversation) -> list[int]:
+    def _before(self, conversation: Conversation) -> list[int]:
         """The ids of the prompt that the reply is sampled after."""
-        return self.reference.encode(self.reference.render(one.history, one.tools, generate=True)).ids
+        return self.reference.encode(self.reference.render(conversation.history, conversation.tools, generate=True)).ids
 
-    def _bridge(self, one: Conversation, prompt: str, full: str, turn: Spoken) -> None:
-        expected = expected_tail(self.reference, one, full, turn, self.end_tokens)
+    def _bridge(self, conversation: Conversation, prompt: str, full: str, turn: SampledTurn) -> None:
+        expected = expected_tail(self.reference, conversation, full, turn, self.end_tokens)
         if not turn.stop and self.product.left_in_reasoning(prompt, turn.text):
             # The template shows the turn without the reasoning that its prompt opens. What was sampled is all of it
             # reasoning, cut short: it has no calls that could be answered, and it is closed first.
             self.counts["turns that do not close the reasoning that their prompt opens"] += 1
-            self._after_any(one, turn.ids)
+            self._after_any(conversation, turn.ids)
             return
         if expected is None:
             self.counts["not compared: the reply ends otherwise in the whole rendering"] += 1
             return
         try:
             strategy = self._called(
-                "exception in choose", one, lambda: self.product.strategy(one.history, one.reply, one.new, one.tools)
+                "exception in choose",
+                conversation,
+                lambda: self.product.strategy(
+                    conversation.history, conversation.reply, conversation.new, conversation.tools
+                ),
             )
         except TemplateRefused as error:
-            self._refused(one, full, turn, str(error))
+            self._refused(conversation, full, turn, str(error))
             return
         if strategy is None:
             return
         self.counts[f"strategy {strategy}"] += 1
         if strategy == "fork":
             return
-        history = one.history if strategy == "contextual" else None
-        problem = self._bridge_differs(one, turn, expected, history)
+        history = conversation.history if strategy == "contextual" else None
+        problem = self._bridge_differs(conversation, turn, expected, history)
         if problem.startswith("refused: "):
-            self._refused(one, full, turn, problem)
-        elif problem and self._leaves_out_what_is_repeated(one, full, turn, history):
+            self._refused(conversation, full, turn, problem)
+        elif problem and self._leaves_out_what_is_repeated(conversation, full, turn, history):
             self.counts["bridges without content that the template repeats after results"] += 1
-        elif problem and strategy == "local" and not self._bridge_differs(one, turn, expected, one.history):
-            self._found("false local", one, problem)
+        elif (
+            problem
+            and strategy == "local"
+            and not self._bridge_differs(conversation, turn, expected, conversation.history)
+        ):
+            self._found("false local", conversation, problem)
         elif problem:
-            self._found("bridge ids" if problem.startswith("ids ") else "wrong bridge", one, f"{strategy}: {problem}")
+            self._found(
+                "bridge ids" if problem.startswith("ids ") else "wrong bridge", conversation, f"{strategy}: {problem}"
+            )
 
     def _leaves_out_what_is_repeated(
-        self, one: Conversation, full: str, turn: Spoken, history: Sequence[Message] | None
+        self, conversation: Conversation, full: str, turn: SampledTurn, history: Sequence[Message] | None
     ) -> bool:
         """Whether the bridge lacks only content that stands beside calls and is written again after their results.
 
         That is the policy of docs/decisions/0013: it was sampled in the turn, and the certificate does not say that
         such a continuation appends only.
         """
-        content = one.reply.get("content")
-        row = self.product.row(one.history, one.new, one.tools)
-        if not content or not one.reply.get("tool_calls") or (row is not None and row.append_only != "no"):
+        content = conversation.reply.get("content")
+        row = self.product.row(conversation.history, conversation.new, conversation.tools)
+        if not content or not conversation.reply.get("tool_calls") or (row is not None and row.append_only != "no"):
             return False
         if not all(word in full[turn.full_end :] for word in words_in(content)):
             return False
-        silent = replace(one, reply={**one.reply, "content": ""})
+        silent = replace(conversation, reply={**conversation.reply, "content": ""})
         written = self.reference.render([*silent.history, silent.reply, *silent.new], silent.tools, generate=True)
         end = end_of_reply(written, silent.reply, silent.new)
         if end is None:
             return False
         expected = expected_tail(self.reference, silent, written, replace(turn, full_end=end), self.end_tokens)
-        return expected is not None and not self._bridge_differs(one, turn, expected, history)
+        return expected is not None and not self._bridge_differs(conversation, turn, expected, history)
 
-    def _splice(self, one: Conversation, prompt: str, full: str, turn: Spoken) -> None:
+    def _splice(self, conversation: Conversation, prompt: str, full: str, turn: SampledTurn) -> None:
         """A conversation rendered from the start, with the sampled ids in place of the reply."""
-        messages = [*one.history, one.reply, *one.new]
+        messages = [*conversation.history, conversation.reply, *conversation.new]
         try:
             ids = self._called(
                 "exception in splice",
-                one,
-                lambda: self.product.splice(messages, one.tools, {len(one.history): turn.ids}),
+                conversation,
+                lambda: self.product.splice(messages, conversation.tools, {len(conversation.history): turn.ids}),
             )
         except TemplateRefused:
             return
@@ -234,23 +262,25 @@ class Judge:
             return
         self.counts["spliced"] += 1
         if not any(ids[n : n + len(turn.ids)] == turn.ids for n in range(len(ids) - len(turn.ids) + 1)):
-            # No claim is false: nothing is spliced where turns can't be told apart. It is worth a count.
+            # No claim is false: nothing is spliced if turns can't be distinguished. It is counted.
             self.counts["spliced without the sampled ids"] += 1
-        expected = expected_tail(self.reference, one, full, turn, self.end_tokens)
+        expected = expected_tail(self.reference, conversation, full, turn, self.end_tokens)
         whole, before = self.reference.encode(full).ids, self.reference.encode(prompt).ids
         if expected is not None and [*before, *turn.ids, *(expected[0][1] or [])] == whole != ids:
-            self._found("splice ids", one, f"{self.reference.decode(ids)[-300:]!r} instead of {full[-300:]!r}")
+            self._found("splice ids", conversation, f"{self.reference.decode(ids)[-300:]!r} instead of {full[-300:]!r}")
 
     def _bridge_differs(
         self,
-        one: Conversation,
-        turn: Spoken,
+        conversation: Conversation,
+        turn: SampledTurn,
         expected: Sequence[tuple[str, list[int] | None]],
         history: Sequence[Message] | None,
     ) -> str:
         """How the product's bridge differs from what is expected; empty if it does not."""
         try:
-            ids = self.product.bridge(turn.ids, one.reply, one.new, one.tools, history, self._before(one))
+            ids = self.product.bridge(
+                turn.ids, conversation.reply, conversation.new, conversation.tools, history, self._before(conversation)
+            )
         except TemplateRefused as error:
             return f"refused: {error}"
         except Exception as error:
@@ -268,23 +298,26 @@ class Judge:
             return f"ids {ids[:12]} instead of {wanted_ids[:12]} for {wanted[:60]!r}"
         return f"{text[-200:]!r} instead of {wanted[-200:]!r}"
 
-    def _refused(self, one: Conversation, full: str, turn: Spoken, reason: str) -> None:
+    def _refused(self, conversation: Conversation, full: str, turn: SampledTurn, reason: str) -> None:
         tail = full[turn.full_end :]
-        if all(any(word in tail for word in words_in(message)[-1:]) for message in one.new):
-            self._found("false refusal of a bridge", one, reason)
+        if all(any(word in tail for word in words_in(message)[-1:]) for message in conversation.new):
+            self._found("false refusal of a bridge", conversation, reason)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def _parse(self, one: Conversation, prompt: str, turn: Spoken) -> None:
+    def _parse(self, conversation: Conversation, prompt: str, turn: SampledTurn) -> None:
         self.counts["replies parsed"] += 1
         try:
-            reply = self.product.parse(turn.ids, one.tools, self._before(one))
-            if one.number % 3 == 0 and self.product.parse(turn.ids, one.tools, self._before(one), step=1) != reply:
-                self._found("reply depends on how it is cut", one, turn.text)
+            reply = self.product.parse(turn.ids, conversation.tools, self._before(conversation))
+            if (
+                conversation.number % 3 == 0
+                and self.product.parse(turn.ids, conversation.tools, self._before(conversation), step=1) != reply
+            ):
+                self._found("reply depends on how it is cut", conversation, turn.text)
         except Exception as error:
-            self._found("exception in parser", one, f"{type(error).__name__}: {error}: {turn.text}")
+            self._found("exception in parser", conversation, f"{type(error).__name__}: {error}: {turn.text}")
             return
-        if not turn.own or one.constant or not all(word in turn.text for word in words_in(one.reply)):
+        if not turn.own or conversation.constant or not all(word in turn.text for word in words_in(conversation.reply)):
             return
         if self.reference.decode_whole(turn.ids).split() != turn.text.split():
             self.counts["not compared: tokenizers itself decodes the reply otherwise"] += 1
@@ -292,45 +325,49 @@ class Judge:
         if self.product.left_in_reasoning(prompt, turn.text):
             self.counts["not compared: the turn does not close the reasoning that its prompt opens"] += 1
             return
-        checks = checks_of(one.reply)
+        checks = checks_of(conversation.reply)
         if not self.product.parses(checks):
             self.counts["not compared: the certificate does not say that it is parsed"] += 1
             return
         exact = self.reference.decode_whole(turn.ids) == turn.text
-        problem = reply_differs(one.reply, message_of(reply, one.reply), composed if exact else squeezed)
+        problem = reply_differs(
+            conversation.reply, message_of(reply, conversation.reply), composed if exact else squeezed
+        )
         if problem:
-            self._found("false claim of parsing", one, f"{problem}; {turn.text[:160]!r}")
+            self._found("false claim of parsing", conversation, f"{problem}; {turn.text[:160]!r}")
 
-    def _truncated(self, one: Conversation, turn: Spoken) -> None:
+    def _truncated(self, conversation: Conversation, turn: SampledTurn) -> None:
         """Cut the turn at a random token: no exception, no lost message, and what was open is closed."""
         if len(turn.ids) < 3:
             return
-        cut = turn.ids[: self.rng_of(f"cut {one.number}").randrange(1, len(turn.ids) - 1)]
+        cut = turn.ids[: self.rng_of(f"cut {conversation.number}").randrange(1, len(turn.ids) - 1)]
         self.counts["truncated replies"] += 1
-        self._after_any(one, cut)
+        self._after_any(conversation, cut)
 
-    def _after_any(self, one: Conversation, cut: list[int]) -> None:
+    def _after_any(self, conversation: Conversation, cut: list[int]) -> None:
         """Go on after ids that are no whole turn."""
         try:
-            reply = self.product.parse(cut, one.tools, self._before(one))
+            reply = self.product.parse(cut, conversation.tools, self._before(conversation))
         except Exception as error:
-            self._found("exception in parser", one, f"{type(error).__name__}: {error}: {self.reference.decode(cut)}")
+            self._found(
+                "exception in parser", conversation, f"{type(error).__name__}: {error}: {self.reference.decode(cut)}"
+            )
             return
-        said = message_of(reply, one.reply)
+        parsed = message_of(reply, conversation.reply)
         new: list[Message] = [{"role": "user", "content": "go on zqfollowup"}]
-        if said.get("tool_calls"):
+        if parsed.get("tool_calls"):
             return
         try:
-            prompt = self.reference.render(one.history, one.tools, generate=True)
-            full = self.reference.render([*one.history, said, *new], one.tools, generate=True)
-            strategy = self.product.strategy(one.history, said, new, one.tools)
+            prompt = self.reference.render(conversation.history, conversation.tools, generate=True)
+            full = self.reference.render([*conversation.history, parsed, *new], conversation.tools, generate=True)
+            strategy = self.product.strategy(conversation.history, parsed, new, conversation.tools)
             if strategy == "fork":
                 return
-            history = one.history if strategy == "contextual" else None
+            history = conversation.history if strategy == "contextual" else None
             ids = self._called(
                 "exception in bridge",
-                one,
-                lambda: self.product.bridge(cut, said, new, one.tools, history, self._before(one)),
+                conversation,
+                lambda: self.product.bridge(cut, parsed, new, conversation.tools, history, self._before(conversation)),
             )
         except (Refused, TemplateRefused):
             return
@@ -338,19 +375,26 @@ class Judge:
             return
         text = self.reference.decode(ids)
         if "zqfollowup" in full and "zqfollowup" not in text:
-            self._found("message lost after a truncated reply", one, f"{text!r} after {self.reference.decode(cut)!r}")
+            self._found(
+                "message lost after a truncated reply", conversation, f"{text!r} after {self.reference.decode(cut)!r}"
+            )
         content = (reply.reasoning if reply.reasoning_open else reply.content).strip()
         if reply.tool_calls or not content or full.count(content) != 1 or (reply.reasoning_open and reply.content):
             return
         if self.reference.spells_control(content):
             self.counts["not compared: content with a control token that the parser does not know"] += 1
             return
-        without = self.reference.render([*one.history, _saying_otherwise(said), *new], one.tools, generate=True)
+        without = self.reference.render(
+            [*conversation.history, _with_other_text(parsed), *new], conversation.tools, generate=True
+        )
         if content in without:
             return  # The template leaves the reply out, and writes the same itself.
         at = full.rindex(content)
         followed = full.rfind(new[0]["content"])
-        if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0) or 0 <= followed <= at:
+        if (
+            at < max((full.rfind(word) for word in words_in(list(conversation.history))), default=0)
+            or 0 <= followed <= at
+        ):
             return  # The template leaves the reply out, and others say the same.
         tail = full[at + len(content) :]
         sampled = self.reference.decode(cut)
@@ -359,16 +403,16 @@ class Judge:
         if stop is not None and stop[0] + len(stop[1]) < len(after):
             return
         self.counts["bridges after truncated replies"] += 1
-        # After a stop that was sampled stands what the template writes after that one.
+        # After a sampled stop comes what the template writes after that stop.
         expected = tail.partition(stop[1])[2] if stop is not None and stop[1] in tail else tail
         other = self.reference.first_control(tail) if stop is not None and expected == tail else None
-        if other is not None and self.reference.added[stop[1]]["id"] in self.product.stop_ids(one.tools):
+        if other is not None and self.reference.added[stop[1]]["id"] in self.product.stop_ids(conversation.tools):
             # It ends the turn in place of the token that the template writes there, but is no next message's header.
             replaced = tail[other[0] + len(other[1]) :]
             expected = replaced if squeezed(text) == squeezed(replaced) else expected
         # What was sampled after the content may be its white space. Some tokens take along what follows them.
         again = self.reference.decode(self.reference.encode(expected).ids)
-        lines = [one.partition("zqfollowup")[0].count("\n") for one in (text, expected, again)]
+        lines = [rendering.partition("zqfollowup")[0].count("\n") for rendering in (text, expected, again)]
         exact = lines[0] in lines[1:] or not sampled.endswith(content)
         if squeezed(text) != squeezed(expected) or not exact:
             before = (prompt + sampled).rpartition(content)[0].rstrip()
@@ -376,21 +420,21 @@ class Judge:
             if opening and not before.endswith(tuple(opening)):
                 self.counts["not compared: content without what the template opens it with"] += 1
                 return
-            if reply.reasoning_open and self._lacks_only_a_frame(one, said, new, text, expected):
+            if reply.reasoning_open and self._lacks_only_a_frame(conversation, parsed, new, text, expected):
                 self.counts["bridges after truncated reasoning without the frame of an empty content"] += 1
                 return
             kind = "wrong bridge after a truncated reply"
-            self._found(kind, one, f"{text!r} instead of {expected!r} after {sampled!r}")
+            self._found(kind, conversation, f"{text!r} instead of {expected!r} after {sampled!r}")
 
     def _lacks_only_a_frame(
-        self, one: Conversation, said: Message, new: Sequence[Message], text: str, expected: str
+        self, conversation: Conversation, parsed: Message, new: Sequence[Message], text: str, expected: str
     ) -> bool:
         """Whether a bridge closes reasoning and ends the turn, but without the frame of an empty content in between.
 
         How a turn ends is what the template writes after a content that is not empty; without content some end none.
         """
-        answered = {**said, "content": "say zqanswer"}
-        full = self.reference.render([*one.history, answered, *new], one.tools, generate=True)
+        answered = {**parsed, "content": "say zqanswer"}
+        full = self.reference.render([*conversation.history, answered, *new], conversation.tools, generate=True)
         after = full.rpartition("zqanswer")[2]
         ended = os.path.commonprefix([after[::-1], expected[::-1]])[::-1]
         close = self.reference.first_control(expected)
@@ -406,26 +450,30 @@ class Judge:
     def _continuations(self, conversations: Sequence[Conversation], constants: Sequence[str]) -> None:
         """Compare what the certificate says of each continuation with whether its tail depends on the history."""
         rows: dict[str, tuple[Continuation, list[Conversation]]] = {}
-        for one in conversations:
-            row = self.product.row(one.history, one.new, one.tools)
-            spelled = self.reference.spells_control([one.history, one.reply, one.new, one.tools])
-            if row is not None and row.strategy != "refused" and answered(one) and not spelled:
-                rows.setdefault(row.name, (row, []))[1].append(one)
+        for own in conversations:
+            row = self.product.row(own.history, own.new, own.tools)
+            spelled = self.reference.spells_control([own.history, own.reply, own.new, own.tools])
+            if row is not None and row.strategy != "refused" and answered(own) and not spelled:
+                rows.setdefault(row.name, (row, []))[1].append(own)
         # A control token that a caller spells is text for the product, which the template does not see as it is.
-        said = [*(c.history for c in conversations), *map(tuple, histories_saying(constants))]
-        histories = [history for history in said if not self.reference.spells_control(history)]
+        candidates = [*(c.history for c in conversations), *map(tuple, histories_with(constants))]
+        histories = [history for history in candidates if not self.reference.spells_control(history)]
         for row, same in rows.values():
             needed = "/no-system" not in row.name if "/no-tools" in row.name else None
-            asked = [h for h in histories if needed in (None, _says_system(h))]
-            asked += AFTER_RESULTS if needed is None else []
-            why = dependence(self.reference, same, asked)
+            chosen = [h for h in histories if needed in (None, _has_system(h))]
+            chosen += AFTER_RESULTS if needed is None else []
+            why = dependence(self.reference, same, chosen)
             # New messages that say what the template looks for may hide that it looks for it in the history too.
-            silent = [one for one in same if not any(text in repr([one.reply, one.new]) for text in constants)]
+            silent = [
+                conversation
+                for conversation in same
+                if not any(text in repr([conversation.reply, conversation.new]) for text in constants)
+            ]
             if why == "" and len(silent) < len(same):
-                why = dependence(self.reference, silent, asked)
+                why = dependence(self.reference, silent, chosen)
             if why == "" and silent and not needed:
-                shortest = min(silent, key=lambda one: len(one.new))
-                why = counts_saying(self.reference, shortest, constants, tools=needed is None)
+                shortest = min(silent, key=lambda conversation: len(conversation.new))
+                why = depends_on_constants(self.reference, shortest, constants, tools=needed is None)
             if why:
                 self.counts["continuations that depend on the history"] += 1
                 if row.strategy == "local":
@@ -434,14 +482,14 @@ class Judge:
                 self.counts[INDEPENDENT] += 1
                 self.counts[LOCAL] += row.strategy == "local"
                 if row.strategy != "local" and len(silent) >= ENOUGH and has_shortest(row.name, silent):
-                    detail = f"{row.name}: the same tail after {len(asked)} histories; {row.reason}"
+                    detail = f"{row.name}: the same tail after {len(chosen)} histories; {row.reason}"
                     self._found(f"needless {row.strategy}", same[0], detail)
 
 
-def _saying_otherwise(message: Message) -> Message:
+def _with_other_text(message: Message) -> Message:
     """Return an assistant message with other words."""
     return {key: "zqother" if isinstance(value, str) and key != "role" else value for key, value in message.items()}
 
 
-def _says_system(history: Sequence[Message]) -> bool:
+def _has_system(history: Sequence[Message]) -> bool:
     return any(message["role"] == "system" for message in history)

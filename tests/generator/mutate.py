@@ -116,7 +116,7 @@ def mutate(source: str, name: str, rng: random.Random) -> str:
     return MUTATIONS[name](source, rng)
 
 
-def _replace_one(source: str, pattern: str, by: Callable[[re.Match[str]], str], rng: random.Random) -> str:
+def _replace_random(source: str, pattern: str, by: Callable[[re.Match[str]], str], rng: random.Random) -> str:
     places = list(re.finditer(pattern, source))
     if not places:
         return source
@@ -125,15 +125,15 @@ def _replace_one(source: str, pattern: str, by: Callable[[re.Match[str]], str], 
 
 
 def _replacing(pattern: str, by: Callable[[re.Match[str]], str]) -> Callable[[str, random.Random], str]:
-    return lambda source, rng: _replace_one(source, pattern, by, rng)
+    return lambda source, rng: _replace_random(source, pattern, by, rng)
 
 
 def _swap_markers(source: str, rng: random.Random) -> str:
     markers = list(dict.fromkeys(CONTROL.findall(source)))
     if len(markers) < 2:
         return source
-    one, other = rng.sample(markers, 2)
-    return _replace_one(source, re.escape(one), lambda _: other, rng)
+    left, right = rng.sample(markers, 2)
+    return _replace_random(source, re.escape(left), lambda _: right, rng)
 
 
 _OUTPUT = r"\{\{-?\s*'[^'{}]+'\s*-?\}\}"

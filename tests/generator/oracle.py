@@ -26,7 +26,7 @@ DATE = "2026-07-26"
 
 
 class _Clock(datetime):
-    """A clock that stands still, for templates that ask for the date."""
+    """A frozen clock, for templates that print the date."""
 
     @classmethod
     def now(cls, tz: Any = None) -> datetime:
@@ -34,7 +34,7 @@ class _Clock(datetime):
 
 
 def frozen_clock() -> AbstractContextManager[object]:
-    """A clock that stands still, for one rendering alone: other tests ask transformers what day it is."""
+    """A frozen clock for one rendering only: other tests need the real date."""
     return mock.patch.object(chat_template_utils, "datetime", _Clock)
 
 
@@ -98,12 +98,12 @@ class Reference:
             raise found
         return found
 
-    def given(self, message: Message) -> Message:
-        """The message as the template is given it: as parts where the template shows these, but no text as it is."""
-        given, content = joined(message), message.get("content")
+    def template_message(self, message: Message) -> Message:
+        """The message as the template gets it: as parts where the template shows these, but no text as it is."""
+        prepared, content = joined(message), message.get("content")
         if self._parts_only and content is not None:
-            given["content"] = [{"type": "text", "text": given["content"]}]
-        return given
+            prepared["content"] = [{"type": "text", "text": prepared["content"]}]
+        return prepared
 
     def _takes_parts_only(self) -> bool:
         shown = []
@@ -116,7 +116,7 @@ class Reference:
         try:
             with frozen_clock():
                 texts, _ = chat_template_utils.render_jinja_template(
-                    conversations=[[self.given(message) for message in messages]],
+                    conversations=[[self.template_message(message) for message in messages]],
                     tools=list(tools) or None,
                     chat_template=self._source,
                     add_generation_prompt=generate,
@@ -131,7 +131,7 @@ class Reference:
         return Ids(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids: added tokens as they are spelled, what stands between them as `tokenizers` decodes it."""
+        """Text of ids: added tokens as they are spelled, the ids between them as `tokenizers` decodes them."""
         spelled = {token["id"]: content for content, token in self.added.items() if content.strip(" \n\t▁")}
         texts: list[str] = []
         run: list[int] = []
@@ -152,7 +152,7 @@ class Reference:
         return next((content for content, token in self.added.items() if token["id"] == token_id), None)
 
     def first_control(self, text: str, at: int = 0) -> tuple[int, str] | None:
-        """Where the first control token from `at` on stands, and its spelling."""
+        """The position of the first control token from `at` on, and its spelling."""
         found = self._any_control.search(text, at)
         return (found.start(), found[0]) if found else None
 
@@ -187,12 +187,12 @@ def joined(message: Message) -> Message:
 
     Reasoning is under both of its names, as servers give it.
     """
-    given = {key: value for key, value in message.items() if value is not None}
-    if "reasoning_content" in given:
-        given["reasoning"] = given["reasoning_content"]
-    if isinstance(given.get("content"), list):
-        given["content"] = "".join(part["text"] for part in given["content"])
-    return given
+    fields = {key: value for key, value in message.items() if value is not None}
+    if "reasoning_content" in fields:
+        fields["reasoning"] = fields["reasoning_content"]
+    if isinstance(fields.get("content"), list):
+        fields["content"] = "".join(part["text"] for part in fields["content"])
+    return fields
 
 
 def main_words(reply: Message) -> list[str]:
@@ -225,13 +225,13 @@ def begins(whole: Ids, part: Ids) -> bool:
     return whole.ids[: len(part.ids)] == part.ids
 
 
-def appends(reference: Reference, prompt: str, spoken: str, full: str, turn: str) -> str:
+def appends(reference: Reference, prompt: str, with_reply: str, full: str, turn: str) -> str:
     """Why the whole conversation does not append to prompt and turn; empty if it does.
 
-    `prompt` is the history's rendering with the generation prompt, `spoken` history and reply, `full` everything, and
-    `turn` the reply as the template wrote it, without the token that ends it.
+    `prompt` is the history's rendering with the generation prompt, `with_reply` history and reply, `full` everything,
+    and `turn` the reply as the template wrote it, without the token that ends it.
     """
-    if not spoken.startswith(prompt):
+    if not with_reply.startswith(prompt):
         return "the generation prompt is not shown before the turn"
     if not full.startswith(prompt):
         return "what came before the turn changed"
@@ -240,9 +240,9 @@ def appends(reference: Reference, prompt: str, spoken: str, full: str, turn: str
     whole = reference.encode(full)
     if not begins(whole, reference.encode(prompt)):
         return "the prompt has other ids"
-    said = reference.encode(spoken)
+    reply_ids = reference.encode(with_reply)
     end = len(prompt) + len(turn)
-    counts = [ids.boundary(end) for ids in (whole, said)]
-    if None not in counts and whole.ids[: counts[0]] != said.ids[: counts[1]]:
+    counts = [ids.boundary(end) for ids in (whole, reply_ids)]
+    if None not in counts and whole.ids[: counts[0]] != reply_ids.ids[: counts[1]]:
         return "the turn has other ids"
     return ""

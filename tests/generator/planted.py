@@ -16,52 +16,52 @@ from tokentape.errors import TemplateRefused
 class AlwaysLocal(Product):
     """Says of every continuation that it is local and append-only."""
 
-    def row(self, *asked: Any) -> Continuation | None:
-        row = super().row(*asked)
+    def row(self, *args: Any) -> Continuation | None:
+        row = super().row(*args)
         return row and replace(row, strategy="local", append_only="yes")
 
-    def strategy(self, *asked: Any) -> str:
+    def strategy(self, *args: Any) -> str:
         return "local"
 
 
 class AlwaysForks(Product):
     """Never bridges."""
 
-    def row(self, *asked: Any) -> Continuation | None:
-        row = super().row(*asked)
+    def row(self, *args: Any) -> Continuation | None:
+        row = super().row(*args)
         return row and replace(row, strategy="fork")
 
-    def strategy(self, *asked: Any) -> str:
+    def strategy(self, *args: Any) -> str:
         return "fork"
 
 
 class OneWrongToken(Product):
     """Changes the last token of every bridge."""
 
-    def bridge(self, *asked: Any) -> list[int]:
-        *ids, last = super().bridge(*asked)
+    def bridge(self, *args: Any) -> list[int]:
+        *ids, last = super().bridge(*args)
         return [*ids, last - 1]
 
 
 class DropsNewline(Product):
     """Drops the first token of every bridge."""
 
-    def bridge(self, *asked: Any) -> list[int]:
-        return super().bridge(*asked)[1:]
+    def bridge(self, *args: Any) -> list[int]:
+        return super().bridge(*args)[1:]
 
 
 class RepeatsStop(Product):
     """Appends the stop token that was sampled already."""
 
-    def bridge(self, completion: Sequence[int], *asked: Any) -> list[int]:
-        return [completion[-1], *super().bridge(completion, *asked)]
+    def bridge(self, completion: Sequence[int], *args: Any) -> list[int]:
+        return [completion[-1], *super().bridge(completion, *args)]
 
 
 class OtherPrompt(Product):
     """Puts another token at the end of prompts."""
 
-    def render(self, *asked: Any) -> list[int]:
-        *ids, last = super().render(*asked)
+    def render(self, *args: Any) -> list[int]:
+        *ids, last = super().render(*args)
         return [*ids, last - 1]
 
 
@@ -94,16 +94,16 @@ class RefusesSystem(Product):
 class LosesCalls(Product):
     """Finds no more than one call."""
 
-    def parse(self, *asked: Any, **options: Any) -> Reply:
-        reply = super().parse(*asked, **options)
+    def parse(self, *args: Any, **options: Any) -> Reply:
+        reply = super().parse(*args, **options)
         return replace(reply, tool_calls=reply.tool_calls[:1])
 
 
 class FailsAtCalls(Product):
     """Has a parser that fails where a call is not complete."""
 
-    def parse(self, *asked: Any, **options: Any) -> Reply:
-        reply = super().parse(*asked, **options)
+    def parse(self, *args: Any, **options: Any) -> Reply:
+        reply = super().parse(*args, **options)
         if any(call.status == "unclosed" for call in reply.tool_calls):
             raise IndexError("tuple index out of range")
         return reply
@@ -112,8 +112,8 @@ class FailsAtCalls(Product):
 class CutsReplies(Product):
     """Reads other content when tokens come one by one."""
 
-    def parse(self, *asked: Any, step: int = 0) -> Reply:
-        reply = super().parse(*asked, step=step)
+    def parse(self, *args: Any, step: int = 0) -> Reply:
+        reply = super().parse(*args, step=step)
         return replace(reply, content=reply.content[:-1]) if step else reply
 
 
@@ -128,8 +128,8 @@ class StopsAtCalls(Product):
 class ForgetsNewMessages(Product):
     """Bridges without the last new message after a turn that was cut short."""
 
-    def bridge(self, completion: Sequence[int], *asked: Any) -> list[int]:
-        ids = super().bridge(completion, *asked)
+    def bridge(self, completion: Sequence[int], *args: Any) -> list[int]:
+        ids = super().bridge(completion, *args)
         return ids if completion[-1] in self.stop_ids(()) else ids[:2]
 
 
@@ -143,8 +143,8 @@ class LosesSampledIds(Product):
 class DropsNewlineOfTheCut(Product):
     """Bridges without the line break that ends a turn which was cut short."""
 
-    def bridge(self, completion: Sequence[int], *asked: Any) -> list[int]:
-        ids = super().bridge(completion, *asked)
+    def bridge(self, completion: Sequence[int], *args: Any) -> list[int]:
+        ids = super().bridge(completion, *args)
         return ids[1:] if self.renderer.tokenizer.decode(ids[:1]) == "\n" else ids
 
 
@@ -156,8 +156,8 @@ def _is_reasoning(reply: Message) -> bool:
 class ForgetsPromptAfterReasoning(Product):
     """Bridges without the generation prompt after reasoning that was cut short."""
 
-    def bridge(self, completion: Sequence[int], reply: Message, *asked: Any) -> list[int]:
-        ids = super().bridge(completion, reply, *asked)
+    def bridge(self, completion: Sequence[int], reply: Message, *args: Any) -> list[int]:
+        ids = super().bridge(completion, reply, *args)
         prompt = self.renderer.tokenizer.control("<|im_start|>")
         if not _is_reasoning(reply) or prompt is None:
             return ids

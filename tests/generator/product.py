@@ -104,10 +104,10 @@ def message_of(reply: Reply, made_from: Message) -> dict[str, Any]:
         message["reasoning_content"] = reply.reasoning
     calls = [call for call in reply.tool_calls if call.status != "unclosed"]
     if calls:
-        given = [call["id"] for call in made_from.get("tool_calls") or ()]
+        call_ids = [call["id"] for call in made_from.get("tool_calls") or ()]
         message["tool_calls"] = [
             {
-                "id": given[n] if n < len(given) else f"call_{n}",
+                "id": call_ids[n] if n < len(call_ids) else f"call_{n}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

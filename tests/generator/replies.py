@@ -11,7 +11,7 @@ from tests.generator.oracle import Reference, end_of_reply
 
 
 @dataclass(frozen=True)
-class Spoken:
+class SampledTurn:
     """A sampled turn."""
 
     text: str
@@ -21,79 +21,89 @@ class Spoken:
     own: bool
     """It is what the template itself writes after the prompt."""
     halted: bool
-    """A stop token that the folder does not declare stands within what the template writes for the turn."""
+    """The template writes a stop token within the turn that the folder does not declare."""
     after_word: str
     """What of the text follows the reply's last word, the stop token included."""
-    spoken_end: int
+    turn_end: int
     """Where in the rendering of history and reply the turn ends, before its stop token."""
     full_end: int
     """Where in the whole rendering the reply's last word ends."""
 
 
-def spoken_turn(
-    reference: Reference, stop_ids: AbstractSet[int], one: Conversation, prompt: str, spoken: str, full: str
-) -> Spoken | None:
+def sampled_turn(
+    reference: Reference,
+    stop_ids: AbstractSet[int],
+    conversation: Conversation,
+    prompt: str,
+    with_reply: str,
+    full: str,
+) -> SampledTurn | None:
     """The reply as the template writes it after the prompt, up to the first of the product's stop tokens.
 
     Where the prompt is not what stands before turns later on, the model writes what it has in common with the turn.
     None if the template does not write the reply, or nothing can be cut out.
     """
-    spoken_word, full_word = end_of_reply(spoken, one.reply), end_of_reply(full, one.reply, one.new)
-    if spoken_word is None or full_word is None:
+    word_end, full_word_end = (
+        end_of_reply(with_reply, conversation.reply),
+        end_of_reply(full, conversation.reply, conversation.new),
+    )
+    if word_end is None or full_word_end is None:
         return None
-    own = spoken.startswith(prompt)
-    start = len(prompt) if own else len(os.path.commonprefix([prompt, spoken]))
+    own = with_reply.startswith(prompt)
+    start = len(prompt) if own else len(os.path.commonprefix([prompt, with_reply]))
     if not own:
-        before = words_in(one.history)
+        before = words_in(conversation.history)
         if start < max((prompt.rfind(word) for word in before), default=0):
-            if one.reply.get("tool_calls"):
+            if conversation.reply.get("tool_calls"):
                 return None
-            start = spoken.rfind((one.reply["content"] or "").strip(), 0, spoken_word)
+            start = with_reply.rfind((conversation.reply["content"] or "").strip(), 0, word_end)
             if start < 0:
                 return None
-        cut = reference.first_control(spoken, max(start - 40, 0))
+        cut = reference.first_control(with_reply, max(start - 40, 0))
         while cut is not None and cut[0] < start:
             if start < cut[0] + len(cut[1]):
                 start = cut[0]
                 break
-            cut = reference.first_control(spoken, cut[0] + len(cut[1]))
+            cut = reference.first_control(with_reply, cut[0] + len(cut[1]))
     stops = sorted(content for token_id in stop_ids if (content := reference.content_of(token_id)))
-    within = [stop for stop in stops if stop in spoken[start:spoken_word]]
+    within = [stop for stop in stops if stop in with_reply[start:word_end]]
     if within:
         declared = {reference.content_of(token_id) for token_id in reference.eos_ids}
         if not own or any(stop in declared for stop in within):
             return None
-        first = min(within, key=lambda stop: spoken.find(stop, start))
-        text = spoken[start:spoken_word]
-        return Spoken(text, [], first, own, True, "", spoken_word, full_word)
-    ended = _first(spoken, stops, spoken_word)
-    following = _first(full, stops, full_word)
+        first = min(within, key=lambda stop: with_reply.find(stop, start))
+        text = with_reply[start:word_end]
+        return SampledTurn(text, [], first, own, True, "", word_end, full_word_end)
+    ended = _first(with_reply, stops, word_end)
+    following = _first(full, stops, full_word_end)
     if ended is not None:
         at, stop = ended
-        after = spoken[spoken_word : at + len(stop)]
-        spoken_end = at
-    elif following is not None and not any(w in full[full_word : following[0]] for w in words_in(list(one.new))):
+        after = with_reply[word_end : at + len(stop)]
+        turn_end = at
+    elif following is not None and not any(
+        w in full[full_word_end : following[0]] for w in words_in(list(conversation.new))
+    ):
         # No token of its own ends the turn: the model stops at the header of the next message.
         at, stop = following
-        after = full[full_word : at + len(stop)]
-        spoken_end = spoken_word
+        after = full[full_word_end : at + len(stop)]
+        turn_end = word_end
     else:
         # Nothing ends the turn. What follows a call's last word in any case is the model's to write. What follows
         # content is not, but for the white space that the content ends with.
-        after = os.path.commonprefix([spoken[spoken_word:], full[full_word:]])
-        if not one.reply.get("tool_calls"):
-            after = os.path.commonprefix([after, _kept_space(reference, one, spoken)])
-        stop, spoken_end = "", spoken_word
-    text = spoken[start:spoken_word] + after
+        after = os.path.commonprefix([with_reply[word_end:], full[full_word_end:]])
+        if not conversation.reply.get("tool_calls"):
+            after = os.path.commonprefix([after, _kept_space(reference, conversation, with_reply)])
+        stop, turn_end = "", word_end
+    text = with_reply[start:word_end] + after
     ids = reference.encode(text).ids
-    return Spoken(text, ids, stop, own, False, after, spoken_end, full_word)
+    return SampledTurn(text, ids, stop, own, False, after, turn_end, full_word_end)
 
 
-def _kept_space(reference: Reference, one: Conversation, spoken: str) -> str:
+def _kept_space(reference: Reference, conversation: Conversation, with_reply: str) -> str:
     """The white space at the end of a reply's content, if the template does not cut it off."""
-    content: str = one.reply["content"]
-    bare = {**one.reply, "content": content.rstrip()}
-    cut_off = reference.render([*one.history, bare], one.tools, generate=False) == spoken
+    content: str = conversation.reply["content"]
+    bare = {**conversation.reply, "content": content.rstrip()}
+    cut_off = reference.render([*conversation.history, bare], conversation.tools, generate=False) == with_reply
     return "" if cut_off else content[len(content.rstrip()) :]
 
 
@@ -103,7 +113,7 @@ def _first(text: str, tokens: list[str], at: int) -> tuple[int, str] | None:
 
 
 def expected_tail(
-    reference: Reference, one: Conversation, full: str, turn: Spoken, end_tokens: frozenset[str]
+    reference: Reference, conversation: Conversation, full: str, turn: SampledTurn, end_tokens: frozenset[str]
 ) -> list[tuple[str, list[int] | None]] | None:
     """What may follow the sampled turn: text, and ids where they are certain. None if nothing can be said.
 
@@ -111,7 +121,7 @@ def expected_tail(
     ends turns or begins messages. `end_tokens` says which do; both are allowed if it is empty.
     """
     tail = full[turn.full_end :]
-    limit = min((at for word in words_in(list(one.new)) if (at := tail.find(word)) >= 0), default=len(tail))
+    limit = min((at for word in words_in(list(conversation.new)) if (at := tail.find(word)) >= 0), default=len(tail))
     if tail.startswith(turn.after_word):
         return [_with_ids(reference, full, turn.full_end + len(turn.after_word))]
     if not turn.stop:

@@ -10,7 +10,7 @@ import pytest
 from tests.generator.__main__ import run
 from tests.generator.causes import Cause, reduce
 from tests.generator.compose import compose
-from tests.generator.conversations import constants_of, conversations
+from tests.generator.conversations import Conversation, constants_of, conversations
 from tests.generator.examine import case_of, examine, template_of
 from tests.generator.mutate import MUTATIONS, mutate
 from tests.generator.options import FEATURES, TEMPLATE, TOKENIZER, Case, draw, only
@@ -33,17 +33,17 @@ RARE, MANY = ("strict", "result_label"), 100
 
 
 def test_a_seed_makes_the_same_case_template_tokenizer_and_conversations() -> None:
-    one, other = case_of(7, 3), case_of(7, 3)
-    assert one == other
-    assert template_of(one) == template_of(other)
-    assert tokenizer_json(one, template_of(one)) == tokenizer_json(other, template_of(other))
-    made = [conversations(case.random, template_of(case).source, ["<x>"], range(5)) for case in (one, other)]
+    left, right = case_of(7, 3), case_of(7, 3)
+    assert left == right
+    assert template_of(left) == template_of(right)
+    assert tokenizer_json(left, template_of(left)) == tokenizer_json(right, template_of(right))
+    made = [conversations(case.random, template_of(case).source, ["<x>"], range(5)) for case in (left, right)]
     assert made[0] == made[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", [name for name in TEMPLATE if name != "keyword"])
-def test_every_option_of_a_template_renders_something_else(feature: str, tmp_path: Path) -> None:
+def test_every_option_of_a_template_changes_the_rendering(feature: str, tmp_path: Path) -> None:
     texts = []
     for option in TEMPLATE[feature]:
         case = only(PLAIN, [*NEEDS.get(feature, []), f"{feature}={option}"])
@@ -51,15 +51,20 @@ def test_every_option_of_a_template_renders_something_else(feature: str, tmp_pat
         made = conversations(
             case.random, f"{{% if {case.word!r} in x %}}{{% endif %}}", [], range(MANY if feature in RARE else 30)
         )
-        texts.append("".join(_rendered(reference, one) for one in made))
+        texts.append("".join(_rendered(reference, conversation) for conversation in made))
     assert len(set(texts)) == len(texts)
 
 
-def _rendered(reference: Reference, one: object) -> str:
+def _rendered(reference: Reference, conversation: Conversation) -> str:
     try:
         return "".join(
-            reference.render([*one.history, *more], one.tools, generate=generate)  # type: ignore[attr-defined]
-            for more, generate in (((), True), ((), False), ((one.reply,), False), ((one.reply, *one.new), True))  # type: ignore[attr-defined]
+            reference.render([*conversation.history, *more], conversation.tools, generate=generate)
+            for more, generate in (
+                ((), True),
+                ((), False),
+                ((conversation.reply,), False),
+                ((conversation.reply, *conversation.new), True),
+            )
         )
     except Exception as error:
         return str(error)
@@ -67,7 +72,7 @@ def _rendered(reference: Reference, one: object) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", TOKENIZER)
-def test_every_option_of_a_tokenizer_makes_other_files(feature: str, tmp_path: Path) -> None:
+def test_every_option_of_a_tokenizer_changes_the_files(feature: str, tmp_path: Path) -> None:
     files = []
     for option in TOKENIZER[feature]:
         case = only(PLAIN, [*NEEDS.get(feature, []), f"{feature}={option}"])
@@ -76,7 +81,7 @@ def test_every_option_of_a_tokenizer_makes_other_files(feature: str, tmp_path: P
     assert len(set(files)) == len(files)
 
 
-def test_there_are_more_features_than_fifteen_and_cases_differ_in_all() -> None:
+def test_cases_differ_in_more_than_fifteen_features() -> None:
     cases = [draw(3, index) for index in range(800)]
     assert len(TEMPLATE) >= 15
     for feature, options in FEATURES.items():
@@ -98,7 +103,7 @@ def test_strings_that_a_template_looks_for_are_found() -> None:
     assert constants_of(source) == ["/no_think", "[fast]", "slow"]
 
 
-def test_a_finding_is_reduced_to_the_options_that_it_needs() -> None:
+def test_finding_is_reduced_to_the_options_it_needs() -> None:
     case = next(case for case in (draw(1, index) for index in range(100)) if len(case.cause) > 8)
     needed = set(case.cause[:1] + case.cause[-1:])
 
@@ -111,7 +116,7 @@ def test_a_finding_is_reduced_to_the_options_that_it_needs() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+def test_stopped_run_resumes(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
     expected = run(5, 2, 1, whole, processes=1)
     lines = whole.read_text(encoding="utf-8").splitlines()
@@ -182,11 +187,11 @@ MENDED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MENDED)
-def test_a_mended_case_shows_no_fault(case: str) -> None:
+def test_fixed_case_shows_no_fault(case: str) -> None:
     seed, index = map(int, case.partition(" ")[0].split(":"))
     assert examine(case_of(seed, index)).findings == []
 
 
-def test_a_bridge_that_begins_with_text_is_encoded_as_it_continues_the_model_s_text() -> None:
+def test_bridge_text_is_encoded_as_a_continuation_of_the_completion() -> None:
     # SentencePiece-style tokenizers put a space before a text's first word, which a bridge after text must not have.
     assert examine(case_of(119, 106)).findings == []

@@ -28,7 +28,7 @@ def _parameters() -> list[object]:
             id=f"{cause.kind}: {', '.join(cause.cause) or 'plainest'}",
             marks=[
                 pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{cause.command}: {cause.example}"),
-                *([pytest.mark.real] if any(one.startswith(BESIDE) for one in cause.cause) else []),
+                *([pytest.mark.real] if any(option.startswith(BESIDE) for option in cause.cause) else []),
             ],
         )
         for cause in known_causes()

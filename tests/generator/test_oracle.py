@@ -45,7 +45,7 @@ def sound(case: Case) -> Result:
     return examine(case, 12)
 
 
-def test_nothing_is_found_on_the_plainest_case() -> None:
+def test_simplest_case_has_no_findings() -> None:
     result = sound(PLAIN)
     assert result.kinds <= NEWLINES_MERGE
     assert result.counts["prompts"] > 8
@@ -80,26 +80,29 @@ def test_prompts_are_those_of_a_tokenizer_of_transformers(plain: Path) -> None:
     tokenizer.chat_template = (plain / "chat_template.jinja").read_text(encoding="utf-8")
     reference = Reference(plain, {})
     compared = 0
-    for one in conversations(PLAIN.random, tokenizer.chat_template, [], range(10)):
-        if any(not isinstance(message.get("content") or "", str) for message in one.history):
+    for conversation in conversations(PLAIN.random, tokenizer.chat_template, [], range(10)):
+        if any(not isinstance(message.get("content") or "", str) for message in conversation.history):
             continue
-        text = reference.render(one.history, one.tools, generate=True)
+        text = reference.render(conversation.history, conversation.tools, generate=True)
         ids = tokenizer.apply_chat_template(
-            list(one.history), tools=list(one.tools) or None, add_generation_prompt=True, return_dict=False
+            list(conversation.history),
+            tools=list(conversation.tools) or None,
+            add_generation_prompt=True,
+            return_dict=False,
         )
         assert ids == reference.encode(text).ids
         compared += 1
     assert compared > 5
 
 
-def test_a_reply_ends_before_what_a_template_says_again(plain: Path) -> None:
+def test_reply_ends_before_repeated_template_text(plain: Path) -> None:
     reply = {"role": "assistant", "content": "say zqaaaaaa"}
     new = [{"role": "user", "content": "zqbbbbbb"}]
     text = "A: say zqaaaaaa<end> U: zqbbbbbb (you said zqaaaaaa)"
     assert end_of_reply(text, reply, new) == text.index("<end>")
 
 
-def test_of_a_conversation_that_is_written_twice_the_last_one_counts() -> None:
+def test_last_copy_of_a_repeated_conversation_counts() -> None:
     reply = {"role": "assistant", "content": "say zqaaaaaa"}
     new = [{"role": "user", "content": "zqbbbbbb"}]
     text = "zqaaaaaa, zqbbbbbb. A: say zqaaaaaa<end> U: zqbbbbbb"

@@ -85,7 +85,7 @@ class Agent:
 
 
 class AgentEngine(ScriptedEngine):
-    """Says what moves an agent on, in splits that the tokenizer does not make; keeps what was asked and sampled."""
+    """Says what moves an agent on, in splits that the tokenizer does not make; keeps prompts and completions."""
 
     def __init__(self, renderer: Renderer, script: Sequence[str], tool: str) -> None:
         super().__init__(renderer, script, sampling=self.EVERYTHING)
@@ -105,7 +105,9 @@ class AgentEngine(ScriptedEngine):
 
     def _split(self, text: str) -> list[int]:
         encode = self._tokenizer.encode_plain
-        parts = [[one] if _CONTROL.fullmatch(one) else re.findall(r"(?s).{1,3}", one) for one in _CONTROL.split(text)]
+        parts = [
+            [piece] if _CONTROL.fullmatch(piece) else re.findall(r"(?s).{1,3}", piece) for piece in _CONTROL.split(text)
+        ]
         ids = [token_id for part in parts for piece in part for token_id in encode(piece)]
         assert self._tokenizer.decode(ids) == text
         assert ids != encode(text)
@@ -152,11 +154,11 @@ def program_of(name: str, package: str) -> str | None:
     module = package.partition("[")[0].replace("-", "_")
     has = f"import importlib.util; raise SystemExit(importlib.util.find_spec({module!r}) is None)"
     pythons = filter(None, os.environ.get("TOKENTAPE_HARNESS_PYTHON", "").split(os.pathsep))
-    return next((one for one in pythons if subprocess.run([one, "-c", has]).returncode == 0), None)
+    return next((python for python in pythons if subprocess.run([python, "-c", has]).returncode == 0), None)
 
 
 def run_agent(agent: Agent, renderer: Renderer, scratch: Path, *, pins: Mapping[str, Any] | None = None) -> AgentRun:
-    """Run an agent to its end in a home and a folder of its own. Raises `AssertionError` if it fails."""
+    """Run an agent to its end in its own home and folder. Raises `AssertionError` if it fails."""
     home, folder = scratch / "home", scratch / "folder"
     home.mkdir()
     folder.mkdir()
@@ -172,7 +174,7 @@ def run_agent(agent: Agent, renderer: Renderer, scratch: Path, *, pins: Mapping[
                 run = _run(agent, arguments, names, home, folder)
                 output += run.stdout + run.stderr
                 assert run.returncode == 0, (answered.statuses, output[-4000:])
-            assert [one.info.session_id for one in store.sessions()] == [SESSION]
+            assert [session.info.session_id for session in store.sessions()] == [SESSION]
             statuses, turns = list(answered.statuses), store.load_session(SESSION).turns
             return AgentRun(output, engine, statuses, answered.ignored, turns, client.session(SESSION).trajectories())
 
@@ -225,7 +227,7 @@ def _script(agent: Agent, folder: Path) -> list[str]:
 
     reads = "\n".join(call(agent.read, path) for path in FILES)
     return [
-        *(f"I ask a helper.\n{call(one)}<|im_end|>" for one in agent.delegate),
+        *(f"I ask a helper.\n{call(task)}<|im_end|>" for task in agent.delegate),
         f"<think>\nBoth files, then the sum.\n</think>\n\nI read both files — 🍎 and 🍐.\n{reads}<|im_end|>",
         f"{call(agent.write, 'sum.txt')}<|im_end|>",
         f"I check it.\n{call(agent.read, 'sum.txt')}<|im_end|>",
@@ -243,7 +245,7 @@ AGENTS = {
         ignored=frozenset({"thinking.display", "output_config.effort", "tools.defer_loading"}),
         delegate=[("Agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}')],
         later=[["claude", "-p", "--continue", words, "--model", "m"] for words in ("/compact", "Is it right?")],
-        # The summary is beside the last reply, which is kept.
+        # The summary follows the last reply, which is kept.
         roles=["main", "subagent", "side_call", "main"],
         forks=["new_setup", "branched", "edited_history"],
         edges={"subagent", "side_call", "compaction"},
@@ -340,7 +342,7 @@ def _framework(package: str, script: str, *, stream: bool, **more: Any) -> Agent
     )
 
 
-# It leaves out the text beside tool calls: the history is another one.
+# It omits the text next to tool calls, so the history differs.
 _CREWAI: dict[str, Any] = {
     "ignored": frozenset({"tools.strict"}),
     "roles": ["main"] * 3,

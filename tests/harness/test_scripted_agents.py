@@ -1,4 +1,4 @@
-"""Agents as their makers ship them, on a scripted model with tools: what they do is recorded exactly."""
+"""Unmodified agents on a scripted model with tools are recorded exactly."""
 
 from __future__ import annotations
 
@@ -62,4 +62,4 @@ def test_every_turn_of_an_agent_is_at_the_pins(name: str, renderer: Renderer, tm
     print(f"\n{name}: {len(run.turns)} turns, asked {[turn.sampling.get('asked') for turn in run.turns]}")
     for turn in run.turns:
         assert {name: turn.sampling[name] for name in PINS} == PINS
-    assert all(params.temperature == 0.7 for _, params in run.engine.asked)
+    assert all(params.temperature == 0.7 for _, params in run.engine.requests)

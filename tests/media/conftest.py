@@ -1,4 +1,4 @@
-"""A gateway in front of a tiny model that sees. Its tests need Pillow and skip themselves without."""
+"""A gateway over a tiny vision model. Its tests need Pillow and are skipped without it."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def alone(model: Any, processor: QwenImageProcessor, prompt: list[int], pictures
     import torch
 
     ids = torch.tensor([prompt + out])
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if pictures:
         types = torch.zeros_like(ids)
         types[0, : len(prompt)] = torch.tensor(prompt) == processor.placeholder_id
-        given = {name: torch.from_numpy(values) for name, values in processor.arrays(pictures).items()}
-        given["mm_token_type_ids"] = types
+        inputs = {name: torch.from_numpy(values) for name, values in processor.arrays(pictures).items()}
+        inputs["mm_token_type_ids"] = types
     with torch.inference_mode():
-        return model(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return model(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
 @pytest.mark.sampled(1)
@@ -122,7 +122,7 @@ def test_the_next_turn_with_the_same_image_computes_only_what_is_new(
     asyncio.run(turns())
 
 
-def test_placeholder_ids_are_never_sampled_and_never_taken_without_an_image(
+def test_placeholder_ids_are_neither_sampled_nor_accepted_without_an_image(
     vision_engine: TransformersEngine, processor: QwenImageProcessor
 ) -> None:
     ids, media = prompt_of(processor, PICTURES[:1])
@@ -130,11 +130,12 @@ def test_placeholder_ids_are_never_sampled_and_never_taken_without_an_image(
     async def top(prompt: list[int]) -> list[int]:
         params = SamplingParams(max_tokens=1, temperature=0.0, top_logprobs=4000)
         (delta,) = [
-            one async for one in vision_engine.sample(np.array(prompt, np.int32), params, stream=False, request_id="r")
+            delta
+            async for delta in vision_engine.sample(np.array(prompt, np.int32), params, stream=False, request_id="r")
         ]
         return [token_id for token_id, logprob in delta.top_logprobs[0] if logprob > -np.inf]
 
     assert processor.placeholder_id not in asyncio.run(top([5, 6]))
-    for prompt, given in ((ids, []), (ids[:-4] + ids[-3:], media), ([5, 6, 7] * 9, media)):
+    for prompt, images in ((ids, []), (ids[:-4] + ids[-3:], media), ([5, 6, 7] * 9, media)):
         with pytest.raises(InvalidRequest, match="image placeholder ids, its media cover"):
-            asyncio.run(sampled(vision_engine, prompt, given))
+            asyncio.run(sampled(vision_engine, prompt, images))

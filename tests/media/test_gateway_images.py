@@ -39,7 +39,7 @@ def sha256(data: bytes) -> str:
 
 
 def say(client: OpenAI, messages: list[Any], **options: Any) -> None:
-    """Ask for a reply and put it behind the messages, as agents do."""
+    """Request a reply and append it to the messages, as agents do."""
     reply = client.chat.completions.create(
         model="vision", messages=messages, max_completion_tokens=6, seed=len(messages), **options
     )
@@ -47,7 +47,7 @@ def say(client: OpenAI, messages: list[Any], **options: Any) -> None:
 
 
 def converse(client: OpenAI) -> list[Any]:
-    """Four turns: an image, placeholders spelled in text, another image behind text, an image that a tool returns."""
+    """Four turns: an image, placeholders spelled in text, another image after text, an image that a tool returns."""
     messages: list[Any] = [{"role": "user", "content": [image_url(A), text("what is this")]}]
     say(client, messages)
     messages.append({"role": "user", "content": SPELLED})
@@ -67,9 +67,9 @@ def the_only(data: Path) -> Trajectory:
 
 
 def loader(data: Path, session_id: str) -> Any:
-    def load(one: str) -> bytes:
+    def load(digest: str) -> bytes:
         with SqliteStore.open(data, read_only=True) as store:
-            return store.load_media(session_id, one).data
+            return store.load_media(session_id, digest).data
 
     return load
 
@@ -87,7 +87,7 @@ def forward_logprobs(model: Any, trajectory: Trajectory, load: Any) -> Any:
 
 
 def assert_recomputable(model: Any, trajectory: Trajectory, load: Any) -> None:
-    """Assert that the recorded logprobs are those of a forward pass over what the record gives."""
+    """Assert that the recorded logprobs are those of a forward pass over the recorded ids and images."""
     sampled = trajectory.provenance == Provenance.SAMPLED
     recorded = trajectory.logprobs[sampled]
     ids = trajectory.token_ids[sampled]
@@ -115,12 +115,12 @@ def own_processor(folder: Path) -> Any:
 def own_ids(folder: Path, messages: Sequence[Any], **kwargs: Any) -> list[int]:
     from PIL import Image
 
-    given = {image_url(image)["image_url"]["url"]: image for image in (A, B, C)}
+    images_by_url = {image_url(image)["image_url"]["url"]: image for image in (A, B, C)}
     plain = [
         {
             **message,
             "content": [
-                {"type": "image", "image": Image.open(io.BytesIO(given[part["image_url"]["url"]]))}
+                {"type": "image", "image": Image.open(io.BytesIO(images_by_url[part["image_url"]["url"]]))}
                 if "image_url" in part
                 else part
                 for part in message["content"]
@@ -144,7 +144,7 @@ def session_client(url: str, session_id: str = "s") -> OpenAI:
     return OpenAI(base_url=f"{url}/sessions/{session_id}/v1", api_key="none", max_retries=0)
 
 
-def test_placeholder_ids_are_those_of_transformers_own_processor(serve: Serve, data: Path, vision_dir: Path) -> None:
+def test_placeholder_ids_equal_those_of_the_transformers_processor(serve: Serve, data: Path, vision_dir: Path) -> None:
     with serve(data) as url:
         messages = converse(session_client(url))
     with SqliteStore.open(data, read_only=True) as store:
@@ -179,20 +179,18 @@ def test_logprobs_are_those_of_a_forward_pass_over_what_the_record_gives(
     # The images matter: with another in place of the first they are others.
     other = picture(9, 100, 60)
     with pytest.raises(AssertionError):
-        assert_recomputable(vision_model, trajectory, lambda one: other if one == sha256(A) else load(one))
+        assert_recomputable(vision_model, trajectory, lambda digest: other if digest == sha256(A) else load(digest))
 
 
-def test_images_are_kept_once_by_the_hash_of_their_bytes(
-    serve: Serve, data: Path, processor: QwenImageProcessor
-) -> None:
+def test_images_are_stored_once_by_their_hash(serve: Serve, data: Path, processor: QwenImageProcessor) -> None:
     with serve(data) as url:
         converse(session_client(url))
         converse(session_client(url, "another"))
         with Client(url) as client:
             session = client.session("s")
-            media = [one for trajectory in session.trajectories() for one in trajectory.media]
-            assert [one.sha256 for one in media] == [sha256(A), sha256(B), sha256(C)]
-            assert [session.media(one.sha256) for one in media] == [A, B, C]
+            media = [image for trajectory in session.trajectories() for image in trajectory.media]
+            assert [image.sha256 for image in media] == [sha256(A), sha256(B), sha256(C)]
+            assert [session.media(image.sha256) for image in media] == [A, B, C]
             assert json.loads(session.media(media[0].settings)) == json.loads(processor.settings.data)
         assert httpx2.get(f"{url}/sessions/s/media/{sha256(B)}").headers["content-type"] == "image/jpeg"
         assert httpx2.get(f"{url}/sessions/s/media/{sha256(b'unknown')}").status_code == 404
@@ -212,7 +210,7 @@ def stored_turns(data: Path) -> list[Any]:
         return [turn for session in store.iter_sessions() for turn in session.turns]
 
 
-def test_media_go_with_the_last_session_that_refers_to_them(serve: Serve, data: Path) -> None:
+def test_media_are_deleted_with_their_last_session(serve: Serve, data: Path) -> None:
     with serve(data) as url:
         converse(session_client(url))
         converse(session_client(url, "another"))
@@ -237,7 +235,7 @@ def test_verify_finds_a_changed_image(serve: Serve, data: Path) -> None:
     assert any("hash" in finding.problem for finding in verify(data).findings)
 
 
-def test_a_restarted_gateway_goes_on_with_the_images_of_before(serve: Serve, data: Path, vision_model: Any) -> None:
+def test_restarted_gateway_keeps_earlier_images(serve: Serve, data: Path, vision_model: Any) -> None:
     with serve(data) as url:
         messages = converse(session_client(url))
     with serve(data) as url:
@@ -245,11 +243,11 @@ def test_a_restarted_gateway_goes_on_with_the_images_of_before(serve: Serve, dat
         say(session_client(url), messages)
     trajectory = the_only(data)
     assert len(trajectory.turns) == 5
-    assert [one.sha256 for one in trajectory.media] == [sha256(A), sha256(B), sha256(C), sha256(A)]
+    assert [image.sha256 for image in trajectory.media] == [sha256(A), sha256(B), sha256(C), sha256(A)]
     assert_recomputable(vision_model, trajectory, loader(data, "s"))
 
 
-def test_images_are_numbered_on_where_the_template_numbers_them(serve: Serve, data: Path, vision_dir: Path) -> None:
+def test_image_numbers_continue_if_the_template_numbers_images(serve: Serve, data: Path, vision_dir: Path) -> None:
     numbered = {"chat_template_kwargs": {"add_vision_id": True}}
     messages: list[Any] = [{"role": "user", "content": [image_url(A), text("one")]}]
     with serve(data) as url:
@@ -282,19 +280,19 @@ def test_images_are_numbered_on_where_the_template_numbers_them(serve: Serve, da
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "text or an image"),
     ],
 )
-def test_what_is_no_image_in_the_request_is_refused(serve: Serve, data: Path, part: Any, words: str) -> None:
+def test_invalid_image_is_refused(serve: Serve, data: Path, part: Any, words: str) -> None:
     with serve(data) as url, pytest.raises(openai.BadRequestError, match=words) as refused:
         say(session_client(url), [{"role": "user", "content": [part]}])
     assert refused.value.param == "messages"
 
 
-def test_a_model_that_takes_text_refuses_images_as_before(gateway_url: str) -> None:
+def test_text_model_refuses_images(gateway_url: str) -> None:
     client = OpenAI(base_url=f"{gateway_url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="expected text only"):
         say(client, [{"role": "user", "content": [image_url(A)]}])
 
 
-def test_responses_go_on_with_images_that_only_the_record_has(serve: Serve, data: Path, vision_model: Any) -> None:
+def test_responses_continue_with_images_from_the_record(serve: Serve, data: Path, vision_model: Any) -> None:
     with serve(data) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         shown = [
@@ -321,7 +319,7 @@ def test_anthropic_blocks_hold_images_in_messages_and_tool_results(serve: Serve,
 
         def ask() -> None:
             reply = client.messages.create(model="vision", max_tokens=6, messages=messages)
-            messages.append({"role": "assistant", "content": [one.model_dump() for one in reply.content]})
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
 
         ask()
         messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": result}]})
@@ -331,7 +329,7 @@ def test_anthropic_blocks_hold_images_in_messages_and_tool_results(serve: Serve,
         with pytest.raises(anthropic.BadRequestError, match="not fetched"):
             client.messages.create(model="vision", max_tokens=6, messages=[{"role": "user", "content": [far]}])
     trajectory = the_only(data)
-    assert [one.sha256 for one in trajectory.media] == [sha256(A), sha256(C)]
+    assert [image.sha256 for image in trajectory.media] == [sha256(A), sha256(C)]
     assert counted == trajectory.completion_starts[1]
     expected = own_ids(vision_dir, [{"role": "tool", "content": [text("a screenshot:"), image_url(C), text("done")]}])
     assert trajectory.token_ids[: trajectory.completion_starts[1]][-len(expected) :].tolist() == expected
@@ -351,14 +349,14 @@ def test_concurrent_calls_see_their_own_images(serve: Serve, data: Path, vision_
                 model="vision", messages=[{"role": "user", "content": content}], max_completion_tokens=8
             )
 
-    async def ask_all(url: str) -> None:
+    async def send_all(url: str) -> None:
         # The first keeps the engine busy, so that the others share a batch.
         await asyncio.gather(*(ask(url, n, content) for n, content in enumerate(contents)))
 
     with serve(data) as url:
-        asyncio.run(ask_all(url))
+        asyncio.run(send_all(url))
     with SqliteStore.open(data, read_only=True) as store:
-        found = [one for session in store.iter_sessions() for one in session.trajectories()]
+        found = [trajectory for session in store.iter_sessions() for trajectory in session.trajectories()]
     assert len(found) == len(contents)
     for trajectory in found:
         assert_recomputable(vision_model, trajectory, loader(data, trajectory.session_id))

@@ -49,47 +49,47 @@ def url_of(data: bytes) -> str:
 
 
 def over_chat(url: str) -> None:
-    def part(one: str | bytes) -> Any:
-        if isinstance(one, str):
-            return {"type": "text", "text": one}
-        return {"type": "image_url", "image_url": {"url": url_of(one)}}
+    def part(content: str | bytes) -> Any:
+        if isinstance(content, str):
+            return {"type": "text", "text": content}
+        return {"type": "image_url", "image_url": {"url": url_of(content)}}
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         messages: list[Any] = []
         for parts in ROUNDS:
-            messages.append({"role": "user", "content": [part(one) for one in parts]})
+            messages.append({"role": "user", "content": [part(content) for content in parts]})
             reply = client.chat.completions.create(model="m", messages=messages)
             messages.append(reply.choices[0].message.model_dump(exclude_none=True))
 
 
 def over_responses(url: str) -> None:
-    def part(one: str | bytes) -> Any:
-        if isinstance(one, str):
-            return {"type": "input_text", "text": one}
-        return {"type": "input_image", "image_url": url_of(one), "detail": "auto"}
+    def part(content: str | bytes) -> Any:
+        if isinstance(content, str):
+            return {"type": "input_text", "text": content}
+        return {"type": "input_image", "image_url": url_of(content), "detail": "auto"}
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        given: list[Any] = []
+        items: list[Any] = []
         for parts in ROUNDS:
-            given.append({"role": "user", "content": [part(one) for one in parts]})
-            reply = client.responses.create(model="m", input=given)
-            given += [item.model_dump(exclude_none=True) for item in reply.output]
+            items.append({"role": "user", "content": [part(content) for content in parts]})
+            reply = client.responses.create(model="m", input=items)
+            items += [item.model_dump(exclude_none=True) for item in reply.output]
 
 
 def over_messages(url: str) -> None:
-    def part(one: str | bytes) -> Any:
-        if isinstance(one, str):
-            return {"type": "text", "text": one}
-        data = base64.b64encode(one).decode()
+    def part(content: str | bytes) -> Any:
+        if isinstance(content, str):
+            return {"type": "text", "text": content}
+        data = base64.b64encode(content).decode()
         return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         messages: list[Any] = []
         for parts in ROUNDS:
-            messages.append({"role": "user", "content": [part(one) for one in parts]})
+            messages.append({"role": "user", "content": [part(content) for content in parts]})
             reply = client.messages.create(model="m", max_tokens=99, messages=messages)
-            said = [block.model_dump(exclude_none=True) for block in reply.content]
-            messages.append({"role": "assistant", "content": said})
+            blocks = [block.model_dump(exclude_none=True) for block in reply.content]
+            messages.append({"role": "assistant", "content": blocks})
 
 
 def compare(
@@ -107,9 +107,9 @@ def compare(
     assert [turn.parent for turn in chat] == [turn.parent for turn in other] == [None, 0, 1]
     assert engine.seen[:3] == engine.seen[3:]
     assert [len(media) for _, media in engine.seen] == [1, 2, 2] * 2
-    for one, same in zip(chat, other, strict=True):
-        assert one.added_ids.tolist() == same.added_ids.tolist()
-        assert one.added_provenance.tolist() == same.added_provenance.tolist()
+    for expected, actual in zip(chat, other, strict=True):
+        assert expected.added_ids.tolist() == actual.added_ids.tolist()
+        assert expected.added_provenance.tolist() == actual.added_provenance.tolist()
 
 
 @pytest.mark.parametrize("agent", [over_responses, over_messages])
@@ -122,12 +122,12 @@ def test_images_have_the_same_ids_over_every_api(
 def parts_turned(request: TurnRequest) -> TurnRequest:
     """Puts the image before the text."""
     turned = [
-        {**one, "content": one["content"][::-1]} if isinstance(one["content"], list) else one
-        for one in request.messages
+        {**message, "content": message["content"][::-1]} if isinstance(message["content"], list) else message
+        for message in request.messages
     ]
     return structs.replace(request, messages=tuple(turned))
 
 
-def test_an_image_in_another_place_is_noticed(vision_renderer: Renderer, store: SqliteStore) -> None:
+def test_moved_image_is_found(vision_renderer: Renderer, store: SqliteStore) -> None:
     with pytest.raises(AssertionError):
         compare(vision_renderer, store, over_messages, parts_turned)

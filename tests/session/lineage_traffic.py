@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tokentape._session.lineage import lineage
 from tokentape._session.tree import Session
 from tokentape.types import LineageEdge, Message, SessionInfo
@@ -37,7 +37,9 @@ KINDS = ("subagent", "compaction", "side_call", "retry", "edit")
 def _sentences() -> list[str]:
     found: dict[str, None] = {}
     for path in _FILES:
-        found.update(dict.fromkeys(one.strip() for one in _SENTENCE.findall(path.read_text(encoding="utf-8"))))
+        found.update(
+            dict.fromkeys(sentence.strip() for sentence in _SENTENCE.findall(path.read_text(encoding="utf-8")))
+        )
     return list(found)
 
 
@@ -60,7 +62,7 @@ class Traffic:
             letters, space = self.rng.choice(_ALPHABETS), self.rng.choice((" ", ""))
             words = ["".join(self.rng.choices(letters, k=self.rng.randint(2, 9))) for _ in range(9 * sentences)]
             return space.join(words) + ("。" if not space else ".")
-        # Each sentence once: what two texts share is what the traffic shares.
+        # Each sentence is used once, so texts share only what the traffic shares.
         self.unused = self.unused if len(self.unused) >= sentences else self.rng.sample(SENTENCES, len(SENTENCES))
         return " ".join(self.unused.pop() for _ in range(sentences))
 
@@ -83,12 +85,12 @@ class Traffic:
         for choice in range(n):
             self.clock += 0.0001
             seq = len(self.session.turns)
-            said_now = (reply if not choice else None) or said(self.text(2))
+            message = (reply if not choice else None) or assistant(self.text(2))
             turn = make_turn(
                 seq,
                 parent,
                 found.new_messages,
-                said_now,
+                message,
                 setup=setup,
                 fork="sibling" if choice else fork,
                 finish_reason="abort" if state == "aborted" else "stop",
@@ -139,9 +141,9 @@ class Traffic:
         self.truth[seq] = kind, frozenset(parents), style
 
     def paraphrased(self, text: str, left_out: float) -> str:
-        """Return the text with some words left out, others said another way, and new lines."""
-        words = [one for one in text.split(" ") if self.rng.random() >= left_out]
-        return "".join(one + self.rng.choice("    \n") for one in words).strip()
+        """Return the text with some words omitted, others paraphrased, and new line breaks."""
+        words = [word for word in text.split(" ") if self.rng.random() >= left_out]
+        return "".join(word + self.rng.choice("    \n") for word in words).strip()
 
 
 def system(text: str) -> Message:
@@ -153,7 +155,7 @@ Style = Callable[[Traffic], None]
 
 
 def claude_task(t: Traffic) -> None:
-    """Claude Code's Task: the prompt below a reminder, tools of its own, the result below a note; some with headers."""
+    """Claude Code's Task: the prompt below a reminder, its own tools, the result below a note; some with headers."""
     headers = t.rng.random() < 0.3
     main_client = {"session": "cc"} if headers else None
     _, history = t.begun(1, main_client)
@@ -171,7 +173,7 @@ def claude_task(t: Traffic) -> None:
 
 
 def codex_spawn(t: Traffic) -> None:
-    """Codex's spawn_agent: the result is an id at once, the child goes on beside its parent; some with headers."""
+    """Codex's spawn_agent: the result is an id at once, the child runs in parallel to its parent; some with headers."""
     headers = t.rng.random() < 0.5
     main = {"agent": "thread-main"} if headers else None
     _, history = t.begun(0, main)
@@ -185,7 +187,7 @@ def codex_spawn(t: Traffic) -> None:
 
 
 def opencode_task(t: Traffic) -> None:
-    """Opencode's task with the session in the path: a session of its own in headers only, the result in a note."""
+    """Opencode's task with the session in the path: its own session in headers only, the result in a note."""
     _, history = t.begun(1, {"session": "ses_a"})
     task = t.text(t.rng.randint(1, 3))
     call = t.tool_call("task", description=t.text()[:20], prompt=task, subagent_type="explore")
@@ -199,7 +201,7 @@ def opencode_task(t: Traffic) -> None:
 
 
 def delegated(t: Traffic) -> None:
-    """A supervisor of a framework: the task is said another way, the member's reply is the tool's result."""
+    """A supervisor of a framework: the task is paraphrased, the member's reply is the tool's result."""
     _, history = t.begun(1)
     task = t.text(3)
     spawn, history = t.call([*history, user(t.text())], reply=t.tool_call("delegate_work_to_coworker", task=task))
@@ -209,7 +211,7 @@ def delegated(t: Traffic) -> None:
 
 
 def handoff(t: Traffic) -> None:
-    """openai-agents: after transfer_to_NAME the same history goes on under other instructions and tools."""
+    """openai-agents: after transfer_to_NAME the same history continues under other instructions and tools."""
     _, history = t.begun(1)
     spawn, history = t.call([*history, user(t.text())], reply=t.tool_call("transfer_to_billing"))
     history = [system(t.text(2)), *t.result(history, '{"assistant": "billing"}')[1:]]
@@ -232,14 +234,14 @@ def team(t: Traffic) -> None:
 def team_with_a_selector(t: Traffic) -> None:
     """AutoGen's selector: a call before each speaker quotes the conversation; each member speaks once."""
     task = t.text(2)
-    heard, spoke, chosen = [user(task)], [], []
+    conversation, spoke, chosen = [user(task)], [], []
     for name in ("writer", "critic", "editor"):
-        quoted = "\n".join(str(one["content"]) for one in heard)
-        asked = t.rng.choice((system, user))(f"{t.text(2)} {quoted}")
-        chosen.append(t.call([asked], "none", reply=said(name))[0])
-        turn, member = t.call([system(t.text(2)), *heard], "none")
+        quoted = "\n".join(str(message["content"]) for message in conversation)
+        selector_message = t.rng.choice((system, user))(f"{t.text(2)} {quoted}")
+        chosen.append(t.call([selector_message], "none", reply=assistant(name))[0])
+        turn, member = t.call([system(t.text(2)), *conversation], "none")
         spoke.append(turn)
-        heard.append(user(str(member[-1]["content"])))
+        conversation.append(user(str(member[-1]["content"])))
     t.true(chosen[0], "side_call", spoke[0], style="selector")
     for at in (1, 2):
         t.true(chosen[at], "side_call", spoke[at - 1], style="selector")
@@ -255,7 +257,7 @@ def guardrail(t: Traffic) -> None:
 
 
 def header_only(t: Traffic) -> None:
-    """Nothing but headers says it: Codex's review and window, Claude Code's agents and calls of its own."""
+    """Only headers show it: Codex's review and window, Claude Code's agents and auxiliary calls."""
     main = {"agent": "main", "window": "main:0"}
     last, history = t.begun(1, main)
     review, _ = t.call(
@@ -275,22 +277,22 @@ def header_only(t: Traffic) -> None:
 
 
 def opencode_title(t: Traffic) -> None:
-    """Opencode's title agent: beside the first turn, before or after it, its own system prompt."""
+    """Opencode's title agent: before or after the first turn, with its own system prompt."""
     first = [system(t.text(4)), user(t.text(2))]
-    asked = f"{t.text()}\n{first[1]['content']}" if t.rng.random() < 0.5 else first[1]["content"]
+    question = f"{t.text()}\n{first[1]['content']}" if t.rng.random() < 0.5 else first[1]["content"]
     before = t.rng.random() < 0.5
-    title = t.call([system(t.text(3)), user(asked)], "none")[0] if before else None
+    title = t.call([system(t.text(3)), user(question)], "none")[0] if before else None
     main, history = t.call(first, reply=t.read_file())
-    title = t.call([system(t.text(3)), user(asked)], "none")[0] if title is None else title
+    title = t.call([system(t.text(3)), user(question)], "none")[0] if title is None else title
     t.call(t.result(history, t.text(2)))
     t.true(title, "side_call", main, style="title")
 
 
-def title_of_one_reply(t: Traffic) -> None:
+def title_of_single_reply(t: Traffic) -> None:
     """As a run of opencode 1.18.33 sent it: the title first, then a main branch that ends with its first reply."""
-    asked = user(t.text())
-    title, _ = t.call([system(t.text(3)), user(t.text()), asked], "none")
-    main, _ = t.call([system(t.text(4)), asked])
+    question = user(t.text())
+    title, _ = t.call([system(t.text(3)), user(t.text()), question], "none")
+    main, _ = t.call([system(t.text(4)), question])
     t.true(title, "side_call", main, style="title of one reply")
 
 
@@ -298,16 +300,19 @@ def suggestion(t: Traffic) -> None:
     """A question about the whole conversation, under another system prompt, as messages or as quoted text."""
     last, history = t.begun(t.rng.randint(0, 2))
     if t.rng.random() < 0.5:
-        asked = [system(t.text(2)), *history[1:], user(t.text())]
+        messages = [system(t.text(2)), *history[1:], user(t.text())]
     else:
-        asked = [system(t.text(2)), user("\n".join(f"{one['role']}: {one.get('content')}" for one in history[1:]))]
-    side, _ = t.call(asked, "none")
+        messages = [
+            system(t.text(2)),
+            user("\n".join(f"{message['role']}: {message.get('content')}" for message in history[1:])),
+        ]
+    side, _ = t.call(messages, "none")
     t.call([*history, user(t.text())])
     t.true(side, "side_call", last, style="question about the conversation")
 
 
 def beside(t: Traffic) -> None:
-    """An instruction at the end of the history, sent while or after the main branch goes on."""
+    """An instruction at the end of the history, sent while or after the main branch continues."""
     last, history = t.begun(1)
     _, more = t.call([*history, user(t.text())], reply=t.read_file())
     side, _ = t.call([*history, user(t.text())])
@@ -316,10 +321,12 @@ def beside(t: Traffic) -> None:
 
 
 def claude_compact(t: Traffic) -> None:
-    """Claude Code: the summary is asked for in the same branch, its analysis is cut, a preamble is put before it."""
+    """Claude Code: the summary is requested in the same branch, its analysis is removed, and a preamble is added."""
     last, history = t.begun(t.rng.randint(1, 4))
     body = t.text(t.rng.randint(4, 12))
-    summary, _ = t.call([*history, user(t.text(3))], reply=said(f"<analysis>{t.text(1)}</analysis><summary>{body}"))
+    summary, _ = t.call(
+        [*history, user(t.text(3))], reply=assistant(f"<analysis>{t.text(1)}</analysis><summary>{body}")
+    )
     text = f"{t.text()}\nSummary:\n{t.paraphrased(body, t.rng.choice([0, 0, 0.1]))}"
     root, more = t.call([history[0], user(text)], reply=t.read_file())
     t.call(t.result(more, t.text(2)))
@@ -327,10 +334,10 @@ def claude_compact(t: Traffic) -> None:
 
 
 def claude_compact_kept(t: Traffic) -> None:
-    """Claude Code 2.1.330, as it was seen: the last reply is kept, and what was read is read again."""
+    """Claude Code 2.1.330, as observed: the last reply is kept, and files are read again."""
     last, history = t.begun(t.rng.randint(1, 4))
     body = t.text(t.rng.randint(4, 12))
-    summary, _ = t.call([*history[:-1], user(t.text(3))], reply=said(body))
+    summary, _ = t.call([*history[:-1], user(t.text(3))], reply=assistant(body))
     t.true(summary, "side_call", last - 1, style="Claude Code's summary beside the last reply")
     read = history[-3]["tool_calls"][0]["function"]["arguments"]
     again = user(f"Called the Read tool with the following input: {read}\nResult of calling the Read tool: {t.text(2)}")
@@ -343,9 +350,9 @@ def codex_compact(t: Traffic) -> None:
     headers = t.rng.random() < 0.4
     client = {"agent": "main", "window": "main:0"} if headers else None
     last, history = t.begun(t.rng.randint(1, 4), client)
-    summary, asked = t.call([*history, user(t.text(2))], reply=said(t.text(6)), client=client)
-    kept = [one for one in history if one["role"] in ("system", "user")]
-    text = f"{t.text()}\n{asked[-1]['content']}"
+    summary, summarized = t.call([*history, user(t.text(2))], reply=assistant(t.text(6)), client=client)
+    kept = [message for message in history if message["role"] in ("system", "user")]
+    text = f"{t.text()}\n{summarized[-1]['content']}"
     after = {"agent": "main", "window": "main:1"} if headers else None
     root, _ = t.call([*kept, user(text)], client=after)
     t.true(root, "compaction", last, summary, style="Codex compaction")
@@ -354,9 +361,9 @@ def codex_compact(t: Traffic) -> None:
 def opencode_compact(t: Traffic) -> None:
     """opencode: the compaction agent has the history under its own prompt; its reply is an assistant's message."""
     last, history = t.begun(t.rng.randint(1, 4))
-    side, asked = t.call([system(t.text(2)), *history[1:], user(t.text())], "none", reply=said(t.text(6)))
+    side, side_history = t.call([system(t.text(2)), *history[1:], user(t.text())], "none", reply=assistant(t.text(6)))
     t.true(side, "side_call", last, style="compaction agent")
-    root, _ = t.call([history[0], user(t.text()), said(str(asked[-1]["content"])), user(t.text())])
+    root, _ = t.call([history[0], user(t.text()), assistant(str(side_history[-1]["content"])), user(t.text())])
     t.true(root, "compaction", last, side, style="opencode compaction")
 
 
@@ -366,10 +373,10 @@ def opencode_compact_and_rewind(t: Traffic) -> None:
     before, _ = t.call([*history, user(t.text())])
     last, history = t.call([*history, user(t.text())])
     t.true(last, "edit", before, style="rewound, then compacted by an agent")
-    quoted = " ".join(str(one["content"]) for one in history[1:])
-    side, asked = t.call([system(t.text(2)), user(f"{t.text()} {quoted}")], "none", reply=said(t.text(6)))
+    quoted = " ".join(str(message["content"]) for message in history[1:])
+    side, side_history = t.call([system(t.text(2)), user(f"{t.text()} {quoted}")], "none", reply=assistant(t.text(6)))
     t.true(side, "side_call", last, style="compaction agent")
-    begin = [history[0], user(t.text()), said(str(asked[-1]["content"]))]
+    begin = [history[0], user(t.text()), assistant(str(side_history[-1]["content"]))]
     root, _ = t.call([*begin, user(t.text())])
     t.true(root, "compaction", last, side, style="opencode compaction")
     again, more = t.call([*begin, user(t.text())])
@@ -379,10 +386,12 @@ def opencode_compact_and_rewind(t: Traffic) -> None:
 
 
 def qwen_compact(t: Traffic) -> None:
-    """Qwen Code: a summary under a prompt of its own, then an assent and the last messages as they were."""
+    """Qwen Code: a summary under its own prompt, then a confirmation and the last messages unchanged."""
     last, history = t.begun(t.rng.randint(3, 5))
-    side, asked = t.call([system(t.text(2)), *history[1:-1], user(t.text())], "none", reply=said(t.text(6)))
-    root, _ = t.call([history[0], user(str(asked[-1]["content"])), said(t.text()), *history[-2:], user(t.text())])
+    side, side_history = t.call([system(t.text(2)), *history[1:-1], user(t.text())], "none", reply=assistant(t.text(6)))
+    root, _ = t.call(
+        [history[0], user(str(side_history[-1]["content"])), assistant(t.text()), *history[-2:], user(t.text())]
+    )
     t.true(side, "side_call", last - 1, style="compression call")
     t.true(root, "compaction", last - 1, last, style="Qwen Code compaction")
 
@@ -421,7 +430,7 @@ def retried_root(t: Traffic) -> None:
 
 
 def rewound(t: Traffic) -> None:
-    """A user goes back and says something else."""
+    """A user rewinds and sends something else."""
     _, history = t.begun(1)
     first, more = t.call([*history, user(t.text())], reply=t.read_file())
     t.call(t.result(more, t.text(2)))
@@ -433,7 +442,7 @@ def rewound(t: Traffic) -> None:
 def cleared_results(t: Traffic) -> None:
     """Old tool results are cleared or cut short, all else is the same."""
     last, history = t.begun(t.rng.randint(2, 4))
-    at = next(at for at, one in enumerate(history) if one["role"] == "tool")
+    at = next(at for at, message in enumerate(history) if message["role"] == "tool")
     short = t.rng.choice(["[cleared]", str(history[at]["content"])[:40]])
     seq, _ = t.call([*history[:at], {**history[at], "content": short}, *history[at + 1 :], user(t.text())])
     t.true(seq, "edit", last, style="tool results cleared")
@@ -459,7 +468,7 @@ def edited_first(t: Traffic) -> None:
 
 
 def left_out_text(t: Traffic) -> None:
-    """CrewAI leaves out what the first reply says beside its call."""
+    """CrewAI omits the text of the first reply next to its call."""
     first, history = t.call([system(t.text(3)), user(t.text())], reply={**t.read_file(), "content": t.text()})
     seq, _ = t.call(t.result([*history[:-1], {**history[-1], "content": None}], t.text(2)))
     t.true(seq, "edit", first, style="text left out")
@@ -482,7 +491,7 @@ def equal_prompts(t: Traffic) -> None:
     for _ in range(3):
         _, history = t.call([prompt, hello], seconds=30)
     t.call([*history, user(t.text())])
-    t.call([system(t.text(3)), hello, said(t.text()), user(t.text())], "other")
+    t.call([system(t.text(3)), hello, assistant(t.text()), user(t.text())], "other")
     t.call([system(t.text(3)), user(t.text(2))], "other")
 
 
@@ -504,7 +513,7 @@ STYLES: tuple[Style, ...] = (
         team_with_a_selector,
         guardrail,
         opencode_title,
-        title_of_one_reply,
+        title_of_single_reply,
         suggestion,
         beside,
     ),
@@ -524,7 +533,7 @@ STYLES: tuple[Style, ...] = (
 
 @dataclass(frozen=True)
 class Scores:
-    """Counts by kind, and what was missed or wrong by the style of traffic."""
+    """Counts by kind, and the missed or wrong edges by the style of traffic."""
 
     right: Counter[str]
     found: Counter[str]

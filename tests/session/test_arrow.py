@@ -112,7 +112,7 @@ def test_the_schema_is_pinned() -> None:
     )
 
 
-def test_a_file_from_before_distributions_says_that_they_are_not_known(tmp_path: Path) -> None:
+def test_older_file_reports_unknown_distributions(tmp_path: Path) -> None:
     table = trajectories_table([make_trajectory()]).drop_columns(["sampled_from", "logprobs_of", "finish_reasons"])
     pq.write_table(table, tmp_path / "t.parquet")
     (read,) = read_trajectories(tmp_path / "t.parquet")
@@ -126,7 +126,7 @@ def with_extras(number: int = 0) -> Trajectory:
     return make_trajectory(number, columns={"advantages": advantages}, payloads={"experts": experts})
 
 
-def test_columns_and_payloads_are_columns_of_their_own_and_null_where_there_are_none() -> None:
+def test_columns_and_payloads_have_own_nullable_table_columns() -> None:
     table = trajectories_table([with_extras(), make_trajectory(1)])
     assert table.schema.names[-2:] == ["column_advantages", "payload_experts"]
     assert str(table.schema.field("column_advantages").type) == "list<element: float not null>"
@@ -136,36 +136,38 @@ def test_columns_and_payloads_are_columns_of_their_own_and_null_where_there_are_
 
 def test_pandas_reads_columns_as_arrays_and_payloads_from_their_bytes(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    one = with_extras()
-    write_parquet([one, make_trajectory(1)], tmp_path / "t.parquet")
+    trajectory = with_extras()
+    write_parquet([trajectory, make_trajectory(1)], tmp_path / "t.parquet")
     frame = pandas.read_parquet(tmp_path / "t.parquet")
-    np.testing.assert_array_equal(frame.column_advantages[0], one.columns["advantages"])
+    np.testing.assert_array_equal(frame.column_advantages[0], trajectory.columns["advantages"])
     payload = frame.payload_experts[0]
     rows = np.frombuffer(payload["data"], payload["dtype"]).reshape(payload["shape"])
-    np.testing.assert_array_equal(rows, one.payloads["experts"].rows)
-    np.testing.assert_array_equal(payload["known"], one.payloads["experts"].known)
+    np.testing.assert_array_equal(rows, trajectory.payloads["experts"].rows)
+    np.testing.assert_array_equal(payload["known"], trajectory.payloads["experts"].known)
 
 
 def test_datasets_reads_columns_and_payloads(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    one = with_extras()
-    write_parquet([one, make_trajectory(1)], tmp_path / "t.parquet")
+    trajectory = with_extras()
+    write_parquet([trajectory, make_trajectory(1)], tmp_path / "t.parquet")
     loaded = datasets.Dataset.from_parquet(str(tmp_path / "t.parquet"), cache_dir=str(tmp_path / "cache"))
-    np.testing.assert_array_equal(np.array(loaded[0]["column_advantages"], np.float32), one.columns["advantages"])
-    assert loaded[0]["payload_experts"]["data"] == one.payloads["experts"].rows.tobytes()
+    np.testing.assert_array_equal(
+        np.array(loaded[0]["column_advantages"], np.float32), trajectory.columns["advantages"]
+    )
+    assert loaded[0]["payload_experts"]["data"] == trajectory.payloads["experts"].rows.tobytes()
     assert loaded[0]["weight_spans"] == [{"start": 3, "end": 6, "version": "step-1"}]
     assert loaded[1]["column_advantages"] is None
 
 
 def test_a_generator_s_columns_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="advantages, experts"):
-        write_parquet((one for one in [with_extras()]), tmp_path / "t.parquet")
+        write_parquet((trajectory for trajectory in [with_extras()]), tmp_path / "t.parquet")
     names = ExtraNames(("advantages",), ("experts", "routes"))
-    assert write_parquet((one for one in [with_extras()]), tmp_path / "t.parquet", names) == 1
+    assert write_parquet((trajectory for trajectory in [with_extras()]), tmp_path / "t.parquet", names) == 1
     assert bits(read_trajectories(tmp_path / "t.parquet")) == bits([with_extras()])
 
 
-def test_a_file_from_before_turn_rewards_and_spans_is_read(tmp_path: Path) -> None:
+def test_older_file_without_turn_rewards_and_spans_is_read(tmp_path: Path) -> None:
     table = trajectories_table([make_trajectory()]).drop_columns(["turn_rewards", "weight_spans", "media"])
     pq.write_table(table, tmp_path / "t.parquet")
     assert bits(read_trajectories(tmp_path / "t.parquet")) == bits([make_trajectory()])
@@ -209,7 +211,7 @@ def test_datasets_reads_the_file(tmp_path: Path) -> None:
     assert loaded[1]["reward"] is None
 
 
-def test_row_groups_are_written_while_trajectories_still_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_are_written_while_trajectories_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "ROW_GROUP_TOKENS", 10)
     sink = io.BytesIO()
     sizes: list[int] = []
@@ -253,16 +255,16 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_without_pyarrow_only_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    one, path = make_trajectory(), tmp_path / f"t.{suffix}"
-    write_trajectories([one], path)
+    trajectory, path = make_trajectory(), tmp_path / f"t.{suffix}"
+    write_trajectories([trajectory], path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    for use in (lambda: write_trajectories([one], path), lambda: read_trajectories(path)):
+    for use in (lambda: write_trajectories([trajectory], path), lambda: read_trajectories(path)):
         refused = pytest.raises(UnsupportedParameter, match=r"pip install 'tokentape\[parquet\]'")
         with refused if suffix == "parquet" else nullcontext():
             use()
 
 
-def test_importing_the_module_leaves_pyarrow_alone() -> None:
+def test_importing_the_module_does_not_import_pyarrow() -> None:
     code = "import sys, tokentape._session.arrow; sys.exit('pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tests.training.interpreters import PYTHONS, lacking
 from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played
 from tokentape._session.atif import atif_document
@@ -32,17 +32,17 @@ SETUPS = {"setup": Setup((), {}, "2026-01-01", "")}
 def documents(*turns: Turn) -> list[dict[str, Any]]:
     session = Session(SessionInfo("s", 1.0, {"agent": "mine"}), turns)
     made, earlier = [], set[int]()
-    for one in trajectories(session):
-        made.append(atif_document(session, SETUPS, one, earlier))
-        earlier.update(one.turns)
+    for trajectory in trajectories(session):
+        made.append(atif_document(session, SETUPS, trajectory, earlier))
+        earlier.update(trajectory.turns)
     return made
 
 
 def forked() -> list[dict[str, Any]]:
     return documents(
-        make_turn(0, None, [user("a")], said("b")),
-        make_turn(1, 0, [user("c")], said("d")),
-        make_turn(2, 0, [user("e")], said("f"), fork="branched"),
+        make_turn(0, None, [user("a")], assistant("b")),
+        make_turn(1, 0, [user("c")], assistant("d")),
+        make_turn(2, 0, [user("e")], assistant("f"), fork="branched"),
     )
 
 
@@ -55,39 +55,39 @@ def test_a_step_has_the_exact_ids_of_its_call(renderer: Renderer, tmp_path: Path
         stored = played(renderer, store, exchanges)
     (branch,) = stored.trajectories()
     document = atif_document(stored.tree(), stored.setups, branch)
-    asked, called, told = document["steps"]
-    assert (asked["source"], asked["message"]) == ("user", "How much are pears?")
-    assert called["reasoning_content"] == "I need the price of pears."
-    (call,) = called["tool_calls"]
+    user_step, call_step, final_step = document["steps"]
+    assert (user_step["source"], user_step["message"]) == ("user", "How much are pears?")
+    assert call_step["reasoning_content"] == "I need the price of pears."
+    (call,) = call_step["tool_calls"]
     assert (call["function_name"], call["arguments"]) == ("lookup", {"item": "pears"})
-    assert called["observation"]["results"] == [{"source_call_id": call["tool_call_id"], "content": "12"}]
-    assert told["message"] == "The answer is 12."
-    for turn, step in zip(stored.turns, (called, told), strict=True):
+    assert call_step["observation"]["results"] == [{"source_call_id": call["tool_call_id"], "content": "12"}]
+    assert final_step["message"] == "The answer is 12."
+    for turn, step in zip(stored.turns, (call_step, final_step), strict=True):
         metrics = step["metrics"]
         assert metrics["completion_token_ids"] == turn.completion_ids.tolist()
         assert np.float32(metrics["logprobs"]).tolist() == turn.logprobs.tolist()
-    last = told["metrics"]
+    last = final_step["metrics"]
     assert last["prompt_token_ids"] + last["completion_token_ids"] == branch.token_ids.tolist()
     assert document["agent"]["tool_definitions"] == list(stored.setups[stored.turns[0].setup].tools)
 
 
-def test_a_call_that_sampled_nothing_is_no_copy_and_its_weights_are_all_named() -> None:
-    empty = make_turn(0, None, [user("a")], said(""), completion=())
-    later = replace(make_turn(1, 0, [user("b")], said("c")), weight_changes=((1, "2"),))
+def test_call_without_tokens_is_not_a_copy_and_names_all_its_weights() -> None:
+    empty = make_turn(0, None, [user("a")], assistant(""), completion=())
+    later = replace(make_turn(1, 0, [user("b")], assistant("c")), weight_changes=((1, "2"),))
     (document,) = documents(empty, later)
     assert not any("is_copied_context" in step for step in document["steps"])
     about = document["steps"][-1]["metrics"]["extra"]
     assert (about["weight_version"], about["weight_changes"]) == ("1", ((1, "2"),))
 
 
-def test_steps_that_an_earlier_document_has_are_copied_context() -> None:
+def test_steps_of_an_earlier_document_are_copied_context() -> None:
     first, second = forked()
     assert not any("is_copied_context" in step for step in first["steps"])
     assert [step.get("is_copied_context", False) for step in second["steps"]] == [True, True, False, False]
-    assert [one["trajectory_id"] for one in (first, second)] == ["s/1", "s/2"]
+    assert [document["trajectory_id"] for document in (first, second)] == ["s/1", "s/2"]
 
 
-def test_arguments_that_are_no_object_are_kept_beside() -> None:
+def test_arguments_that_are_not_an_object_are_kept_separately() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1"}}
     (document,) = documents(
         make_turn(0, None, [user("a")], {"role": "assistant", "content": None, "tool_calls": [call]})
@@ -100,23 +100,23 @@ def test_arguments_that_are_no_object_are_kept_beside() -> None:
 @pytest.mark.parametrize(
     "arguments", ['{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a":' * 100_000 + "1" + "}" * 100_000]
 )
-def test_arguments_that_other_readers_of_json_refuse_are_kept_beside(arguments: str) -> None:
+def test_arguments_that_strict_json_refuses_are_kept_separately(arguments: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    (document,) = documents(make_turn(0, None, [user("a")], said))
+    reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (document,) = documents(make_turn(0, None, [user("a")], reply))
     (written,) = document["steps"][-1]["tool_calls"]
     assert (written["arguments"], written["extra"]) == ({}, {"arguments": arguments})
     json.dumps(document, allow_nan=False)
 
 
-def test_a_result_that_no_call_asked_for_has_no_source() -> None:
+def test_result_without_a_call_has_no_source() -> None:
     lost = {"role": "tool", "tool_call_id": "gone", "content": "x"}
-    (document,) = documents(make_turn(0, None, [lost], said("b")))
+    (document,) = documents(make_turn(0, None, [lost], assistant("b")))
     assert document["steps"][0]["observation"] == {"results": [{"source_call_id": None, "content": "x"}]}
 
 
 def test_images_are_refused() -> None:
-    session = Session(SessionInfo("s", 1.0), [make_turn(0, None, [user("a")], said("b"))])
+    session = Session(SessionInfo("s", 1.0), [make_turn(0, None, [user("a")], assistant("b"))])
     (branch,) = trajectories(session)
     with pytest.raises(InvalidRequest, match="has images"):
         atif_document(session, {}, replace(branch, media=(MediaSpan(0, 1, "a", "b"),)))
@@ -130,7 +130,10 @@ def test_harbor_reads_the_documents(renderer: Renderer, tmp_path: Path) -> None:
     ]
     with SqliteStore.open(tmp_path) as store:
         stored = played(renderer, store, exchanges)
-    made = [*forked(), *(atif_document(stored.tree(), stored.setups, one) for one in stored.trajectories())]
+    made = [
+        *forked(),
+        *(atif_document(stored.tree(), stored.setups, trajectory) for trajectory in stored.trajectories()),
+    ]
     for python in PYTHONS:
         if subprocess.run([python, "-c", "import harbor.models.trajectories"], capture_output=True).returncode == 0:
             lines = "\n".join(map(json.dumps, made))

@@ -54,7 +54,7 @@ YOUNGER = ("weight_changes", "abort_cause", "sampled_from", "logprobs_of", "resu
 
 
 def plainly(turn: Turn, parent_digest: str) -> str:
-    """The digest as the docstring of the module says it, written down a second time."""
+    """The digest as the docstring of the module defines it, implemented a second time."""
 
     def field(data: bytes) -> bytes:
         return struct.pack("<Q", len(data)) + data
@@ -90,7 +90,7 @@ def test_a_digest_follows_the_written_encoding() -> None:
     assert full.digest == plainly(full, root.digest)
 
 
-def test_every_field_of_a_turn_has_another_value_below() -> None:
+def test_changed_fields_cover_every_field_of_a_turn() -> None:
     assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(Turn)} - {"digest"}
 
 
@@ -152,7 +152,7 @@ def test_no_single_bit_of_an_array_can_change_unnoticed(data: st.DataObject) -> 
     assert turn_digest(changed, None) != turn.digest
 
 
-def test_ids_moved_over_the_border_of_two_arrays_change_the_digest() -> None:
+def test_ids_moved_between_two_arrays_change_the_digest() -> None:
     turn = make_turn("session", 0)
     joined = np.concatenate([turn.added_ids, turn.completion_ids])
     moved = dataclasses.replace(turn, added_ids=joined[:5], completion_ids=joined[5:])
@@ -191,7 +191,7 @@ def test_a_refusal_does_not_quote_the_value() -> None:
     assert caught.value.__cause__ is None
 
 
-def test_a_time_written_as_an_integer_has_the_digest_of_the_float_it_is_read_back_as() -> None:
+def test_integer_time_has_the_digest_of_its_float() -> None:
     assert make_turn("session", 0, created_at=1000).digest == make_turn("session", 0, created_at=1000.0).digest
 
 

@@ -33,7 +33,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "one known too few": ("payload_experts", lambda value: value | {"known": value["known"][:-1]}),
     "one turn too many": ("turns", lambda values: [*values, 1]),
     "no version": ("weight_versions", lambda values: []),
-    "fractional ids": ("token_ids", lambda values: [one + 0.5 for one in values]),
+    "fractional ids": ("token_ids", lambda values: [number + 0.5 for number in values]),
     "ids as text": ("token_ids", lambda values: list(map(str, values))),
     "negative ids": ("token_ids", lambda values: [-1, *values[1:]]),
     "ids beyond 32 bits": ("token_ids", lambda values: [2**31, *values[1:]]),
@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logprobs above 0": ("logprobs", lambda values: [5.0] * len(values)),
     "logprobs as text": ("logprobs", lambda values: list(map(str, values))),
     "infinite logprobs": ("logprobs", lambda values: [-np.inf] * len(values)),
-    "a mask of numbers": ("loss_mask", lambda values: [int(one) for one in values]),
+    "a mask of numbers": ("loss_mask", lambda values: [int(number) for number in values]),
     "an unknown provenance": ("provenance", lambda values: [99] * len(values)),
     "a completion beyond the end": ("completion_ends", lambda values: [7]),
     "a completion that ends before it starts": ("completion_ends", lambda values: [2]),
@@ -92,5 +92,5 @@ def test_a_damaged_field_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("write", [as_jsonl, as_parquet])
-def test_what_is_not_damaged_is_read(tmp_path: Path, write: Callable[[Path, str, Callable[[Any], Any]], Path]) -> None:
+def test_undamaged_fields_are_read(tmp_path: Path, write: Callable[[Path, str, Callable[[Any], Any]], Path]) -> None:
     assert bits(read_trajectories(write(tmp_path, "verdict", lambda value: value))) == bits([trajectory()])

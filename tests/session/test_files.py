@@ -16,7 +16,7 @@ from tokentape.errors import InvalidRequest
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.jsonl"])
-def test_what_is_written_is_read_bit_for_bit(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_file_round_trips_bit_for_bit(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     @given(st.lists(drawn_trajectories(), max_size=2))
     def check(written: list[Trajectory]) -> None:
         path = tmp_path_factory.mktemp("files") / name

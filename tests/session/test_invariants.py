@@ -3,13 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tokentape._session.invariants import check_completion, check_turn
 from tokentape.errors import EngineContractError, InvariantViolation
 from tokentape.types import Provenance
 
 CONTEXT = np.array([1, 2, 3], dtype=np.int32)
-TURN = make_turn(0, None, [user("a")], said("A"), added=[4, 5])
+TURN = make_turn(0, None, [user("a")], assistant("A"), added=[4, 5])
 
 
 def ids(*values: int) -> np.ndarray:
@@ -28,13 +28,13 @@ def test_context_and_bridge_may_be_sent() -> None:
         (ids(1, 2, 3, 4, 9), "does not end with the recorded bridge"),
     ],
 )
-def test_anything_else_may_not(sent: np.ndarray, message: str) -> None:
+def test_other_fields_may_not_be_sent(sent: np.ndarray, message: str) -> None:
     with pytest.raises(InvariantViolation, match=message):
         check_turn(TURN, CONTEXT, sent)
 
 
-def test_nothing_added_may_pass_for_sampled() -> None:
-    turn = make_turn(0, None, [user("a")], said("A"), added=[4, 5])
+def test_added_ids_can_not_be_marked_as_sampled() -> None:
+    turn = make_turn(0, None, [user("a")], assistant("A"), added=[4, 5])
     turn.added_provenance[0] = Provenance.SAMPLED
     with pytest.raises(InvariantViolation, match="recorded as sampled"):
         check_turn(turn, CONTEXT, ids(1, 2, 3, 4, 5))
@@ -52,6 +52,6 @@ def test_nothing_added_may_pass_for_sampled() -> None:
         (ids(1, 2), [-0.1, 0.7], "finite"),
     ],
 )
-def test_a_reply_that_can_t_be_trusted_is_refused(sampled: np.ndarray, logprobs: list[float], message: str) -> None:
+def test_untrustworthy_reply_is_refused(sampled: np.ndarray, logprobs: list[float], message: str) -> None:
     with pytest.raises(EngineContractError, match=message):
         check_completion(sampled, np.array(logprobs, dtype=np.float32), vocab_size=100)

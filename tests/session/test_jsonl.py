@@ -43,13 +43,13 @@ def test_columns_and_payloads_have_the_names_of_the_table_s_columns() -> None:
     assert (value["payload_experts"]["dtype"], value["payload_experts"]["shape"]) == ("<i2", [6, 2])
 
 
-def test_a_line_from_before_turn_rewards_and_spans_is_read() -> None:
+def test_older_line_without_turn_rewards_and_spans_is_read() -> None:
     value = trajectory_to_json(make_trajectory())
     del value["turn_rewards"], value["weight_spans"]
     assert bits(trajectory_from_json(value)) == bits(make_trajectory())
 
 
-def test_a_line_from_before_distributions_says_that_they_are_not_known_and_stays_what_it_was() -> None:
+def test_older_line_reports_unknown_distributions_and_round_trips() -> None:
     old = replace(make_trajectory(), sampled_from=(None,), logprobs_of=(None,), finish_reasons=(None,))
     line = json_line(old)
     assert b"sampled_from" not in line
@@ -61,7 +61,7 @@ def test_a_line_from_before_distributions_says_that_they_are_not_known_and_stays
     assert json_line(read) == line
 
 
-def test_a_line_that_knows_a_part_keeps_what_it_says() -> None:
+def test_partly_known_distributions_are_kept() -> None:
     partly = replace(make_trajectory(), logprobs_of=(None,), verdict="exact, logprobs not known")
     assert json.loads(json_line(partly))["verdict"] == partly.verdict
     assert bits(trajectory_from_json(json.loads(json_line(partly)))) == bits(partly)
@@ -82,7 +82,7 @@ def test_datasets_reads_the_lines(tmp_path: Path) -> None:
     assert loaded[1]["reward"] is None
 
 
-def test_lines_are_written_as_trajectories_come() -> None:
+def test_lines_are_written_as_trajectories_arrive() -> None:
     sink = io.BytesIO()
     write_jsonl([make_trajectory(0), make_trajectory(1)], sink)
     assert [json.loads(line)["session_id"] for line in sink.getvalue().splitlines()] == ["session-0", "session-1"]

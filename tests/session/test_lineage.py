@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.session import lineage_traffic
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tests.session.lineage_traffic import KINDS, Scores, Traffic, scored, system
 from tokentape._session.flatten import trajectories
 from tokentape._session.lineage import RULES, lineage, parent_sessions, roles
@@ -41,22 +41,22 @@ def test_edges_are_found_and_right(kind: str, seeds: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left_out", [one.__name__ for one in RULES])
+@pytest.mark.parametrize("left_out", [rule.__name__ for rule in RULES])
 def test_every_rule_is_needed(left_out: str) -> None:
     """Without one of the rules some edges are missed or wrong, so the labeled set can tell."""
-    rules = tuple(one for one in RULES if one.__name__ != left_out)
+    rules = tuple(rule for rule in RULES if rule.__name__ != left_out)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tokentape._session.lineage.RULES", rules)
         worse = scored(range(4))
     assert worse.misses.total() > scores(4).misses.total()
 
 
-def test_arguments_that_nest_too_deeply_name_no_task() -> None:
+def test_deeply_nested_arguments_name_no_task() -> None:
     arguments = '{"a":' * 1200 + '"Count the files."' + "}" * 1200
     call = {"id": "c", "type": "function", "function": {"name": "task", "arguments": arguments}}
     session = Session(SessionInfo("s", 0.0))
     session.add(make_turn(0, None, [user("go")], {"role": "assistant", "content": None, "tool_calls": [call]}))
-    session.add(make_turn(1, None, [system("other"), user("Count the files.")], said("3"), fork="new_setup"))
+    session.add(make_turn(1, None, [system("other"), user("Count the files.")], assistant("3"), fork="new_setup"))
     assert lineage(session) == []
 
 
@@ -66,7 +66,7 @@ def test_a_header_names_a_parent_in_another_session() -> None:
     spawn = make_turn(0, None, [user("go")], {"role": "assistant", "content": None, "tool_calls": [call]})
     parent.add(replace(spawn, session_id="ses_parent"))
     child = Session(SessionInfo("ses_child", 0.0))
-    turn = make_turn(0, None, [system("other"), user("Count the files.")], said("3"))
+    turn = make_turn(0, None, [system("other"), user("Count the files.")], assistant("3"))
     child.add(replace(turn, sampling={"client": {"parent": "ses_parent"}}))
 
     assert parent_sessions(child) == {"ses_parent"}
@@ -76,7 +76,7 @@ def test_a_header_names_a_parent_in_another_session() -> None:
     assert unknown.parent is None
 
 
-def test_what_was_edited_or_compacted_has_the_role_of_its_branch() -> None:
+def test_edited_or_compacted_branch_keeps_its_role() -> None:
     t = Traffic(Random(0))
     lineage_traffic.claude_task(t)
     lineage_traffic.claude_compact(t)
@@ -94,10 +94,10 @@ def test_edges_change_no_mask() -> None:
     without, plain = trajectories(t.session, edges=()), trajectories(t.session)
     wrong = [LineageEdge("side_call", turn.seq, "s", None, "wrong", 1.0) for turn in t.session.turns]
     for edges in (lineage(t.session), wrong):
-        for one, other in zip(trajectories(t.session, edges=edges), plain, strict=True):
-            np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
-    assert [one.role for one in without] == ["main"] * len(without)
-    assert [one.role for one in plain] == [""] * len(plain)
+        for with_edges, other in zip(trajectories(t.session, edges=edges), plain, strict=True):
+            np.testing.assert_array_equal(with_edges.loss_mask, other.loss_mask)
+    assert [trajectory.role for trajectory in without] == ["main"] * len(without)
+    assert [trajectory.role for trajectory in plain] == [""] * len(plain)
 
 
 def operations(t: Traffic) -> int:
@@ -150,25 +150,25 @@ def subagents(t: Traffic, number: int) -> None:
         _, history = t.call(t.result(history, t.text() + str(inner[-1]["content"])))
 
 
-def titles_of_one_message(t: Traffic, number: int) -> None:
-    prompts, asked = [system(t.text(2)), system(t.text(2))], user(t.text())
+def titles_of_single_message(t: Traffic, number: int) -> None:
+    prompts, question = [system(t.text(2)), system(t.text(2))], user(t.text())
     for at in range(number):
-        t.call([prompts[at % 2], asked])
+        t.call([prompts[at % 2], question])
 
 
 def speakers(t: Traffic, number: int) -> None:
-    heard = [user(t.text())]
+    conversation = [user(t.text())]
     for _ in range(number):
-        _, history = t.call([system(t.text(2)), *heard])
-        heard = [heard[0], user(str(history[-1]["content"]))]
+        _, history = t.call([system(t.text(2)), *conversation])
+        conversation = [conversation[0], user(str(history[-1]["content"]))]
 
 
-SHAPES = roots, forks, side_calls_beside_a_long_branch, subagents, titles_of_one_message, speakers
+SHAPES = roots, forks, side_calls_beside_a_long_branch, subagents, titles_of_single_message, speakers
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_four_times_the_branches_are_four_times_the_work(
+def test_work_grows_linearly_with_branches(
     shape: Callable[[Traffic, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokentape._session.lineage_branches.WINDOW", 4)
@@ -181,7 +181,7 @@ def test_four_times_the_branches_are_four_times_the_work(
     assert counts[1] < 4.6 * counts[0]
 
 
-def test_each_text_is_cut_into_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_text_is_split_into_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Counter[str]()
 
     def counted(text: str) -> Runs:
@@ -199,12 +199,12 @@ def test_each_text_is_cut_into_runs_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("question", "kinds"), [("How high is the Eiffel Tower?", []), ("Search the tower.", ["subagent"])]
 )
-def test_a_run_that_is_started_again_is_no_subagent_of_the_run_before(question: str, kinds: list[str]) -> None:
+def test_restarted_run_is_not_a_subagent_of_the_previous_run(question: str, kinds: list[str]) -> None:
     """The first run gives a tool the second run's question, which is its own in the first case."""
     arguments = '{"query": "How high is the Eiffel Tower?"}'
     search = {"id": "c", "type": "function", "function": {"name": "search", "arguments": arguments}}
     session = Session(SessionInfo("s", 0.0))
     calling = {"role": "assistant", "content": None, "tool_calls": [search]}
     session.add(make_turn(0, None, [user(question)], calling))
-    session.add(make_turn(1, None, [user("How high is the Eiffel Tower?")], said("330 m")))
+    session.add(make_turn(1, None, [user("How high is the Eiffel Tower?")], assistant("330 m")))
     assert [edge.kind for edge in lineage(session)] == kinds

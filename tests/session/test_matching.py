@@ -22,7 +22,7 @@ def calling(arguments: Any, **message: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [
         ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, {"role": "assistant", "content": "x"}),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
@@ -37,12 +37,12 @@ def calling(arguments: Any, **message: Any) -> dict[str, Any]:
         (calling("{}", refusal=None, annotations=[]), calling("{}")),
     ],
 )  # fmt: skip
-def test_these_are_the_same_message(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert message_key(one) == message_key(other)
+def test_equal_messages_have_the_same_key(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert message_key(left) == message_key(right)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [
         ({"role": "user", "content": "a"}, {"role": "user", "content": "a "}),
         ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
@@ -58,8 +58,8 @@ def test_these_are_the_same_message(one: dict[str, Any], other: dict[str, Any]) 
         ({"role": "user", "content": "\u00e9"}, {"role": "user", "content": "e\u0301"}),
     ],
 )
-def test_these_are_different_messages(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert message_key(one) != message_key(other)
+def test_different_messages_have_different_keys(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert message_key(left) != message_key(right)
 
 
 @given(arguments=st.dictionaries(st.text(max_size=4), JSON, max_size=4))
@@ -69,20 +69,20 @@ def test_re_serialised_arguments_are_the_same(arguments: dict[str, Any]) -> None
     assert message_key(calling(spaced)) == message_key(calling(compact)) == message_key(calling(arguments))
 
 
-def test_a_history_key_goes_on_from_another() -> None:
+def test_history_key_extends_that_of_a_prefix() -> None:
     messages = [{"role": "user", "content": str(n)} for n in range(4)]
     whole = history_keys("setup", messages)
     assert history_keys("setup", messages[2:], start=whole[1]) == whole[2:]
     assert history_keys("other", messages) != whole
 
 
-def test_images_are_told_apart_by_their_bytes_and_their_place() -> None:
+def test_images_are_distinguished_by_bytes_and_position() -> None:
     def seen(*content: str) -> bytes:
         parts = [
-            {"type": "image", "sha256": one[1:], "tokens": len(one), "settings": one}
-            if one.startswith("#")
-            else {"type": "text", "text": one}
-            for one in content
+            {"type": "image", "sha256": part[1:], "tokens": len(part), "settings": part}
+            if part.startswith("#")
+            else {"type": "text", "text": part}
+            for part in content
         ]
         return message_key({"role": "user", "content": parts})
 

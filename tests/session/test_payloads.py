@@ -9,7 +9,7 @@ from tokentape._session.payloads import narrowest, rows_as_bytes, rows_from_byte
 
 
 @given(context=st.integers(0, 8), own=st.integers(1, 6), start=st.integers(0, 14), count=st.integers(0, 14))
-def test_a_turn_keeps_the_rows_of_its_own_tokens_and_of_its_parent_s_last(
+def test_turn_keeps_rows_of_its_tokens_and_the_last_of_its_parent(
     context: int, own: int, start: int, count: int
 ) -> None:
     """Against the rows named by the offset of their token."""
@@ -47,6 +47,6 @@ def test_rows_of_floats_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("|O", [1]), ("<U2", [1]), ("|u1", [3]), ("nonsense", [8])])
-def test_bytes_that_are_no_such_rows_are_refused(dtype: str, shape: list[int]) -> None:
+def test_bytes_of_the_wrong_row_format_are_refused(dtype: str, shape: list[int]) -> None:
     with pytest.raises(ValueError, match=r"."):
         rows_from_bytes(dtype, shape, bytes(8))

@@ -19,13 +19,13 @@ def runs(text: str) -> list[str]:
 
 
 @given(TEXTS, TEXTS)
-def test_texts_are_similar_that_share_a_third_of_their_runs(one: str, other: str) -> None:
-    ours, theirs = set(runs(one)), set(runs(other))
-    assert similar(shingles(one), shingles(other)) == (3 * len(ours & theirs) >= len(ours | theirs))
+def test_texts_that_share_a_third_of_their_runs_are_similar(left: str, right: str) -> None:
+    ours, theirs = set(runs(left)), set(runs(right))
+    assert similar(shingles(left), shingles(right)) == (3 * len(ours & theirs) >= len(ours | theirs))
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
-def test_an_index_counts_the_runs_that_another_text_has(texts: list[str], other: str) -> None:
+def test_index_counts_the_runs_shared_with_another_text(texts: list[str], other: str) -> None:
     found = TextIndex({number: probes(text) for number, text in enumerate(texts)}).found_in(shingles(other))
     for number, text in enumerate(texts):
         assert found[number] == sum(run in runs(other) for run in runs(text)[:: max(len(text) // 128, 1)])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.searching import examples
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tokentape._session.tree import Session
 from tokentape.types import SessionInfo
 
@@ -18,13 +18,13 @@ def session(*turns: Any) -> Session:
 
 
 LINE = (
-    make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3]),
-    make_turn(1, 0, [user("b")], said("B"), added=[4], completion=[5, 6]),
+    make_turn(0, None, [user("a")], assistant("A"), added=[1, 2], completion=[3]),
+    make_turn(1, 0, [user("b")], assistant("B"), added=[4], completion=[5, 6]),
 )
 
 
-def test_a_request_continues_the_turn_that_its_messages_begin_with() -> None:
-    found = session(*LINE).continuation([user("a"), said("A"), user("b"), said("B"), user("c")], "setup")
+def test_request_continues_the_turn_that_its_messages_extend() -> None:
+    found = session(*LINE).continuation([user("a"), assistant("A"), user("b"), assistant("B"), user("c")], "setup")
     assert found.parent is LINE[1]
     assert found.new_messages == (user("c"),)
     assert found.context_ids.tolist() == [1, 2, 3, 4, 5, 6]
@@ -32,44 +32,44 @@ def test_a_request_continues_the_turn_that_its_messages_begin_with() -> None:
 
 def test_a_key_known_from_the_request_gives_the_same_tree() -> None:
     again = session()
-    for turn, request in zip(LINE, ([user("a")], [user("a"), said("A"), user("b")]), strict=True):
+    for turn, request in zip(LINE, ([user("a")], [user("a"), assistant("A"), user("b")]), strict=True):
         again.add(turn, again.continuation(request, "setup").key)
     other = session(*LINE)
-    for one in (again, other):
-        one.continuation([], "setup")
+    for repeated in (again, other):
+        repeated.continuation([], "setup")
     assert (again._history, again._answered) == (other._history, other._answered)
     assert len(again._answered) == len(LINE)
 
 
 def test_an_edited_last_turn_continues_the_one_before() -> None:
-    found = session(*LINE).continuation([user("a"), said("A"), user("b"), said("EDITED"), user("c")], "setup")
+    found = session(*LINE).continuation([user("a"), assistant("A"), user("b"), assistant("EDITED"), user("c")], "setup")
     assert found.parent is LINE[0]
-    assert found.new_messages == (user("b"), said("EDITED"), user("c"))
+    assert found.new_messages == (user("b"), assistant("EDITED"), user("c"))
     assert found.context_ids.tolist() == [1, 2, 3]
 
 
 def test_an_edited_first_message_continues_nothing() -> None:
-    found = session(*LINE).continuation([user("x"), said("A"), user("b")], "setup")
+    found = session(*LINE).continuation([user("x"), assistant("A"), user("b")], "setup")
     assert (found.parent, found.context_ids.tolist()) == (None, [])
 
 
 def test_another_setup_continues_nothing() -> None:
     tree = session(*LINE)
-    found = tree.continuation([user("a"), said("A"), user("b")], "other tools")
+    found = tree.continuation([user("a"), assistant("A"), user("b")], "other tools")
     assert found.parent is None
     assert tree.fork_cause(None, found.new_messages, "other tools") == "new_setup"
 
 
-def test_of_turns_that_read_alike_the_last_is_continued() -> None:
-    twins = [make_turn(n, None, [user("a")], said("A"), completion=[3 + n]) for n in range(2)]
-    found = session(*twins).continuation([user("a"), said("A"), user("b")], "setup")
+def test_last_of_equal_turns_is_continued() -> None:
+    twins = [make_turn(n, None, [user("a")], assistant("A"), completion=[3 + n]) for n in range(2)]
+    found = session(*twins).continuation([user("a"), assistant("A"), user("b")], "setup")
     assert found.parent is twins[1]
 
 
-def test_an_aborted_turn_is_continued_by_nothing() -> None:
-    aborted = make_turn(0, None, [user("a")], said("A"), finish_reason="abort")
+def test_aborted_turn_is_not_continued() -> None:
+    aborted = make_turn(0, None, [user("a")], assistant("A"), finish_reason="abort")
     tree = session(aborted)
-    assert tree.continuation([user("a"), said("A"), user("b")], "setup").parent is None
+    assert tree.continuation([user("a"), assistant("A"), user("b")], "setup").parent is None
     assert tree.leaves() == []
     assert tree.fork_cause(None, [user("a")], "setup") is None
 
@@ -89,7 +89,7 @@ def test_the_cause_of_a_fork(parent: int | None, messages: list[Any], setup: str
     assert session(*LINE).fork_cause(parent, messages, setup) == cause
 
 
-def test_the_first_turn_is_no_fork() -> None:
+def test_first_turn_is_not_a_fork() -> None:
     assert session().fork_cause(None, [user("a")], "setup") is None
 
 
@@ -113,7 +113,7 @@ def test_continuation_equals_a_search_of_all_turns(seed: int, size: int) -> None
     contexts: list[list[int]] = []
     for seq in range(size):
         parent = rng.choice([None, *range(seq)]) if seq else None
-        new, reply = [user(rng.choice("ab"))], said(rng.choice("AB"))
+        new, reply = [user(rng.choice("ab"))], assistant(rng.choice("AB"))
         added, completion = [rng.randrange(9)], [rng.randrange(9)]
         tree.add(make_turn(seq, parent, new, reply, added=added, completion=completion))
         before = ([], []) if parent is None else (histories[parent], contexts[parent])
@@ -135,21 +135,19 @@ def thought(text: str, reasoning: str) -> dict[str, Any]:
 TWINS = (
     make_turn(0, None, [user("a")], thought("A", "one"), added=[1], completion=[2]),
     make_turn(1, None, [user("a")], thought("A", "two"), added=[1], completion=[3], fork="sibling"),
-    make_turn(2, 0, [user("b")], said("B"), added=[4], completion=[5]),
-    make_turn(3, 1, [user("b")], said("B"), added=[4], completion=[6], fork="branched"),
+    make_turn(2, 0, [user("b")], assistant("B"), added=[4], completion=[5]),
+    make_turn(3, 1, [user("b")], assistant("B"), added=[4], completion=[6], fork="branched"),
 )
 
 
 @pytest.mark.parametrize(("reasoning", "parent"), [("one", 0), ("two", 1), (" two\n", 1), ("", 1), ("unknown", 1)])
-def test_of_replies_that_differ_in_reasoning_only_the_one_that_was_sent_back_is_continued(
-    reasoning: str, parent: int
-) -> None:
+def test_returned_reasoning_selects_the_reply_to_continue(reasoning: str, parent: int) -> None:
     tree = session(*TWINS[:2])
     assert tree.continuation([user("a"), thought("A", reasoning), user("b")], "setup").parent is TWINS[parent]
     assert tree.turn_of_reply(thought("A", reasoning)) is TWINS[parent]
 
 
 @pytest.mark.parametrize(("reasoning", "parent"), [("one", 2), ("two", 3), ("", 3)])
-def test_reasoning_further_back_tells_branches_apart_too(reasoning: str, parent: int) -> None:
-    messages = [user("a"), thought("A", reasoning), user("b"), said("B"), user("c")]
+def test_earlier_reasoning_distinguishes_branches(reasoning: str, parent: int) -> None:
+    messages = [user("a"), thought("A", reasoning), user("b"), assistant("B"), user("c")]
     assert session(*TWINS).continuation(messages, "setup").parent is TWINS[parent]

@@ -5,52 +5,55 @@ from dataclasses import replace
 import pytest
 
 from tests.records import UNCHANGED
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant, make_turn, user
 from tokentape._session.verdict import BRIDGE_CHECKED, bridge_states, check_verdicts, verdict, wanted_verdict
 from tokentape.errors import InvalidRequest
 from tokentape.types import Event, TokenDistribution
 
-ROOT = make_turn(0, None, [user("a")], said("A"))
-NEXT = make_turn(1, 0, [user("b")], said("B"))
+ROOT = make_turn(0, None, [user("a")], assistant("A"))
+NEXT = make_turn(1, 0, [user("b")], assistant("B"))
 
 
-def test_a_path_that_just_went_on_is_exact() -> None:
-    assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"))]) == "exact"
+def test_append_only_path_is_exact() -> None:
+    assert verdict([ROOT, make_turn(1, 0, [user("b")], assistant("B"))]) == "exact"
 
 
 def test_the_last_fork_of_a_path_is_named() -> None:
-    forked = make_turn(1, 0, [user("b")], said("B"), fork="branched")
+    forked = make_turn(1, 0, [user("b")], assistant("B"), fork="branched")
     assert verdict([ROOT, forked]) == "forked: branched"
-    assert verdict([ROOT, forked, make_turn(2, 1, [user("c")], said("C"), fork="sibling")]) == "forked: sibling"
+    assert verdict([ROOT, forked, make_turn(2, 1, [user("c")], assistant("C"), fork="sibling")]) == "forked: sibling"
 
 
-def test_a_turn_that_was_ended_for_the_model_is_closed() -> None:
-    assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"), closed=True)]) == "closed"
+def test_turn_with_a_synthesized_close_is_closed() -> None:
+    assert verdict([ROOT, make_turn(1, 0, [user("b")], assistant("B"), closed=True)]) == "closed"
 
 
-def test_a_fork_counts_before_a_close() -> None:
-    assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"), closed=True, fork="branched")]) == "forked: branched"
+def test_fork_takes_precedence_over_close() -> None:
+    assert (
+        verdict([ROOT, make_turn(1, 0, [user("b")], assistant("B"), closed=True, fork="branched")])
+        == "forked: branched"
+    )
 
 
-def test_a_path_whose_contexts_the_server_made_is_captured_and_not_exact() -> None:
+def test_path_with_contexts_of_the_server_is_captured_and_not_exact() -> None:
     captured = [replace(turn, engine="vllm 0.32.0 raw_logprobs generate captured") for turn in (ROOT, NEXT)]
     assert verdict(captured) == "captured"
     assert verdict([ROOT, replace(NEXT, engine="vllm 0.32.0 captured_logprobs")]) == "exact"
 
 
-def test_a_captured_path_that_begins_where_the_server_drifted_says_so() -> None:
+def test_captured_path_reports_that_the_server_drifted() -> None:
     drifted = replace(ROOT, engine="vllm 0.32.0 raw_logprobs generate captured", fork="drift")
     assert verdict([drifted, replace(NEXT, engine=drifted.engine)]) == "captured with drift"
     assert verdict([drifted, replace(NEXT, engine=drifted.engine, fork="sibling")]) == "captured with drift"
 
 
-def test_forks_and_closes_of_a_captured_path_are_told_first() -> None:
+def test_forks_and_closes_of_a_captured_path_come_first() -> None:
     captured = replace(ROOT, engine="vllm 0.32.0 raw_logprobs generate captured")
     assert verdict([captured, replace(NEXT, fork="branched")]) == "forked: branched"
 
 
 @pytest.mark.parametrize(
-    ("one", "wanted", "matches"),
+    ("verdict_text", "wanted", "matches"),
     [
         ("exact", ["exact"], True),
         ("exact", ["closed", "forked"], False),
@@ -64,8 +67,8 @@ def test_forks_and_closes_of_a_captured_path_are_told_first() -> None:
         ("captured with drift", ["captured with drift"], True),
     ],
 )
-def test_a_filter_takes_words_and_causes(one: str, wanted: list[str], matches: bool) -> None:
-    assert wanted_verdict(one, wanted) is matches
+def test_a_filter_takes_words_and_causes(verdict_text: str, wanted: list[str], matches: bool) -> None:
+    assert wanted_verdict(verdict_text, wanted) is matches
 
 
 @pytest.mark.parametrize("wanted", ["", "Exact", "exact:x", "forked:", "forked: ", "aborted"])
@@ -77,7 +80,7 @@ def test_a_filter_that_can_match_nothing_is_refused(wanted: str) -> None:
 UNKNOWN = replace(NEXT, engine="vllm 0.33.0 raw_logprobs completions model-unverified")
 
 
-def test_a_turn_of_a_server_whose_model_is_not_known_leaves_a_reservation() -> None:
+def test_turn_of_an_unknown_model_has_a_reservation() -> None:
     assert verdict([ROOT, UNKNOWN]) == "exact, model unverified"
     assert verdict([ROOT, replace(UNKNOWN, fork="branched")]) == "forked: branched, model unverified"
     captured = [replace(turn, engine="vllm 0.33.0 raw_logprobs model-unverified captured") for turn in (ROOT, NEXT)]
@@ -94,7 +97,7 @@ def test_a_turn_of_a_server_whose_model_is_not_known_leaves_a_reservation() -> N
         ("forked: sibling, model unverified", ["forked:sibling", "model unverified"], True),
     ],
 )
-def test_a_reservation_has_to_be_wanted_too(found: str, wanted: list[str], matches: bool) -> None:
+def test_filter_must_name_the_reservation_too(found: str, wanted: list[str], matches: bool) -> None:
     check_verdicts(wanted)
     assert wanted_verdict(found, wanted) is matches
 
@@ -117,7 +120,7 @@ SCALED = replace(UNCHANGED, temperature=0.6)
         (SCALED, replace(UNCHANGED, grammar=None), "exact, other logprobs"),
     ],
 )
-def test_a_turn_with_other_logprobs_than_it_was_sampled_with_leaves_a_reservation(
+def test_turn_with_other_logprobs_has_a_reservation(
     sampled_from: TokenDistribution | None, logprobs_of: TokenDistribution | None, expected: str
 ) -> None:
     turn = replace(NEXT, sampled_from=sampled_from, logprobs_of=logprobs_of)
@@ -125,7 +128,7 @@ def test_a_turn_with_other_logprobs_than_it_was_sampled_with_leaves_a_reservatio
     assert verdict([turn, ROOT]) == expected
 
 
-def test_reservations_of_several_turns_all_follow() -> None:
+def test_reservations_of_several_turns_are_all_listed() -> None:
     turns = [replace(UNKNOWN, sampled_from=SCALED), replace(NEXT, logprobs_of=None)]
     assert verdict(turns) == "exact, model unverified, other logprobs, logprobs not known"
     wanted = ["exact", "model unverified", "other logprobs"]
@@ -134,7 +137,7 @@ def test_reservations_of_several_turns_all_follow() -> None:
     assert wanted_verdict(verdict(turns), [*wanted, "logprobs not known"])
 
 
-def test_a_reservation_alone_is_no_verdict() -> None:
+def test_reservation_alone_is_not_a_verdict() -> None:
     with pytest.raises(InvalidRequest, match="matches nothing alone"):
         check_verdicts(["model unverified"])
 

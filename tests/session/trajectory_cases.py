@@ -74,7 +74,7 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0, **changes: Any) -> Trajectory:
-    """A trajectory of one turn whose second half was sampled."""
+    """A trajectory of one turn, with a sampled second half."""
     prompt = tokens // 2
     trajectory = Trajectory(
         session_id=f"session-{number}",

@@ -1,4 +1,4 @@
-"""Play seeds until so many calls were made.
+"""Run seeds until this many calls were made.
 
 python -m tests.simulator --calls 100000
 python -m tests.simulator --seed 17 --trace

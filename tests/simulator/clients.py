@@ -25,7 +25,7 @@ class Client:
     async def run(self) -> None:
         raise NotImplementedError
 
-    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Send a request once; return its status, 0 if nothing is known of it, and the body of the answer."""
         answer = await self.world.request(method, path, body)
         status, data = (0, b"") if answer is None else answer
@@ -42,7 +42,7 @@ class Client:
 
 
 class Agent(Client):
-    """One conversation, with calls that are asked again until they are answered or given up."""
+    """One conversation, with calls that are retried until they are answered or abandoned."""
 
     async def run(self) -> None:
         rng = self.rng
@@ -71,9 +71,9 @@ class Agent(Client):
         return f"/sessions/{self.name}"
 
     async def call(self, step: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the messages of the reply to one call, asked up to five times."""
+        """Return the messages of the reply to one call, with up to five attempts."""
         rng, world, ledger = self.rng, self.world, self.ledger
-        most, choices, asked = rng.choice([3, 64, 64]), rng.choice([1, 1, 1, 1, 2, 3]), world.loop.now
+        most, choices, first_sent = rng.choice([3, 64, 64]), rng.choice([1, 1, 1, 1, 2, 3]), world.loop.now
         body: dict[str, Any] = {"model": "m", "messages": messages, "return_token_ids": True, "max_tokens": most}
         body |= {"n": choices} if choices > 1 else {}
         body |= {"stream": True} if rng.random() < 0.5 else {}
@@ -88,39 +88,43 @@ class Agent(Client):
             if status == 200 and (found := replies_in(data)):
                 call, now = (self.name, step), world.loop.now
                 received = [
-                    Received(call, one["session_id"], one["turn"], prompt, ids, asked, now, first=not attempt)
-                    for one, prompt, ids in found
+                    Received(call, place["session_id"], place["turn"], prompt, ids, first_sent, now, first=not attempt)
+                    for place, prompt, ids in found
                 ]
                 self._check(received, messages, most, choices)
                 if key is not None and rng.random() < 0.1:
                     await self._reuse(key, body, received[0].session)
-                return [self._message(one) for one in messages_in(data)]
-            if status == 500 or (400 <= status < 500 and not self._is_gone(status, asked)):
+                return [self._message(message) for message in messages_in(data)]
+            if status == 500 or (400 <= status < 500 and not self._is_gone(status, first_sent)):
                 ledger.faults.append(f"status {status}: {data.decode()[:200]}")
             if 400 <= status < 500:
                 return None
             await asyncio.sleep(rng.choice([0.0, 0.01, 0.5, 3.0]))
         return None
 
-    def _is_gone(self, status: int, asked: float) -> bool:
+    def _is_gone(self, status: int, first_sent: float) -> bool:
         """Return whether a client removed the session in the meantime, or had dropped it before."""
-        if any(one.drops and one.done >= 0 and one.session == self.name for one in self.ledger.removals):
+        if any(
+            removal.drops and removal.done >= 0 and removal.session == self.name for removal in self.ledger.removals
+        ):
             return status in (404, 409)
-        return status == 404 and self.ledger.removed(self.name, asked)
+        return status == 404 and self.ledger.removed(self.name, first_sent)
 
     def _check(self, received: list[Received], messages: list[dict[str, Any]], most: int, choices: int) -> None:
-        """Take a reply in, and compare it with what was asked for."""
+        """Record a reply and compare it with the request."""
         self.ledger.received += received
         if len(received) != choices:
             self.ledger.faults.append(f"{self.name}: {choices} choices were asked for, and {len(received)} came")
-        for one in received:
-            wrong = list(prompt_faults(self.world, messages, one.prompt, whole=not self.ledger.removed(one.session)))
-            if len(one.ids) > most:
-                wrong.append(f"{len(one.ids)} tokens, and at most {most} were asked for")
-            self.ledger.faults += [f"{one.session} turn {one.turn}: {what}" for what in wrong]
+        for reply in received:
+            wrong = list(
+                prompt_faults(self.world, messages, reply.prompt, whole=not self.ledger.removed(reply.session))
+            )
+            if len(reply.ids) > most:
+                wrong.append(f"{len(reply.ids)} tokens, and at most {most} were asked for")
+            self.ledger.faults += [f"{reply.session} turn {reply.turn}: {what}" for what in wrong]
 
     def _message(self, reply: dict[str, str]) -> dict[str, Any]:
-        """Return the message of a reply as it is sent back: some harnesses leave reasoning out."""
+        """Return the message of a reply as the client sends it back: some harnesses omit reasoning."""
         sent = {"role": "assistant", "content": reply["content"]}
         if reply["reasoning_content"] and self.rng.random() < 0.5:
             sent["reasoning_content"] = reply["reasoning_content"]
@@ -139,8 +143,8 @@ class Stranger(Agent):
 
     base = ""
 
-    def _is_gone(self, status: int, asked: float) -> bool:
-        return status in (404, 409) and any(one.drops for one in self.ledger.removals)
+    def _is_gone(self, status: int, first_sent: float) -> bool:
+        return status in (404, 409) and any(removal.drops for removal in self.ledger.removals)
 
     async def run(self) -> None:
         for step in range(self.rng.randint(1, 4)):
@@ -159,39 +163,39 @@ class Judge(Client):
         for _ in range(self.rng.randint(4, 20)):
             await asyncio.sleep(self.rng.choice([0.01, 0.1, 0.5]))
             if self.ledger.received:
-                await self.give(self.rng.choice(self.ledger.received))
+                await self.write_values(self.rng.choice(self.ledger.received))
 
-    async def give(self, one: Received) -> None:
+    async def write_values(self, reply: Received) -> None:
         """Give something to a turn, its leaf or its session."""
         ledger, kind = self.ledger, self.rng.choice(["session", "leaf", "turn", "column"])
         self.number += 4096.0
-        ledger.changes[one.session] += 1
-        seq = None if kind == "session" else one.turn
+        ledger.changes[reply.session] += 1
+        seq = None if kind == "session" else reply.turn
         if kind == "column":
-            body = {"turn": seq, "columns": {"a": [self.number + at for at in range(len(one.ids))]}}
-            possible = ledger.columns.setdefault((one.session, one.turn), {None})
-            status, _ = await self.ask("POST", f"/sessions/{one.session}/columns", body)
+            body = {"turn": seq, "columns": {"a": [self.number + at for at in range(len(reply.ids))]}}
+            possible = ledger.columns.setdefault((reply.session, reply.turn), {None})
+            status, _ = await self.request("POST", f"/sessions/{reply.session}/columns", body)
         else:
-            possible = ledger.rewards.setdefault((one.session, kind, seq), {None})
+            possible = ledger.rewards.setdefault((reply.session, kind, seq), {None})
             body = {"value": self.number} | ({} if seq is None else {kind: seq})
-            status, _ = await self.ask("POST", f"/sessions/{one.session}/reward", body)
-        ledger.changes[one.session] += 1
+            status, _ = await self.request("POST", f"/sessions/{reply.session}/reward", body)
+        ledger.changes[reply.session] += 1
         if status == 201:
             possible.clear()
         if status in (0, 201, 503):
             possible.add(self.number)
-        elif 400 <= status < 500 and not ledger.removed(one.session) and (kind != "leaf" or status != 404):
-            self.unexpected(status, f"a {kind} of {one.session} turn {one.turn}")
+        elif 400 <= status < 500 and not ledger.removed(reply.session) and (kind != "leaf" or status != 404):
+            self.unexpected(status, f"a {kind} of {reply.session} turn {reply.turn}")
 
-    async def give_all(self, session: str) -> None:
+    async def write_all_values(self, session: str) -> None:
         """Give values to all tokens of each leaf, when nothing else happens any more."""
-        status, data = await self.ask("GET", f"/sessions/{session}/trajectories")
-        for one in json.loads(data)["data"] if status == 200 else ():
-            values = [one["leaf"] * 4096.0 + at for at in range(len(one["token_ids"]))]
-            body = {"columns": {"b": values}, "leaf": one["leaf"]}
-            status, _ = await self.ask("POST", f"/sessions/{session}/columns", body)
+        status, data = await self.request("GET", f"/sessions/{session}/trajectories")
+        for trajectory in json.loads(data)["data"] if status == 200 else ():
+            values = [trajectory["leaf"] * 4096.0 + at for at in range(len(trajectory["token_ids"]))]
+            body = {"columns": {"b": values}, "leaf": trajectory["leaf"]}
+            status, _ = await self.request("POST", f"/sessions/{session}/columns", body)
             if status != 201:
-                self.unexpected(status, f"a column of {session} leaf {one['leaf']}")
+                self.unexpected(status, f"a column of {session} leaf {trajectory['leaf']}")
 
 
 class Trainer(Client):
@@ -201,7 +205,7 @@ class Trainer(Client):
         for version in range(1, self.rng.randint(2, 5)):
             await asyncio.sleep(self.rng.choice([0.01, 0.05, 0.5, 2.0]))
             wanted = {"mode": self.rng.choice(["wait", "abort"]), "timeout": self.rng.choice([0.0, 0.05, 5.0])}
-            status, data = await self.ask("POST", "/engine/pause", wanted)
+            status, data = await self.request("POST", "/engine/pause", wanted)
             changed = status == 200 and json.loads(data)["idle"]
             if changed:
                 self.world.weights = f"w{version}"
@@ -209,7 +213,7 @@ class Trainer(Client):
             body = {"weight_version": self.world.weights} if changed else {}
             status = 0
             while status != 200:
-                status, _ = await self.ask("POST", "/engine/resume", body)
+                status, _ = await self.request("POST", "/engine/resume", body)
 
 
 class Operator(Client):
@@ -221,7 +225,7 @@ class Operator(Client):
             session = self.rng.choice(["s0", "s1", "s2"])
             removal = Removal(session, self.world.loop.now)
             self.ledger.removals.append(removal)
-            status, _ = await self.ask("DELETE", f"/sessions/{session}")
+            status, _ = await self.request("DELETE", f"/sessions/{session}")
             if status == 204:
                 removal.done = self.world.loop.now
                 self.world.reached["deleted"] += 1
@@ -242,16 +246,16 @@ class Consumer(Client):
             if self.rng.random() < 0.6:
                 await self.confirm(contents, drop=self.rng.random() < 0.8)
             elif self.rng.random() < 0.3:
-                await self.ask("DELETE", f"/snapshots/{contents.snapshot_id}")
+                await self.request("DELETE", f"/snapshots/{contents.snapshot_id}")
                 contents.held = False
 
     async def take(self) -> Contents | None:
-        """Take a snapshot of everything, or of what is new since the last one, and read it."""
+        """Take a snapshot of everything, or of changes since the last snapshot, and read it."""
         ledger = self.ledger
         since = ledger.snapshots[-1] if ledger.snapshots and self.rng.random() < 0.4 else None
         before, changes = list(ledger.received), dict(ledger.changes)
-        expected = {(one.session, one.turn): ledger.reward_of(one.session, one.turn) for one in before}
-        status, data = await self.ask("POST", "/snapshots", {} if since is None else {"since": since.snapshot_id})
+        expected = {(reply.session, reply.turn): ledger.reward_of(reply.session, reply.turn) for reply in before}
+        status, data = await self.request("POST", "/snapshots", {} if since is None else {"since": since.snapshot_id})
         if status != 201:
             if status not in (0, 400, 503, 507):
                 self.unexpected(status, "a snapshot")
@@ -259,26 +263,32 @@ class Consumer(Client):
         self.world.reached["snapshot"] += 1
         # Nothing may be given to a session meanwhile, else it is not known what belongs to it.
         ended = {session for session, count in ledger.changes.items() if count % 2 == 0}
-        calm = {one for one in ended if ledger.changes[one] == changes.get(one) and not ledger.removed(one)}
+        calm = {
+            session
+            for session in ended
+            if ledger.changes[session] == changes.get(session) and not ledger.removed(session)
+        }
         manifest = json.loads(data)
         body = await self.read(manifest["snapshot_id"])
         if body is None:
             return None
-        sessions = tuple(one["session_id"] for one in manifest["sessions"])
+        sessions = tuple(session["session_id"] for session in manifest["sessions"])
         contents = Contents(manifest["snapshot_id"], body, sessions, since)
         if contents.digest != manifest["digest"]:
             ledger.faults.append(f"snapshot {contents.snapshot_id} has digest {contents.digest}")
         ledger.faults += ledger.missing_in(contents, before)
-        for one in contents.trajectories:
-            session, leaf = one.session_id, one.leaf
-            if session in calm and one.reward not in expected.get((session, leaf), {one.reward}):
-                ledger.faults.append(f"snapshot {contents.snapshot_id}: leaf {leaf} of {session} has {one.reward}")
+        for trajectory in contents.trajectories:
+            session, leaf = trajectory.session_id, trajectory.leaf
+            if session in calm and trajectory.reward not in expected.get((session, leaf), {trajectory.reward}):
+                ledger.faults.append(
+                    f"snapshot {contents.snapshot_id}: leaf {leaf} of {session} has {trajectory.reward}"
+                )
         ledger.snapshots.append(contents)
         return contents
 
     async def read(self, snapshot_id: int) -> bytes | None:
         for _ in range(8):
-            status, data = await self.ask("GET", f"/snapshots/{snapshot_id}/trajectories")
+            status, data = await self.request("GET", f"/snapshots/{snapshot_id}/trajectories")
             if status == 200:
                 return data
             if 400 <= status < 500:
@@ -294,22 +304,22 @@ class Consumer(Client):
             ledger.removals += removals
         contents.confirmed, contents.held = True, False
         body = {"digest": contents.digest, "drop_sessions": drop}
-        status, data = await self.ask("POST", f"/snapshots/{contents.snapshot_id}/confirm", body)
+        status, data = await self.request("POST", f"/snapshots/{contents.snapshot_id}/confirm", body)
         if 400 <= status < 500:
             self.unexpected(status, f"the confirmation of snapshot {contents.snapshot_id}")
         if status != 200 or not drop:
             return
         contents.dropped = frozenset(json.loads(data)["dropped"])
         self.world.reached["dropped"] += len(contents.dropped)
-        for one in removals:
-            one.done = self.world.loop.now if one.session in contents.dropped else -math.inf
+        for removal in removals:
+            removal.done = self.world.loop.now if removal.session in contents.dropped else -math.inf
         for session in sorted(contents.dropped):
-            status, _ = await self.ask("POST", "/sessions", {"session_id": session})
+            status, _ = await self.request("POST", "/sessions", {"session_id": session})
             if status == 201:
                 ledger.faults.append(f"{session} was dropped, and its id was used again")
 
     async def read_again(self) -> None:
-        """Read what is still held: it has to be what it was."""
-        for one in self.ledger.snapshots:
-            if one.held and await self.read(one.snapshot_id) != one.body:
-                self.ledger.faults.append(f"snapshot {one.snapshot_id} is not what it was")
+        """Read the snapshots still held: they must be unchanged."""
+        for snapshot in self.ledger.snapshots:
+            if snapshot.held and await self.read(snapshot.snapshot_id) != snapshot.body:
+                self.ledger.faults.append(f"snapshot {snapshot.snapshot_id} is not what it was")

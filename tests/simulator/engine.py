@@ -1,4 +1,4 @@
-"""An engine and a disk in virtual time, which fail as a seed wants, and what the engine has sampled."""
+"""An engine and a disk in virtual time, which fail by a seed, and a log of what the engine sampled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tokentape.types import TokenIds
 if TYPE_CHECKING:
     from tests.simulator.world import World
 
-SAYINGS = (
+REPLIES = (
     "Yes.",
     "Nay.",
     "No, not at all.",
@@ -79,7 +79,7 @@ class SimulatedEngine:
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         world, rng, call = self._world, self._world.rng, object()
-        ids = world.encode(rng.choice(SAYINGS) + "<|im_end|>")[: params.max_tokens]
+        ids = world.encode(rng.choice(REPLIES) + "<|im_end|>")[: params.max_tokens]
         sampled = Sampled(str(params.session_id), world.loop.now, prompt_ids.tolist())
         world.sampled.append(sampled)
         logprob = -0.25 - len(world.sampled) % 7
@@ -144,9 +144,9 @@ class SimulatedQueue(CommitQueue):
     def _commit_some(self) -> None:
         self._due, batch = False, []
         while not self._calls.empty():
-            one = self._calls.get()
-            if one is not None and not one.done.cancelled():
-                batch.append(one)
+            call = self._calls.get()
+            if call is not None and not call.done.cancelled():
+                batch.append(call)
         if batch and not self.dead:
             self._serve(batch)
             if self.broken and self.broken_at is None:
@@ -154,7 +154,7 @@ class SimulatedQueue(CommitQueue):
 
     @contextmanager
     def _transaction(self, batch: Sequence[Any]) -> Iterator[None]:
-        """Fail as a disk that is full, where nothing is written, or as one that may have written it."""
+        """Fail like a full disk, where nothing is written, or like one that may have written the data."""
         world, faults = self.world, self.world.faults
         with super()._transaction(batch):
             yield

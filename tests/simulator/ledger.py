@@ -27,7 +27,7 @@ class Received:
     turn: int
     prompt: list[int]
     ids: list[int]
-    asked: float
+    first_sent: float
     """When the call was sent first."""
     at: float
     first: bool
@@ -42,7 +42,7 @@ class Removal:
     sent: float
     drops: bool = False
     done: float = math.inf
-    """When it was over: never, until that is said; minus infinity if nothing was removed."""
+    """When it ended: infinity until it is set; minus infinity if nothing was removed."""
 
 
 @dataclass
@@ -62,9 +62,11 @@ class Contents:
         lines = [json.loads(line) for line in self.body.splitlines()]
         self.trajectories = [SimpleNamespace(**line, columns={"a": line.get("column_a", ())}) for line in lines]
         self.turns = {
-            (one.session_id, seq): one.token_ids[start:end]
-            for one in self.trajectories
-            for seq, start, end in zip(one.turns, one.completion_starts, one.completion_ends, strict=True)
+            (trajectory.session_id, seq): trajectory.token_ids[start:end]
+            for trajectory in self.trajectories
+            for seq, start, end in zip(
+                trajectory.turns, trajectory.completion_starts, trajectory.completion_ends, strict=True
+            )
         }
 
     @property
@@ -73,7 +75,7 @@ class Contents:
 
 
 _Place = tuple[str, str, int | None]
-"""Session, what is meant in it (`session`, `leaf` or `turn`) and its number."""
+"""Session, the kind of target (`session`, `leaf` or `turn`) and its number."""
 
 
 @dataclass
@@ -85,11 +87,11 @@ class Ledger:
     removals: list[Removal] = field(default_factory=list)
     snapshots: list[Contents] = field(default_factory=list)
     rewards: dict[_Place, set[float | None]] = field(default_factory=dict)
-    """The values that each may have; several if it was not said whether one was recorded."""
+    """The values that each may have; several if it is unknown whether one was recorded."""
     columns: dict[tuple[str, int], set[float | None]] = field(default_factory=dict)
     """The first values of column `a` of turns."""
     valued: set[str] = field(default_factory=set)
-    """Sessions whose leaves were given column `b` in the end."""
+    """Sessions whose leaves got column `b` at the end."""
     changes: Counter[str] = field(default_factory=Counter)
     """By session how often a reward or column began or ended to be given."""
 
@@ -99,8 +101,8 @@ class Ledger:
     def removed(self, session: str, since: float = -math.inf, *, drops: bool | None = None) -> bool:
         """Return whether a client may have removed a session at this time or later."""
         return any(
-            one.session == session and one.done >= max(since, 0.0) and drops in (None, one.drops)
-            for one in self.removals
+            removal.session == session and removal.done >= max(since, 0.0) and drops in (None, removal.drops)
+            for removal in self.removals
         )
 
     def reward_of(self, session: str, leaf: int) -> set[float | None]:
@@ -110,18 +112,24 @@ class Ledger:
         return (own - {None}) | others
 
     def faults_of(self, session: str, trajectories: Iterable[Any]) -> Iterator[str]:
-        """Yield what is not as it was given to a session: rewards, and columns of turns."""
-        for one in trajectories:
-            if one.reward not in self.reward_of(session, one.leaf):
-                yield f"{session}: the reward of leaf {one.leaf} is {one.reward}"
-            values = np.full(len(one.token_ids), np.nan)
-            if len(column := one.columns.get("a", ())):
+        """Yield the rewards and turn columns of a session that differ from those sent."""
+        for trajectory in trajectories:
+            if trajectory.reward not in self.reward_of(session, trajectory.leaf):
+                yield f"{session}: the reward of leaf {trajectory.leaf} is {trajectory.reward}"
+            values = np.full(len(trajectory.token_ids), np.nan)
+            if len(column := trajectory.columns.get("a", ())):
                 values = np.array(column, np.float64)
-            places = zip(one.turns, one.turn_rewards, one.completion_starts, one.completion_ends, strict=True)
+            places = zip(
+                trajectory.turns,
+                trajectory.turn_rewards,
+                trajectory.completion_starts,
+                trajectory.completion_ends,
+                strict=True,
+            )
             for seq, reward, start, end in places:
-                given = None if reward is None or reward != reward else reward
-                if given not in self.rewards.get((session, "turn", seq), {None}):
-                    yield f"{session}: the reward of turn {seq} is {given}"
+                expected = None if reward is None or reward != reward else reward
+                if expected not in self.rewards.get((session, "turn", seq), {None}):
+                    yield f"{session}: the reward of turn {seq} is {expected}"
                 allowed = self.columns.get((session, seq), {None})
                 if not any(_is_column(values[start:end], first) for first in allowed):
                     yield f"{session}: the values of turn {seq} are {values[start:end].tolist()}"
@@ -131,9 +139,13 @@ class Ledger:
         turns, at = dict[tuple[str, int], list[int]](), contents
         while at is not None:
             turns, at = at.turns | turns, at.since
-        for one in before:
-            if one.first and not self.removed(one.session) and turns.get((one.session, one.turn)) != one.ids:
-                yield f"{one.session} turn {one.turn} is not in snapshot {contents.snapshot_id}"
+        for trajectory in before:
+            if (
+                trajectory.first
+                and not self.removed(trajectory.session)
+                and turns.get((trajectory.session, trajectory.turn)) != trajectory.ids
+            ):
+                yield f"{trajectory.session} turn {trajectory.turn} is not in snapshot {contents.snapshot_id}"
 
 
 def _is_column(values: Any, first: float | None) -> bool:
@@ -156,9 +168,9 @@ def prompt_faults(world: World, messages: list[dict[str, Any]], prompt: list[int
     for message, part in zip(messages, parts, strict=False):
         role, _, text = part.partition("\n")
         # A line for each piece of reasoning, and of the text around it.
-        spoken = [*message["content"].split("\n")]
-        spoken += message.get("reasoning_content", "").split("\n") if whole else ()
-        same = all(one.strip() in text for one in spoken)
+        lines = [*message["content"].split("\n")]
+        lines += message.get("reasoning_content", "").split("\n") if whole else ()
+        same = all(line.strip() in text for line in lines)
         if message["role"] == "user":
             same = text == f"{message['content']}<|im_end|>\n"
         if role != message["role"] or not same:

@@ -1,4 +1,4 @@
-"""An event loop with virtual time: whatever takes time takes as long as one seed says, and nothing waits."""
+"""An event loop with virtual time: one seed decides how long each operation takes, and nothing really waits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 @contextmanager
 def running(rng: Random) -> Iterator[VirtualLoop]:
-    """Yield a loop. Meanwhile the clocks are its own, and what is random comes from `rng`."""
+    """Yield a loop. Meanwhile it provides the clocks, and `rng` provides all randomness."""
     loop = VirtualLoop(rng)
     kept = time.time, time.monotonic, secrets.token_hex
     time.time, time.monotonic = (lambda: EPOCH + loop.now), (lambda: loop.now)

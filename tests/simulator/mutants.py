@@ -201,21 +201,21 @@ def mutated(name: str) -> str:
 
 
 def found(name: str, calls: int = CALLS) -> tuple[bool, str]:
-    """Return whether the simulator finds a mutant, and what it says."""
+    """Return whether the simulator finds a mutant, and its output."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "src", Path(folder, "src"), ignore=shutil.ignore_patterns("__pycache__"))
         Path(folder, "src", "tokentape", MUTANTS[name][0]).write_text(mutated(name), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{ROOT}", "PYTHONHASHSEED": "0"}
         command = [sys.executable, "-m", "tests.simulator", "--calls", str(calls)]
         run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    said = "\n".join((run.stdout + run.stderr).splitlines()[-3:])
-    return run.returncode == 1 and "seed" in run.stdout, said
+    output = "\n".join((run.stdout + run.stderr).splitlines()[-3:])
+    return run.returncode == 1 and "seed" in run.stdout, output
 
 
 if __name__ == "__main__":
     missed = []
     for name in sys.argv[1:] or MUTANTS:
-        caught, said = found(name)
-        print("found " if caught else "MISSED", name, "\n   ", said.replace("\n", "\n    "), flush=True)
+        caught, message = found(name)
+        print("found " if caught else "MISSED", name, "\n   ", message.replace("\n", "\n    "), flush=True)
         missed += [] if caught else [name]
     sys.exit(bool(missed))

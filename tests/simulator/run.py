@@ -28,7 +28,7 @@ LIVES = 400.0
 """Virtual seconds after which every client is long done."""
 
 OTHERS: dict[type[Client], float] = {Stranger: 0.3, Judge: 0.5, Trainer: 0.4, Consumer: 0.4, Operator: 0.15}
-"""How likely there is one besides the agents."""
+"""The probability that a run has such a client."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ def play(seed: int, renderer: Renderer, reached: Counter[str]) -> Outcome:
     rng, outcome = Random(seed), Outcome(seed)
     wild = rng.choice([0.0, 0.1, 0.3, 0.6])
     kills = rng.choice([0, 0, 1, 3]) if wild else 0
-    # What was not handed over before a restart is forgiven: many restarts would hide what is not marked.
+    # Replies not delivered before a restart are excused, and many restarts would hide missing marks.
     fails = rng.random() * wild * (0.0 if seed % 4 else 0.03)
     leaves = 0.3 if seed % 4 == 1 else 0.0
     kills = 0 if leaves else kills
@@ -91,14 +91,14 @@ async def _live(ledger: Ledger) -> None:
             world.of_clients.add(restarts[-1])
 
     loop.before_step = may_kill
-    await asyncio.gather(*(one.run() for one in clients))
+    await asyncio.gather(*(client.run() for client in clients))
     # Until marks are written and calls without clients have ended. The disk may still be full, but fails no more.
     world.faults = _only(world.faults, "disk_full")
     kills.clear()
     await asyncio.sleep(LIVES)
     loop.before_step = lambda: None
-    for one in restarts:
-        await one
+    for restart in restarts:
+        await restart
     world.faults = _only(world.faults)
     await _look_back(ledger)
     recorded = await world.stop()
@@ -109,17 +109,17 @@ async def _live(ledger: Ledger) -> None:
 
 
 async def _look_back(ledger: Ledger) -> None:
-    """Read what is held once more, and give values to whole trajectories, when nothing else happens."""
+    """Read the held snapshots once more, and write values for whole trajectories, when nothing else runs."""
     await Consumer(ledger, "reader").read_again()
     if ledger.received and ledger.world.rng.random() < 0.4:
         ledger.valued.add(ledger.world.rng.choice(ledger.received).session)
         for session in ledger.valued:
-            await Judge(ledger, "judge").give_all(session)
+            await Judge(ledger, "judge").write_all_values(session)
 
 
 def _only(faults: Faults, *kept: str) -> Faults:
     """Return the faults without those that are not kept."""
-    return Faults(**{one.name: getattr(faults, one.name) if one.name in kept else 0 for one in fields(Faults)})
+    return Faults(**{field.name: getattr(faults, field.name) if field.name in kept else 0 for field in fields(Faults)})
 
 
 async def _restart(world: World) -> None:

@@ -21,22 +21,22 @@ def player() -> Iterator[Renderer]:
     logging.disable(logging.NOTSET)
 
 
-def test_nothing_that_was_acknowledged_is_lost_and_nothing_unread_is_trained(player: Renderer) -> None:
+def test_acknowledged_turns_are_kept_and_unread_ones_not_trained(player: Renderer) -> None:
     reached: Counter[str] = Counter()
     outcomes = [play(seed, player, reached) for seed in range(6)]
-    assert [one.faults for one in outcomes] == [[]] * 6
-    assert sum(one.calls for one in outcomes) > 100
+    assert [outcome.faults for outcome in outcomes] == [[]] * 6
+    assert sum(outcome.calls for outcome in outcomes) > 100
     # A simulation without faults would find nothing.
     faults = {"killed", "client left", "disk full", "engine aborted", "reply lost", "duplicate"}
     assert {what for what, count in reached.items() if count} >= faults | {"paused", "snapshot", "dropped", "deleted"}
 
 
 @pytest.mark.parametrize("seed", [4000497, 4000775])
-def test_a_retry_that_was_left_before_it_was_handled_leaves_the_reply_unread(seed: int, player: Renderer) -> None:
+def test_retry_abandoned_before_handling_leaves_the_reply_unread(seed: int, player: Renderer) -> None:
     assert play(seed, player, Counter()).faults == []
 
 
-def test_a_seed_plays_the_same_each_time(player: Renderer) -> None:
+def test_seed_reproduces_a_run(player: Renderer) -> None:
     first, again, other = (play(seed, player, Counter()) for seed in (3, 3, 4))
     assert first.trace == again.trace
     assert first.digest == again.digest != other.digest
@@ -50,5 +50,5 @@ def test_a_planted_error_changes_one_place_of_the_sources(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_error_is_found(name: str) -> None:
-    caught, said = found(name)
-    assert caught, said
+    caught, output = found(name)
+    assert caught, output

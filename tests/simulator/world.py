@@ -119,7 +119,7 @@ class World:
         self.note("started")
 
     def kill(self) -> None:
-        """End the process at once: what it has not committed and not sent is gone, whatever its code still does."""
+        """End the process at once: uncommitted and unsent data is lost, regardless of what its code still does."""
         if self.app is None:
             return
         self.note("killed")
@@ -127,9 +127,9 @@ class World:
         self.app, self.process = None, object()
         assert self.queue is not None
         self.queue.dead = True
-        for one in asyncio.all_tasks(self.loop):
-            if one not in self.of_clients:
-                one.cancel()
+        for task in asyncio.all_tasks(self.loop):
+            if task not in self.of_clients:
+                task.cancel()
         for exchange in self.exchanges:
             if not exchange.over:
                 exchange.over = True
@@ -146,9 +146,9 @@ class World:
         return at is not None and self.loop.now > at + 0.2
 
     async def stop(self) -> dict[str, StoredSession]:
-        """Stop the process in good order and return what it has recorded."""
+        """Shut the process down and return its record."""
         await self.turns.abort_all()
-        recorded = {one.info.session_id: one for one in self.store.iter_sessions(per_token=True)}
+        recorded = {session.info.session_id: session for session in self.store.iter_sessions(per_token=True)}
         self.app = None
         self.store.close()
         return recorded
@@ -174,15 +174,15 @@ class World:
 
     def leave(self) -> None:
         """Let a client that waits for a reply leave."""
-        calls = (one for one in self.exchanges if one.path.endswith("/chat/completions"))
-        waiting = [one for one in calls if not one.over and not one.left.is_set()]
+        calls = (exchange for exchange in self.exchanges if exchange.path.endswith("/chat/completions"))
+        waiting = [call for call in calls if not call.over and not call.left.is_set()]
         if waiting:
             self.reached["client left at a write"] += 1
-            one = self.rng.choice(waiting)
-            one.left.set()
+            chosen = self.rng.choice(waiting)
+            chosen.left.set()
             # What is sent before the gateway can notice is taken by the network.
-            self.loop.call_later(0.0005, self._go, one)
-            self._receive(one, None)
+            self.loop.call_later(0.0005, self._go, chosen)
+            self._receive(chosen, None)
 
     def _go(self, exchange: Exchange) -> None:
         exchange.gone = True
@@ -190,12 +190,18 @@ class World:
 
     def handed(self) -> set[tuple[str, int]]:
         """Return the turns of all replies that were handed to the network whole."""
-        return {(one["session_id"], one["turn"]) for exchange in self.exchanges for one, _, _ in exchange.replies}
+        return {(reply["session_id"], reply["turn"]) for exchange in self.exchanges for reply, _, _ in exchange.replies}
 
     def left(self) -> set[str]:
-        """Return the ids of replies that the last process began to stream, and whose clients left before their end."""
-        streams = (b"".join(one.sent) for one in self.exchanges if one.process is self.process and not one.handed)
-        return {json.loads(one[6:].partition(b"\n\n")[0])["id"] for one in streams if one.startswith(b"data: {")}
+        """Return the ids of replies that the last process started to stream and whose clients disconnected early."""
+        streams = (
+            b"".join(exchange.sent)
+            for exchange in self.exchanges
+            if exchange.process is self.process and not exchange.handed
+        )
+        return {
+            json.loads(stream[6:].partition(b"\n\n")[0])["id"] for stream in streams if stream.startswith(b"data: {")
+        }
 
     def _arrive(self, exchange: Exchange, method: str, data: bytes, headers: dict[str, str]) -> None:
         if self.rng.random() < self.faults.request_lost:
@@ -208,7 +214,7 @@ class World:
         path, _, query = exchange.path.partition("?")
         if path == "/engine/resume":
             self.idle = None
-        given = {"host": "simulated", "content-type": "application/json", **headers}
+        sent_headers = {"host": "simulated", "content-type": "application/json", **headers}
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -219,7 +225,7 @@ class World:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": query.encode(),
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "headers": [(name.encode(), value.encode()) for name, value in sent_headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
         }
@@ -244,7 +250,7 @@ class World:
             exchange.sent.append(message.get("body", b""))
             if not message.get("more_body", False):
                 exchange.handed = True
-                self._said(exchange, running)
+                self._note_promises(exchange, running)
                 broken = self.rng.random() < self.faults.reply_lost
                 self.reached["reply lost"] += broken
                 answer = None if broken else (exchange.status, b"".join(exchange.sent))
@@ -257,8 +263,8 @@ class World:
         finally:
             exchange.over = True
 
-    def _said(self, exchange: Exchange, running: dict[object, str]) -> None:
-        """Note what the gateway promises with an answer; `running` are the calls of the engine as its request came."""
+    def _note_promises(self, exchange: Exchange, running: dict[object, str]) -> None:
+        """Note what the gateway promises with an answer; `running` are the engine's calls when its request arrived."""
         if exchange.status != 200:
             return
         if exchange.path == "/engine/pause" and json.loads(exchange.sent[0])["idle"]:
@@ -283,7 +289,7 @@ def replies_in(body: bytes) -> list[Found]:
     """Return session and turn, the prompt and the sampled ids of each choice of a whole reply; none of a broken one."""
     if not body.startswith(b"data: "):
         reply = json.loads(body)
-        return [(one["tokentape"], reply["prompt_token_ids"], one["token_ids"]) for one in reply["choices"]]
+        return [(choice["tokentape"], reply["prompt_token_ids"], choice["token_ids"]) for choice in reply["choices"]]
     prompt: list[int] = []
     ids: dict[int, list[int]] = {}
     found = {}
@@ -292,23 +298,23 @@ def replies_in(body: bytes) -> list[Found]:
             continue
         chunk = json.loads(line[6:])
         prompt = chunk.get("prompt_token_ids") or prompt
-        for one in chunk.get("choices", ()):
-            ids.setdefault(one["index"], []).extend(one.get("token_ids") or ())
-            if one["finish_reason"]:
-                found[one["index"]] = one["tokentape"], prompt, ids[one["index"]]
+        for part in chunk.get("choices", ()):
+            ids.setdefault(part["index"], []).extend(part.get("token_ids") or ())
+            if part["finish_reason"]:
+                found[part["index"]] = part["tokentape"], prompt, ids[part["index"]]
     return [found[index] for index in sorted(found)] if b"data: [DONE]" in body else []
 
 
 def messages_in(body: bytes) -> list[dict[str, str]]:
     """Return content and reasoning of each choice of a whole reply, as a client puts them together."""
     if not body.startswith(b"data: "):
-        messages = [one["message"] for one in json.loads(body)["choices"]]
+        messages = [choice["message"] for choice in json.loads(body)["choices"]]
     else:
         messages = []
         chunks = [json.loads(line[6:]) for line in body.split(b"\n\n") if line.startswith(b"data: {")]
-        for one in (choice for chunk in chunks for choice in chunk.get("choices", ())):
-            messages += [{} for _ in range(one["index"] + 1 - len(messages))]
-            for name, text in one["delta"].items():
+        for part in (choice for chunk in chunks for choice in chunk.get("choices", ())):
+            messages += [{} for _ in range(part["index"] + 1 - len(messages))]
+            for name, text in part["delta"].items():
                 if name in ("content", "reasoning_content"):
-                    messages[one["index"]][name] = messages[one["index"]].get(name, "") + (text or "")
-    return [{name: one.get(name) or "" for name in ("content", "reasoning_content")} for one in messages]
+                    messages[part["index"]][name] = messages[part["index"]].get(name, "") + (text or "")
+    return [{name: message.get(name) or "" for name in ("content", "reasoning_content")} for message in messages]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant as said
+from tests.session.builders import make_turn, user
 from tests.training.interpreters import answered
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session

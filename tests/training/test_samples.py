@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.records import bits, finite, trees, turn_columns
 from tests.searching import examples
-from tests.session.builders import make_turn, said, user
+from tests.session.builders import assistant as said
+from tests.session.builders import make_turn, user
 from tests.session.trajectory_cases import make_trajectory
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session

@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, to be killed: `python serving_process.py MODEL DATA`; prints its URL."""
+"""A gateway in its own process, to be killed: `python serving_process.py MODEL DATA`; prints its URL."""
 
 from __future__ import annotations
 

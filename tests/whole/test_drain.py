@@ -1,4 +1,4 @@
-"""SIGTERM under load: what was acknowledged is in the record, and the process ends as it should."""
+"""SIGTERM under load: acknowledged turns are in the record, and the process exits cleanly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokentape.store import SqliteStore, verify
 
 
 @pytest.mark.slow
-def test_a_gateway_that_is_told_to_end_loses_nothing(tmp_path: Path, model_dir: Path) -> None:
+def test_stopped_gateway_loses_no_turn(tmp_path: Path, model_dir: Path) -> None:
     agents = [Agent(f"agent-{n}") for n in range(CLIENTS)]
     stop, arrived = threading.Event(), threading.Event()
     with serving(model_dir, "--threads", 1, "--data", tmp_path, "--drain-seconds", 20) as (process, url):
@@ -39,7 +39,7 @@ def test_a_gateway_that_is_told_to_end_loses_nothing(tmp_path: Path, model_dir: 
         recorded = {stored.info.session_id: stored.turns for stored in store.iter_sessions()}
     for agent in agents:
         turns = recorded.get(agent.session_id, ())
-        # Nothing is cut short: what was under way was finished and told.
+        # No call is cut short: running calls finished and were answered.
         assert {turn.seq: turn.reply["content"] for turn in turns} == agent.acknowledged
     assert sum(len(agent.acknowledged) for agent in agents) >= 2
     assert "Traceback" not in "".join(lines)

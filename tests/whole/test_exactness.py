@@ -56,19 +56,19 @@ def run_sessions(base_url: str, count: int) -> None:
     async def run() -> None:
         slots = asyncio.Semaphore(AT_ONCE)
 
-        async def one(number: int, task: Task) -> None:
+        async def run_task(number: int, task: Task) -> None:
             async with slots:
                 await talk(base_url, number, task)
 
         async with asyncio.TaskGroup() as group:
             for number, task in enumerate(sample_tasks(7, count, "heldout")):
-                group.create_task(one(number, task))
+                group.create_task(run_task(number, task))
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
-def test_every_context_is_the_one_before_plus_what_was_sampled_plus_a_bridge(
+def test_every_context_is_its_parent_plus_completion_plus_bridge(
     gateway_url: str, turns: Turns, engine: SharedEngine, store: SqliteStore, count: int
 ) -> None:
     run_sessions(gateway_url, count)

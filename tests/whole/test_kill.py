@@ -24,7 +24,7 @@ SERVER = Path(__file__).with_name("serving_process.py")
 
 @dataclass
 class Agent:
-    """A client that goes on talking in one session, whatever happens to the gateway."""
+    """A client that continues one session, regardless of what happens to the gateway."""
 
     session_id: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -71,7 +71,7 @@ def gateway(model: Path, data: Path) -> Iterator[tuple[subprocess.Popen[str], st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [20])
-def test_what_was_acknowledged_survives_and_sessions_go_on(tmp_path: Path, model_dir: Path, rounds: int) -> None:
+def test_acknowledged_turns_survive_and_sessions_continue(tmp_path: Path, model_dir: Path, rounds: int) -> None:
     """Every reply that arrived is in the record, and at most the one that was on its way to each agent besides.
 
     A reply's last byte leaves after its commit, so a kill in between leaves a turn that did not arrive.

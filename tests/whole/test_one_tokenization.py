@@ -23,7 +23,7 @@ TURNS = 8
 
 
 class CountingTokenizer:
-    """A tokenizer of `tokenizers` that notes how much it is asked to encode."""
+    """A tokenizer of `tokenizers` that records how much it encodes."""
 
     def __init__(self, inner: Any, encoded: list[int]) -> None:
         self._inner = inner
@@ -40,7 +40,7 @@ class CountingTokenizer:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Characters of each call of a tokenizer's `encode`, of the renderer's and the engine's alike."""
+    """Characters of each `encode` call, of both the renderer's and the engine's tokenizer."""
     from tokentape.engines import _loading as loading
 
     calls: list[int] = []
@@ -98,9 +98,7 @@ def encoded_per_turn(gateway_url: str, encoded: list[int], max_tokens: int) -> l
     return per_turn
 
 
-def test_a_turn_encodes_its_new_messages_once_and_nothing_of_the_history(
-    gateway_url: str, engine: SharedEngine, encoded: list[int]
-) -> None:
+def test_turn_encodes_only_its_new_messages(gateway_url: str, engine: SharedEngine, encoded: list[int]) -> None:
     per_turn = encoded_per_turn(gateway_url, encoded, max_tokens=40)
     assert [call.finish_reason for call in engine.finished] == ["stop"] * TURNS
     assert [len(calls) for calls in per_turn] == [1] * TURNS
@@ -112,7 +110,7 @@ def test_a_turn_encodes_its_new_messages_once_and_nothing_of_the_history(
     assert per_turn[1][0] < per_turn[2][0] < 100
 
 
-def test_closing_a_turn_that_was_cut_short_encodes_a_few_characters_besides(
+def test_closing_a_cut_turn_encodes_only_a_few_more_characters(
     gateway_url: str, engine: SharedEngine, encoded: list[int]
 ) -> None:
     per_turn = encoded_per_turn(gateway_url, encoded, max_tokens=5)

@@ -1,6 +1,6 @@
-"""Sessions under everything that may happen to them, against a model of plain lists: what clients were told.
+"""Sessions under random events, compared with a model of plain lists: the replies that clients received.
 
-It drives `Turns` as the endpoints do, on an event loop of its own, without sockets: thousands of steps take minutes.
+It drives `Turns` as the endpoints do, on its own event loop, without sockets: thousands of steps take minutes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Node:
-    """A reply that a client was told, as far as a client knows it."""
+    """A reply that a client received, as far as the client knows it."""
 
     messages: tuple[Any, ...]
     """The request's messages and the reply."""
     ids: list[int]
-    """The whole context that was sent, and what was sampled."""
+    """The context that was sent, and the sampled ids."""
     sampled: list[int]
     parent: int | None
 
@@ -72,7 +72,7 @@ class Call:
     stream: bool
     key: str | None
     digest: str
-    heard: list[int] | None = None
+    received: list[int] | None = None
     """The turns of a reply that came whole."""
 
     def request(self, *, retried: bool = False) -> TurnRequest:
@@ -89,7 +89,7 @@ class Call:
 
 
 @dataclass
-class Told:
+class CallResult:
     """The events of one call, put together."""
 
     prompt: list[int] = field(default_factory=list)
@@ -99,8 +99,8 @@ class Told:
 
 
 def history(messages: Sequence[Any]) -> str:
-    """What tells messages apart for the gateway: everything but reasoning, which many harnesses leave out."""
-    plain = [{key: value for key, value in one.items() if key != "reasoning_content"} for one in messages]
+    """The message fields that the gateway compares: all but reasoning, which many harnesses omit."""
+    plain = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
     return json.dumps(plain, sort_keys=True)
 
 
@@ -111,16 +111,16 @@ def agreement(known: Sequence[Any], sent: Sequence[Any]) -> int:
 
 
 def holds(whole: list[int], part: list[int]) -> bool:
-    """Whether `part` stands somewhere in `whole`."""
+    """Whether `part` is a contiguous part of `whole`."""
     return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
 
 
 class Machine(RuleBasedStateMachine):
-    """Rules are what clients and the world do; each checks what it did to the session that it touched."""
+    """Rules are actions of clients and the world; each checks the session that it changed."""
 
     renderer: Renderer
     replies: Mapping[tuple[int, ...], str]
-    """By their ids: each is said once, if at all."""
+    """Texts by their ids: each reply is sampled at most once."""
     steps: Counter[str]
 
     @initialize()
@@ -144,23 +144,23 @@ class Machine(RuleBasedStateMachine):
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE))
 
-    async def hear(self, call: Call, *, retried: bool = False) -> Told:
+    async def receive(self, call: Call, *, retried: bool = False) -> CallResult:
         """Take a call and read its events to the end."""
-        told = Told()
+        result = CallResult()
         async with aclosing(run_turn(self.turns, call.request(retried=retried))) as events:
             async for event in events:
                 match event:
                     case TurnStarted():
-                        told.prompt, told.replayed = event.prompt_ids.tolist(), event.replayed
+                        result.prompt, result.replayed = event.prompt_ids.tolist(), event.replayed
                     case TurnDelta():
-                        told.ids.setdefault(event.choice, []).extend(event.sampled.token_ids)
+                        result.ids.setdefault(event.choice, []).extend(event.sampled.token_ids)
                     case TurnDone():
-                        told.done[event.choice] = event
-        assert sorted(told.done) == list(range(call.n))
-        return told
+                        result.done[event.choice] = event
+        assert sorted(result.done) == list(range(call.n))
+        return result
 
     def new_call(self, session: str, at: int, edit: str, n: int, stream: bool, keyed: bool) -> Call:
-        """A call that goes on from one of the session's turns, or changes what was before it."""
+        """A call that continues one of the session's turns, or edits the history before it."""
         self.count += 1
         nodes = [*self.nodes.get(session, {}).values()]
         messages: list[Any] = list(nodes[at % len(nodes)].messages) if nodes else []
@@ -176,13 +176,13 @@ class Machine(RuleBasedStateMachine):
                 while messages and messages[-1]["role"] != "assistant":
                     messages.pop()
             elif edit == "drop reasoning":
-                messages = [{k: v for k, v in one.items() if k != "reasoning_content"} for one in messages]
+                messages = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
             else:
                 messages[where] = {**messages[where], "content": f"edited {self.count}"}
         if not messages or messages[-1]["role"] == "assistant":
             calls = messages[-1].get("tool_calls", ()) if messages else ()
-            for one in calls:
-                messages.append({"role": "tool", "tool_call_id": one["id"], "content": f"price {self.count}"})
+            for known_call in calls:
+                messages.append({"role": "tool", "tool_call_id": known_call["id"], "content": f"price {self.count}"})
             if not calls:
                 messages.append({"role": "user", "content": f"question {self.count}"})
         key = f"key-{self.count}" if keyed else None
@@ -203,27 +203,27 @@ class Machine(RuleBasedStateMachine):
                 return max(same, key=lambda seq: (agreement(nodes[seq].messages, sent), seq))
         return None
 
-    def note(self, call: Call, told: Told, parent: int | None) -> None:
+    def note(self, call: Call, result: CallResult, parent: int | None) -> None:
         """Check a new reply against the model, and add it."""
-        assert not told.replayed
+        assert not result.replayed
         nodes = self.nodes.setdefault(call.session, {})
         context = [] if parent is None else nodes[parent].ids
-        assert told.prompt[: len(context)] == context, "the context is not that of the turn before"
+        assert result.prompt[: len(context)] == context, "the context is not that of the turn before"
         for message in call.messages:
             same = [node for node in nodes.values() if history(node.messages[-1:]) == history([message])]
-            told_so = [node for node in same if agreement(node.messages[-1:], [message])] or same
-            kept = any(holds(told.prompt, node.sampled) for node in told_so)
+            agreeing = [node for node in same if agreement(node.messages[-1:], [message])] or same
+            kept = any(holds(result.prompt, node.sampled) for node in agreeing)
             assert kept or not same, "a reply that was kept is not there as it was sampled"
         siblings = any(node.parent == parent for node in nodes.values())
-        call.heard = [told.done[choice].turn.seq for choice in range(call.n)]
+        call.received = [result.done[choice].turn.seq for choice in range(call.n)]
         for choice in range(call.n):
-            turn = told.done[choice].turn
-            ids = told.ids[choice]
+            turn = result.done[choice].turn
+            ids = result.ids[choice]
             assert tuple(ids) in self.unsaid, "ids that the engine never returned"
             self.unsaid.remove(tuple(ids))
             assert turn.completion_ids.tolist() == ids
             assert (turn.parent, turn.fork is not None) == (parent, siblings or choice > 0)
-            nodes[turn.seq] = Node((*call.messages, turn.reply), told.prompt + ids, ids, parent)
+            nodes[turn.seq] = Node((*call.messages, turn.reply), result.prompt + ids, ids, parent)
 
     def check(self, session: str, aborted: int | None = None) -> None:
         """The record of a session is the model's lists: no token less, none more."""
@@ -240,8 +240,8 @@ class Machine(RuleBasedStateMachine):
         parents = {node.parent for node in nodes.values()}
         leaves = sorted(node.ids for seq, node in nodes.items() if seq not in parents)
         found = trajectories(Session(stored.info, stored.turns))
-        assert sorted(one.token_ids.tolist() for one in found) == leaves
-        trained = sum(int(one.loss_mask.sum()) for one in found)
+        assert sorted(trajectory.token_ids.tolist() for trajectory in found) == leaves
+        trained = sum(int(trajectory.loss_mask.sum()) for trajectory in found)
         assert trained == sum(len(node.sampled) for node in nodes.values())
 
     def aborted(self, session: str) -> int:
@@ -274,7 +274,7 @@ class Machine(RuleBasedStateMachine):
     def turn(self, session: str, at: int, edit: str, **shape: Any) -> None:
         call = self.new_call(session, at, edit, **shape)
         parent = self.expected_parent(call)
-        self.note(call, self.run(self.hear(call)), parent)
+        self.note(call, self.run(self.receive(call)), parent)
         self.check(session)
         self.steps[f"turn: {edit}"] += 1
 
@@ -282,18 +282,18 @@ class Machine(RuleBasedStateMachine):
     def turn_joined_by_its_retry(self, session: str, at: int, edit: str, **shape: Any) -> None:
         call = self.new_call(session, at, edit, **shape)
         parent = self.expected_parent(call)
-        asked = len(self.engine.asked)
+        requests = len(self.engine.requests)
 
-        async def both() -> list[Told]:
-            first = asyncio.create_task(self.hear(call))
-            await self.until(lambda: len(self.engine.asked) > asked)
-            return list(await asyncio.gather(first, self.hear(call, retried=True)))
+        async def both() -> list[CallResult]:
+            first = asyncio.create_task(self.receive(call))
+            await self.until(lambda: len(self.engine.requests) > requests)
+            return list(await asyncio.gather(first, self.receive(call, retried=True)))
 
-        one, other = self.run(both())
-        assert (one.ids, one.prompt) == (other.ids, other.prompt)
-        assert len(self.engine.asked) == asked + call.n
-        one.replayed = False
-        self.note(call, one, parent)
+        original, retry = self.run(both())
+        assert (original.ids, original.prompt) == (retry.ids, retry.prompt)
+        assert len(self.engine.requests) == requests + call.n
+        original.replayed = False
+        self.note(call, original, parent)
         self.check(session)
         self.steps["joined retry"] += 1
 
@@ -302,12 +302,12 @@ class Machine(RuleBasedStateMachine):
         calls = [self.new_call(session, at, "go on", n=1, stream=bool(i % 2), keyed=False) for i in range(3)]
         parent = self.expected_parent(calls[0])
 
-        async def together() -> list[Told]:
-            return list(await asyncio.gather(*map(self.hear, calls)))
+        async def together() -> list[CallResult]:
+            return list(await asyncio.gather(*map(self.receive, calls)))
 
         replies = list(zip(calls, self.run(together()), strict=True))
-        for call, told in sorted(replies, key=lambda one: one[1].done[0].turn.seq):
-            self.note(call, told, parent)
+        for call, result in sorted(replies, key=lambda pair: pair[1].done[0].turn.seq):
+            self.note(call, result, parent)
         self.check(session)
         self.steps["turns at once"] += 1
 
@@ -317,19 +317,19 @@ class Machine(RuleBasedStateMachine):
         if not self.calls:
             return
         call = self.calls[-1 - at % min(len(self.calls), 40)]
-        self.ask_again(call)
+        self.retry_call(call)
         self.check(call.session)
         self.steps["retry"] += 1
 
     @rule(at=at)
     def key_with_another_body(self, at: int) -> None:
-        keyed = [call for call in self.calls if call.key and call.heard]
+        keyed = [call for call in self.calls if call.key and call.received]
         if not keyed:
             return
         call = keyed[at % len(keyed)]
         other = Call(call.session, call.messages, call.n, call.stream, call.key, "f" * 64)
         with pytest.raises(IdempotencyMismatch):
-            self.run(self.hear(other))
+            self.run(self.receive(other))
         self.check(call.session)
         self.steps["key with another body"] += 1
 
@@ -377,24 +377,24 @@ class Machine(RuleBasedStateMachine):
         """It leaves before it has read anything and asks again within the grace: one generation, one reply."""
         call = self.new_call(session, at, edit, **shape)
         parent = self.expected_parent(call)
-        asked = len(self.engine.asked)
+        requests = len(self.engine.requests)
 
-        async def leave_and_return() -> Told:
-            first = asyncio.create_task(self.hear(call))
+        async def leave_and_return() -> CallResult:
+            first = asyncio.create_task(self.receive(call))
             for _ in range(at % 7):
                 await asyncio.sleep(0)
             first.cancel()
             await asyncio.wait([first])
             if not first.cancelled():
                 return first.result()
-            return await self.hear(call, retried=True)
+            return await self.receive(call, retried=True)
 
-        told = self.run(leave_and_return())
-        generations = len(self.engine.asked) - asked
-        # A stream that had begun can't be taken up: it is aborted, and the retry is a call of its own.
+        result = self.run(leave_and_return())
+        generations = len(self.engine.requests) - requests
+        # A started stream can't be joined: it is aborted, and the retry is a new call.
         assert generations == call.n or (call.stream and generations == 2 * call.n)
-        told.replayed = False
-        self.note(call, told, parent)
+        result.replayed = False
+        self.note(call, result, parent)
         self.check(session)
         self.steps["client comes back"] += 1
 
@@ -404,7 +404,7 @@ class Machine(RuleBasedStateMachine):
         call = self.new_call(session, at, edit, **shape)
         self.engine.fail_after, self.engine.error = after, EngineError("injected")
         with pytest.raises(EngineError):
-            self.run(self.hear(call))
+            self.run(self.receive(call))
         self.run(self.idle())
         self.engine.fail_after = self.engine.error = None
         if session in self.nodes or after:
@@ -429,13 +429,13 @@ class Machine(RuleBasedStateMachine):
         gate = self.engine.gate = threading.Event()
 
         async def both() -> None:
-            asked = len(self.engine.asked)
-            hearing = asyncio.create_task(self.hear(call))
-            await self.until(lambda: len(self.engine.asked) > asked)
+            requests = len(self.engine.requests)
+            receiving = asyncio.create_task(self.receive(call))
+            await self.until(lambda: len(self.engine.requests) > requests)
             await self.turns.delete_session(session)
             gate.set()
             with pytest.raises(NotFound):
-                await hearing
+                await receiving
             self.engine.gate = None
 
         self.run(both())
@@ -458,72 +458,72 @@ class Machine(RuleBasedStateMachine):
 
     @rule(session=session, at=at, edit=edit, wait=st.integers(0, 60), retried=st.booleans(), **shape)
     def crash(self, session: str, at: int, edit: str, wait: int, retried: bool, **shape: Any) -> None:
-        """The process dies with a call under way: what is left is its files as they are at that moment."""
+        """The process dies during a call: only its files at that moment remain."""
         call = self.new_call(session, at, edit, **shape)
         parent = self.expected_parent(call)
         image = self.root / str(self.count)
 
-        async def die() -> Told | None:
-            hearing = asyncio.create_task(self.hear(call))
+        async def die() -> CallResult | None:
+            receiving = asyncio.create_task(self.receive(call))
             for _ in range(wait):
                 await asyncio.sleep(0)
-            told = hearing.result() if hearing.done() else None
+            result = receiving.result() if receiving.done() else None
             shutil.copytree(self.directory, image, ignore=shutil.ignore_patterns("*-shm"))
             # What follows happens in a process that is dead already.
             await self.turns.abort_all()
             with suppress(EngineUnavailable, asyncio.CancelledError):
-                await hearing
-            return told
+                await receiving
+            return result
 
-        told = self.run(die())
+        outcome = self.run(die())
         self.store.close()
         shutil.rmtree(self.directory)
         self.open(image)
-        if told is not None:
-            self.note(call, told, parent)
+        if outcome is not None:
+            self.note(call, outcome, parent)
         else:
             self.adopt(call, parent)
         assert verify(image).findings == ()
-        for one in {*self.nodes, session}:
-            self.check(one)
+        for name in {*self.nodes, session}:
+            self.check(name)
         self.steps["crash"] += 1
         if retried:
-            self.steps["retry of what was lost in a crash"] += told is None and call.heard is not None
-            self.ask_again(call)
+            self.steps["retry of what was lost in a crash"] += outcome is None and call.received is not None
+            self.retry_call(call)
             self.check(session)
 
-    def ask_again(self, call: Call) -> None:
-        """A retry is answered with what was recorded, also if nobody heard it; else it is a call of its own."""
-        asked, parent = len(self.engine.asked), self.expected_parent(call)
-        told = self.run(self.hear(call, retried=True))
-        if call.heard is None:
-            self.note(call, told, parent)
+    def retry_call(self, call: Call) -> None:
+        """A retry gets the recorded reply, even if no client received it; otherwise it is a new call."""
+        requests, parent = len(self.engine.requests), self.expected_parent(call)
+        result = self.run(self.receive(call, retried=True))
+        if call.received is None:
+            self.note(call, result, parent)
             return
-        assert told.replayed
-        assert [told.done[choice].turn.seq for choice in range(call.n)] == call.heard
-        for choice, seq in enumerate(call.heard):
-            assert told.prompt + told.ids[choice] == self.nodes[call.session][seq].ids
-        assert len(self.engine.asked) == asked
+        assert result.replayed
+        assert [result.done[choice].turn.seq for choice in range(call.n)] == call.received
+        for choice, seq in enumerate(call.received):
+            assert result.prompt + result.ids[choice] == self.nodes[call.session][seq].ids
+        assert len(self.engine.requests) == requests
 
     def adopt(self, call: Call, parent: int | None) -> None:
-        """Add the turns of a call that was committed and not heard of when the process died: all or none of them."""
+        """Add the turns of a call that was committed but not received when the process died: all or none of them."""
         try:
             stored = self.store.load_session(call.session)
         except NotFound:
             assert call.session not in self.nodes
             return
         nodes = self.nodes.setdefault(call.session, {})
-        unheard = [turn for turn in stored.turns if turn.finish_reason != "abort" and turn.seq not in nodes]
-        assert len(unheard) in (0, call.n)
-        for turn in unheard:
+        unacknowledged = [turn for turn in stored.turns if turn.finish_reason != "abort" and turn.seq not in nodes]
+        assert len(unacknowledged) in (0, call.n)
+        for turn in unacknowledged:
             ids = turn.completion_ids.tolist()
             assert turn.parent == parent
             context = [] if parent is None else nodes[parent].ids
             prompt = context + turn.added_ids.tolist()
             nodes[turn.seq] = Node((*call.messages, turn.reply), prompt + ids, ids, parent)
             self.unsaid.remove(tuple(ids))
-        if unheard:
-            call.heard = [turn.seq for turn in unheard]
+        if unacknowledged:
+            call.received = [turn.seq for turn in unacknowledged]
 
     async def idle(self) -> None:
         """Return when no call is under way."""
@@ -531,7 +531,7 @@ class Machine(RuleBasedStateMachine):
 
     async def until(self, holds_now: Callable[[], bool]) -> None:
         """Let the event loop run until something holds."""
-        while not holds_now():  # noqa: ASYNC110 - nobody sets an event for it
+        while not holds_now():  # noqa: ASYNC110 - no event is set for it
             # Asking without a pause would take the interpreter from the threads that are waited for.
             await asyncio.sleep(0.001)
 
@@ -552,7 +552,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("examples", "steps"), [(3, 20), pytest.param(300, 60, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
 )
-def test_whatever_happens_the_record_is_what_clients_were_told(renderer: Renderer, examples: int, steps: int) -> None:
+def test_record_equals_the_replies_that_clients_received(renderer: Renderer, examples: int, steps: int) -> None:
     texts = [REPLIES[number % len(REPLIES)].format(number) for number in range(8 * steps)]
     Machine.renderer = renderer
     Machine.replies = {tuple(renderer.tokenizer.encode_plain(text)): text for text in texts}

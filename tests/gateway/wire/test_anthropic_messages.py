@@ -48,7 +48,7 @@ ANTHROPIC_TOOLS: list[Any] = [
 ]
 
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
-"""The client has no parameters for how to sample, but sends what it is given."""
+"""The client has no sampling parameters of its own, but sends those it gets."""
 
 Serve = Callable[[Engine], str]
 Connect = Callable[[str], Anthropic]
@@ -68,7 +68,7 @@ def client(gateway_url: str, connect: Connect) -> Anthropic:
 
 @pytest.fixture
 def serve(renderer: Renderer, store: SqliteStore) -> Iterator[Serve]:
-    """Put a gateway in front of an engine and return the base URL of its session `s`."""
+    """Start a gateway over an engine and return the base URL of its session `s`."""
     with ExitStack() as served:
 
         def start(engine: Engine) -> str:
@@ -119,8 +119,8 @@ def only_trajectory(store: SqliteStore) -> Trajectory:
 
 
 def test_reply_is_what_was_sampled_and_recorded(client: Anthropic, engine: SharedEngine, store: SqliteStore) -> None:
-    asked = {"return_token_ids": True, "logprobs": True, "temperature": 0}
-    reply = ask(client, [QUESTION], tools=ANTHROPIC_TOOLS, extra_body=asked)
+    options = {"return_token_ids": True, "logprobs": True, "temperature": 0}
+    reply = ask(client, [QUESTION], tools=ANTHROPIC_TOOLS, extra_body=options)
     turn = store.load_session("s").turns[0]
     (sampled,) = engine.finished
     assert turn.completion_ids.tolist() == reply.token_ids == list(sampled.token_ids)
@@ -148,7 +148,7 @@ def test_stream_equals_non_stream(client: Anthropic, sampling: dict[str, Any]) -
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
-def test_real_model_works_through_tasks_with_tools(
+def test_real_model_completes_tasks_with_tools(
     client: Anthropic, engine: SharedEngine, store: SqliteStore, stream: bool
 ) -> None:
     (task,) = sample_tasks(seed=3, n=1, split="heldout")
@@ -174,7 +174,7 @@ def test_real_model_works_through_tasks_with_tools(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_runner_of_the_client_works_through_a_task(client: Anthropic, store: SqliteStore, stream: bool) -> None:
+def test_tool_runner_of_the_client_completes_a_task(client: Anthropic, store: SqliteStore, stream: bool) -> None:
     (task,) = sample_tasks(seed=4, n=1, split="heldout")
 
     def runnable(definition: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ def test_tool_runner_of_the_client_works_through_a_task(client: Anthropic, store
     assert len(only_trajectory(store).turns) == len(replies)
 
 
-def test_session_goes_on_alternately_through_chat_completions(
+def test_session_alternates_with_chat_completions(
     serve: Serve, renderer: Renderer, store: SqliteStore, connect: Connect
 ) -> None:
     url = serve(ScriptedEngine(renderer, [CALLS, ANSWER, CALLS, ANSWER]))
@@ -265,11 +265,13 @@ def test_stream_has_the_order_that_clients_expect(serve: Serve, renderer: Render
     answer = httpx2.post(f"{url}/v1/messages", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [event.split("\n") for event in answer.text.split("\n\n")[:-1]]
-    told = [json.loads(data.removeprefix("data: ")) for _, data in events]
-    assert [name for name, _ in events] == [f"event: {one['type']}" for one in told]
+    payloads = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [name for name, _ in events] == [f"event: {payload['type']}" for payload in payloads]
     order: list[str] = []
-    for one in told:
-        step = one["type"] + (f" {one['index']} {one['delta']['type']}" if "delta" in one and "index" in one else "")
+    for payload in payloads:
+        step = payload["type"] + (
+            f" {payload['index']} {payload['delta']['type']}" if "delta" in payload and "index" in payload else ""
+        )
         order += [step] if order[-1:] != [step] else []
     assert order == [
         "message_start",
@@ -289,8 +291,8 @@ def test_stream_has_the_order_that_clients_expect(serve: Serve, renderer: Render
         "message_delta",
         "message_stop",
     ]
-    assert [one["index"] for one in told if one["type"] == "content_block_stop"] == [0, 1, 2, 3]
-    start, delta = told[0]["message"], told[-2]
+    assert [payload["index"] for payload in payloads if payload["type"] == "content_block_stop"] == [0, 1, 2, 3]
+    start, delta = payloads[0]["message"], payloads[-2]
     assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
     assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert delta["usage"]["output_tokens"] > 20
@@ -299,11 +301,11 @@ def test_stream_has_the_order_that_clients_expect(serve: Serve, renderer: Render
 
 def test_stream_arrives_as_it_is_sampled(serve: Serve, renderer: Renderer, connect: Connect) -> None:
     engine = ScriptedEngine(renderer, [ANSWER], stall_after=4)
-    said = ""
+    received = ""
     with connect(serve(engine)).messages.stream(model="any", messages=[QUESTION], max_tokens=99) as stream:  # type: ignore[list-item]
         for text in stream.text_stream:
-            said += text
-            if said.startswith("Pear"):
+            received += text
+            if received.startswith("Pear"):
                 break
         assert not engine.aborted.is_set()
     assert engine.aborted.wait(PATIENCE), "the engine went on sampling for nobody"
@@ -325,11 +327,11 @@ def test_reply_that_comes_back_continues_the_session(
     go_on = [*results, {"type": "text", "text": "go on"}]
     history = [QUESTION, {"role": "assistant", "content": reply.content}, {"role": "user", "content": go_on}]
     ask(client, history, tools=ANTHROPIC_TOOLS)
-    one, two = store.load_session("s").turns
-    assert (two.parent, two.fork) == (0, None)
-    (before, _), (sent, _) = engine.asked
-    assert sent[: len(before) + len(one.completion_ids)] == before + one.completion_ids.tolist()
-    assert [message["role"] for message in two.messages] == ["tool"] * len(results) + ["user"]
+    parent, child = store.load_session("s").turns
+    assert (child.parent, child.fork) == (0, None)
+    (before, _), (sent, _) = engine.requests
+    assert sent[: len(before) + len(parent.completion_ids)] == before + parent.completion_ids.tolist()
+    assert [message["role"] for message in child.messages] == ["tool"] * len(results) + ["user"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -350,14 +352,14 @@ def test_stop_reasons(client: Anthropic, stream: bool) -> None:
     assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 3)
     whole = say(client, [HELLO], stream=stream, **GREEDY)
     assert whole.stop_reason == "end_turn"
-    thought, said = whole.content[0].thinking, whole.content[1].text
-    stop = next(said[at : at + 3] for at in range(1, len(said)) if said[at : at + 3] not in thought)
+    thought, text = whole.content[0].thinking, whole.content[1].text
+    stop = next(text[at : at + 3] for at in range(1, len(text)) if text[at : at + 3] not in thought)
     stopped = say(client, [HELLO], stream=stream, **GREEDY, stop_sequences=["never said", stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
-    assert stopped.content[1].text == said[: said.index(stop)]
+    assert stopped.content[1].text == text[: text.index(stop)]
 
 
-def test_reply_that_fills_the_context_says_so(client: Anthropic, engine: SharedEngine) -> None:
+def test_stop_reason_tells_that_the_context_is_full(client: Anthropic, engine: SharedEngine) -> None:
     room = engine.info.max_context
     counted = client.messages.count_tokens(model="any", messages=[{"role": "user", "content": "a"}]).input_tokens
     message: Any = {"role": "user", "content": "a" + " a" * (room - counted - 2)}
@@ -367,25 +369,25 @@ def test_reply_that_fills_the_context_says_so(client: Anthropic, engine: SharedE
     assert reply.stop_reason == "model_context_window_exceeded"
 
 
-def test_too_long_a_prompt_is_refused_in_words_that_harnesses_know(client: Anthropic, engine: SharedEngine) -> None:
+def test_too_long_prompt_error_has_the_text_that_harnesses_expect(client: Anthropic, engine: SharedEngine) -> None:
     message: Any = {"role": "user", "content": "word " * 4000}
     counted = client.messages.count_tokens(model="any", messages=[message]).input_tokens
     with pytest.raises(anthropic.BadRequestError, match=f"prompt is too long: {counted} tokens > "):
         ask(client, [message])
 
 
-def test_count_is_what_the_turn_then_has(client: Anthropic, store: SqliteStore) -> None:
-    asked: Any = {"system": [{"type": "text", "text": SYSTEM_PROMPT}], "tools": ANTHROPIC_TOOLS, "model": "any"}
+def test_token_count_equals_the_prompt_of_the_turn(client: Anthropic, store: SqliteStore) -> None:
+    options: Any = {"system": [{"type": "text", "text": SYSTEM_PROMPT}], "tools": ANTHROPIC_TOOLS, "model": "any"}
     messages: list[Any] = [QUESTION]
     for _ in range(2):
-        counted = client.messages.count_tokens(messages=messages, **asked).input_tokens
-        reply = ask(client, messages, **asked)
+        counted = client.messages.count_tokens(messages=messages, **options).input_tokens
+        reply = ask(client, messages, **options)
         assert reply.usage.input_tokens == counted
         messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "and?"}]
     assert len(store.load_session("s").turns) == 2
 
 
-def test_count_needs_no_session_and_begins_none(
+def test_token_count_needs_and_creates_no_session(
     gateway_url: str, connect: Connect, engine: SharedEngine, turns: Turns
 ) -> None:
     client = connect(gateway_url)
@@ -395,7 +397,7 @@ def test_count_needs_no_session_and_begins_none(
 
 
 def test_async_client_takes_concurrent_turns(gateway_url: str, store: SqliteStore) -> None:
-    async def one(client: AsyncAnthropic, index: int) -> list[int]:
+    async def run_session(client: AsyncAnthropic, index: int) -> list[int]:
         sent: Any = {"model": "any", "messages": [QUESTION], "max_tokens": 16}
         sent["extra_body"] = {"return_token_ids": True, "seed": index}
         if index % 2:
@@ -410,7 +412,7 @@ def test_async_client_takes_concurrent_turns(gateway_url: str, store: SqliteStor
 
     async def all_of_them() -> list[list[int]]:
         async with AsyncAnthropic(base_url=f"{gateway_url}/sessions/s", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, index) for index in range(6)))
+            return await asyncio.gather(*(run_session(client, index) for index in range(6)))
 
     replies = asyncio.run(all_of_them())
     recorded = store.load_session("s").turns
@@ -479,7 +481,7 @@ def test_client_sees_an_error_in_a_stream(serve: Serve, renderer: Renderer, conn
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_leaves_aborts_the_engine(
+def test_disconnect_aborts_the_engine(
     serve: Serve, renderer: Renderer, store: SqliteStore, connect: Connect, stream: bool
 ) -> None:
     engine = ScriptedEngine(renderer, [ANSWER, ANSWER], stall_after=3)

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages: what they become, what is refused."""
+"""Bodies of Anthropic's Messages API: how they are decoded, and which are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_results_and_text_are_messages_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         ("no such item", "Error: no such item"),
         ("", "Error: "),
@@ -88,8 +88,8 @@ def test_results_and_text_are_messages_of_their_own() -> None:
         ("ValueError: bad", "ValueError: bad"),
     ],
 )
-def test_failed_result_says_that_it_failed(content: Any, told: str) -> None:
-    assert messages_of(result(content, is_error=True))[0]["content"] == told
+def test_failed_tool_result_is_marked_as_failed(content: Any, expected: str) -> None:
+    assert messages_of(result(content, is_error=True))[0]["content"] == expected
     assert not messages_of(result("12", is_error=False))[0]["content"].startswith("Error")
 
 
@@ -116,13 +116,13 @@ def test_assistant_blocks_are_one_message() -> None:
     assert messages_of(USER, *apart, result("1"))[1] == expected
 
 
-def test_later_system_message_stays_where_the_template_writes_it() -> None:
+def test_later_system_message_stays_if_the_template_supports_it() -> None:
     later = {"role": "system", "content": "be quick"}
     assert messages_of(USER, later, system="help") == [{"role": "system", "content": "help"}, USER, later]
 
 
 @pytest.mark.parametrize("template", [STRICT, DROPPING])
-def test_later_system_message_is_a_reminder_where_the_template_does_not(template: ChatTemplate) -> None:
+def test_later_system_message_becomes_a_reminder_otherwise(template: ChatTemplate) -> None:
     later = {"role": "system", "content": [{"type": "text", "text": "be quick"}]}
     reminder = "<system-reminder>\nbe quick\n</system-reminder>"
     assert messages_of(later, USER, later, system="help", template=template) == [
@@ -135,11 +135,11 @@ def test_later_system_message_is_a_reminder_where_the_template_does_not(template
 def test_tools_are_those_of_chat_completions() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tool = {"name": "f", "description": "d", "input_schema": schema, "cache_control": {"type": "ephemeral"}}
-    (told,) = turn(tools=[tool]).tools
-    assert json.dumps(told) == json.dumps(
+    (decoded,) = turn(tools=[tool]).tools
+    assert json.dumps(decoded) == json.dumps(
         {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
     )
-    assert turn(tools=[{**tool, "type": "custom"}]).tools == (told,)
+    assert turn(tools=[{**tool, "type": "custom"}]).tools == (decoded,)
     assert turn(tools=[tool], tool_choice={"type": "none"}).tools == ()
 
 
@@ -149,7 +149,7 @@ def test_sampling_parameters() -> None:
     assert sampling.stop_strings == ("a", "b")
 
 
-def test_thinking_is_switched_off_only_where_the_template_knows_how_and_the_client_says_so() -> None:
+def test_thinking_is_disabled_only_on_request_with_a_supporting_template() -> None:
     disabled = {"type": "disabled"}
     assert turn(SWITCHED, thinking=disabled).template_kwargs == {"enable_thinking": False}
     assert turn(SWITCHED, thinking={"type": "adaptive"}).template_kwargs == {}
@@ -158,23 +158,23 @@ def test_thinking_is_switched_off_only_where_the_template_knows_how_and_the_clie
     assert decode(PLAIN, thinking=disabled).ignored == ("thinking",)
 
 
-def test_what_claude_code_sends_is_taken() -> None:
-    asked = decode(
+def test_claude_code_request_is_accepted() -> None:
+    request = decode(
         metadata={"user_id": "{}"},
         thinking={"type": "adaptive"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         output_config={"effort": "high"},
         stream=True,
     )
-    assert asked.ignored == ("output_config.effort",)
-    assert asked.turn.stream
+    assert request.ignored == ("output_config.effort",)
+    assert request.turn.stream
 
 
 def test_an_unknown_field_of_the_output_config_is_named() -> None:
     assert decode(output_config={"fomat": {"type": "json_schema"}}).ignored == ("output_config.fomat",)
 
 
-def test_fields_without_effect_are_taken() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     assert decode(**dict.fromkeys(IGNORED, "x")).ignored == ()
     assert decode(container=None, mcp_servers=[]).ignored == ()
 
@@ -194,13 +194,13 @@ def test_fields_without_effect_are_taken() -> None:
         ({"messages": [USER, {"role": "assistant", "content": "The answer is ("}]}, "messages"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         decode(**fields)
     assert caught.value.param == param
 
 
-def test_a_mistyped_parameter_comes_with_the_one_that_was_meant() -> None:
+def test_mistyped_parameter_error_suggests_the_right_name() -> None:
     with pytest.raises(
         UnsupportedParameter, match=re.escape("'temprature' is not supported; did you mean 'temperature'?")
     ):
@@ -260,15 +260,15 @@ def test_deep_objects_are_refused() -> None:
 
 @given(st.text(min_size=1), st.text(), st.text() | st.dictionaries(st.text(), st.integers()).map(json.dumps))
 def test_call_comes_back_as_the_message_it_was(call_id: str, name: str, arguments: str) -> None:
-    block, given_input = tool_use(call_id, name, arguments)
+    block, input_value = tool_use(call_id, name, arguments)
     assert re.fullmatch("[a-zA-Z0-9_-]+", block["id"])
-    value = json.loads(given_input)
+    value = json.loads(input_value)
     assert isinstance(value, dict)
     blocks = [Block("tool_use", id=block["id"], name=name, input=value)]
     (message,) = read_messages("", [AnthropicMessage("assistant", blocks)], later_system=True)
     function = {"name": name, "arguments": arguments}
-    told = {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
-    assert message_key(message) == message_key(told)
+    original = {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+    assert message_key(message) == message_key(original)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/sessions/s/v1/messages"])

@@ -53,7 +53,7 @@ def client(gateway_url: str, openai_client: Callable[[str], OpenAI]) -> OpenAI:
 
 @pytest.fixture
 def serve(renderer: Renderer, store: SqliteStore) -> Iterator[Serve]:
-    """Put a gateway in front of an engine and return the base URL of its session `s`."""
+    """Start a gateway over an engine and return the base URL of its session `s`."""
     with ExitStack() as served:
 
         def start(engine: Engine) -> str:
@@ -148,7 +148,7 @@ def test_stream_equals_non_stream(client: OpenAI, sampling: dict[str, Any]) -> N
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
-def test_real_model_works_through_tasks_with_tools(
+def test_real_model_completes_tasks_with_tools(
     client: OpenAI, engine: SharedEngine, store: SqliteStore, stream: bool
 ) -> None:
     (task,) = sample_tasks(seed=3, n=1, split="heldout")
@@ -190,10 +190,10 @@ def test_stream_has_the_order_that_clients_expect(client: OpenAI) -> None:
 def test_stream_arrives_as_it_is_sampled(serve: Serve, renderer: Renderer, openai_client: Any) -> None:
     engine = ScriptedEngine(renderer, [ANSWER], stall_after=4)
     stream = ask(openai_client(serve(engine)), [QUESTION], stream=True)
-    said = ""
+    text = ""
     for chunk in stream:
-        said += chunk.choices[0].delta.content or ""
-        if said.startswith("Pear"):
+        text += chunk.choices[0].delta.content or ""
+        if text.startswith("Pear"):
             break
     assert not engine.aborted.is_set()
     stream.close()
@@ -218,7 +218,7 @@ def test_tool_calls_and_reasoning_reach_the_client(
     if stream:
         got = gather(list(reply))
         assert list(got["calls"]) == [0, 1]
-        calls = [one for [one] in got["calls"].values()]
+        calls = [tool_call for [tool_call] in got["calls"].values()]
         content, reasoning, [finish] = got["content"], got["reasoning"], got["finish_reason"]
     else:
         message = reply.choices[0].message
@@ -244,7 +244,7 @@ def test_tool_results_continue_the_session(
     ask(client, [QUESTION, message, *results], tools=TOOLS)
     first, second = store.load_session("s").turns
     assert (second.parent, second.fork) == (0, None)
-    (before, _), (sent, _) = engine.asked
+    (before, _), (sent, _) = engine.requests
     assert sent[: len(before) + len(first.completion_ids)] == before + first.completion_ids.tolist()
 
 
@@ -282,12 +282,12 @@ def test_logprobs_cover_every_sampled_token(client: OpenAI, store: SqliteStore, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_named_by_their_ids_if_asked_for_as_vllm_does(client: OpenAI, stream: bool) -> None:
-    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    reply = ask(client, [QUESTION], logprobs=True, top_logprobs=0, extra_body=asked, stream=stream)
+def test_tokens_are_returned_as_ids_on_request_as_in_vllm(client: OpenAI, stream: bool) -> None:
+    options = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    reply = ask(client, [QUESTION], logprobs=True, top_logprobs=0, extra_body=options, stream=stream)
     parts = [part.choices[0] for part in (reply if stream else [reply]) if part.choices]
     named = [entry.token for part in parts if part.logprobs for entry in part.logprobs.content]
-    assert named == [f"token_id:{one}" for part in parts for one in getattr(part, "token_ids", None) or ()]
+    assert named == [f"token_id:{token_id}" for part in parts for token_id in getattr(part, "token_ids", None) or ()]
     assert named
 
 
@@ -322,14 +322,14 @@ def test_sampling_parameters_reach_the_engine(serve: Serve, renderer: Renderer, 
         stop="\n\n",
         extra_body={"top_k": -1, "min_p": 0.1, "stop_token_ids": [5], "min_tokens": 2},
     )
-    params = engine.asked[0][1]
+    params = engine.requests[0][1]
     assert params.min_tokens == 2
     assert (params.max_tokens, params.seed, params.stop_strings) == (9, -4, ("\n\n",))
     assert (params.top_k, params.min_p) == (0, 0.1)
     assert 5 in params.stop_token_ids
 
 
-def test_tool_choice_none_takes_the_tools_out_of_the_prompt(client: OpenAI, store: SqliteStore) -> None:
+def test_tool_choice_none_removes_the_tools_from_the_prompt(client: OpenAI, store: SqliteStore) -> None:
     ask(client, [QUESTION], tools=TOOLS, tool_choice="none")
     ask(client, [QUESTION])
     first, second = store.load_session("s").turns
@@ -345,7 +345,7 @@ def test_header_names_the_session(gateway_url: str, openai_client: Any) -> None:
     assert [r.headers["x-tokentape-turn"] for r in (first, again)] == ["0", "1"]
 
 
-def test_without_a_header_every_call_is_a_session_of_its_own(gateway_url: str, openai_client: Any) -> None:
+def test_calls_without_a_header_get_separate_sessions(gateway_url: str, openai_client: Any) -> None:
     raw = openai_client(f"{gateway_url}/v1").chat.completions.with_raw_response
     ids = [raw.create(model="any", messages=[QUESTION], max_tokens=4).headers["x-session-id"] for _ in range(2)]
     assert len({*ids}) == 2
@@ -353,7 +353,7 @@ def test_without_a_header_every_call_is_a_session_of_its_own(gateway_url: str, o
 
 
 def test_async_client_takes_concurrent_turns(gateway_url: str, store: SqliteStore) -> None:
-    async def one(client: AsyncOpenAI, index: int) -> list[int]:
+    async def run_session(client: AsyncOpenAI, index: int) -> list[int]:
         sent: Any = {"model": "any", "messages": [QUESTION], "seed": index, "max_tokens": 16}
         sent["extra_body"] = {"return_token_ids": True}
         if index % 2:
@@ -364,7 +364,7 @@ def test_async_client_takes_concurrent_turns(gateway_url: str, store: SqliteStor
 
     async def all_of_them() -> list[list[int]]:
         async with AsyncOpenAI(base_url=f"{gateway_url}/sessions/s/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, index) for index in range(8)))
+            return await asyncio.gather(*(run_session(client, index) for index in range(8)))
 
     replies = asyncio.run(all_of_them())
     turns = store.load_session("s").turns
@@ -413,13 +413,13 @@ def test_client_sees_an_error_in_a_stream(serve: Serve, renderer: Renderer, open
 
 
 def wait_for_turns(store: SqliteStore, count: int) -> None:
-    """Wait until the session has as many turns: aborted ones are recorded when nobody listens any more."""
+    """Wait until the session has that many turns: aborted ones are recorded after the client disconnects."""
     until(lambda: store.sessions(limit=1) and len(store.load_session("s").turns) >= count)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stall_after", [0, 3])
-def test_client_that_leaves_aborts_the_engine_and_its_turn_is_kept_as_aborted(
+def test_disconnect_aborts_the_engine_and_records_an_aborted_turn(
     serve: Serve, renderer: Renderer, store: SqliteStore, stream: bool, stall_after: int
 ) -> None:
     engine = ScriptedEngine(renderer, [ANSWER, ANSWER], stall_after=stall_after)
@@ -448,14 +448,14 @@ def test_client_that_leaves_aborts_the_engine_and_its_turn_is_kept_as_aborted(
     assert (answered.parent, answered.fork) == (None, None)
 
 
-def test_leaving_mid_stream_aborts_the_real_engine(client: OpenAI, engine: SharedEngine, store: SqliteStore) -> None:
+def test_disconnect_mid_stream_aborts_the_real_engine(client: OpenAI, engine: SharedEngine, store: SqliteStore) -> None:
     stream = ask(client, [QUESTION], stream=True, max_tokens=1500, temperature=1, seed=1)
     next(stream)
     stream.close()
     ask(client, [QUESTION], max_tokens=4)
     ends = [sample.finish_reason for sample in engine.finished]
     turns = store.load_session("s").turns
-    # The tiny model may stop before it is told to; then the turn was over, and is kept or not as the race went.
+    # The tiny model may stop before the abort; then the turn was complete, and either outcome is allowed.
     if "abort" in ends:
         assert [turn.finish_reason for turn in turns if turn.fork is None][:1] == ["abort"]
         assert turns[-1].fork is None

@@ -72,9 +72,9 @@ def test_unsupported_parameter_is_refused_by_name(name: str, value: Any) -> None
         ("parallel_tool_calls", False),
     ],
 )
-def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any) -> None:
-    asked = decode({"messages": [USER], "tools": [TOOL], name: value})
-    assert (asked.ignored, asked.turn) == ((name,), read(tools=[TOOL]))
+def test_unenforced_parameter_is_accepted_and_reported(name: str, value: Any) -> None:
+    request = decode({"messages": [USER], "tools": [TOOL], name: value})
+    assert (request.ignored, request.turn) == ((name,), read(tools=[TOOL]))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "yes", True, False])
-def test_continuous_usage_stats_are_no_field_of_chat(value: Any) -> None:
+def test_continuous_usage_stats_is_not_a_field_of_chat(value: Any) -> None:
     assert read(stream_options={"continuous_usage_stats": value}) == read()
     assert read(stream_options={"include_usage": None}).sampling == read().sampling
     schema = msgspec.json.schema(ChatCompletionsBody)
@@ -142,7 +142,7 @@ def test_error_text_quotes_no_caller_text() -> None:
     assert "LEAK" not in str(caught.value)
 
 
-def test_images_are_refused_and_say_so() -> None:
+def test_images_are_refused_by_name() -> None:
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.2/x.png"}}
     with pytest.raises(UnsupportedParameter, match=r"^messages\[0\]\.content\[1\] has type 'image_url'; expected text"):
         read_message({"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]})
@@ -153,7 +153,7 @@ def test_parameters_at_their_default_need_no_engine_support() -> None:
     assert (sampling.top_p, sampling.seed) == (1.0, None)
 
 
-def test_null_is_the_same_as_left_out() -> None:
+def test_null_equals_an_omitted_field() -> None:
     names = {*ChatCompletionsBody.__struct_fields__, *IGNORED} - {"messages"}
     assert read(**dict.fromkeys(names)) == read()
 
@@ -162,7 +162,7 @@ def test_ignored_parameters_change_nothing() -> None:
     assert read(**dict.fromkeys(IGNORED, "anything")) == read()
 
 
-def test_max_completion_tokens_goes_before_max_tokens() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     assert read(max_tokens=5).sampling.max_tokens == 5
     assert read(max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
     assert read().sampling.max_tokens == 0

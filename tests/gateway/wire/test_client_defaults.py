@@ -68,7 +68,7 @@ def served(renderer: Renderer, store: SqliteStore, opened: ExitStack) -> Served:
     return Served(renderer, store, opened)
 
 
-def test_a_harness_s_own_session_header_is_a_hint_beside_a_path(served: Served) -> None:
+def test_harness_session_header_is_a_hint_with_a_session_path(served: Served) -> None:
     client = served.openai(default_headers={"X-Session-Id": "ses_1"})
     reply = client.chat.completions.with_raw_response.create(model="m", messages=[USER])
     assert reply.headers["x-session-id"] == "s"
@@ -76,7 +76,7 @@ def test_a_harness_s_own_session_header_is_a_hint_beside_a_path(served: Served) 
     assert turn.sampling["client_session"] == "ses_1"
 
 
-def test_a_harness_s_own_session_header_is_a_hint_beside_a_session_key(served: Served) -> None:
+def test_harness_session_header_is_a_hint_with_a_session_key(served: Served) -> None:
     key = served.session_key("k")
     client = served.openai("/v1", key, default_headers={"X-Session-Id": "not an id!"})
     reply = client.chat.completions.with_raw_response.create(model="m", messages=[USER])
@@ -85,7 +85,7 @@ def test_a_harness_s_own_session_header_is_a_hint_beside_a_session_key(served: S
     assert turn.sampling["client_session"] == "not an id!"
 
 
-def test_path_against_session_key_is_a_conflict(served: Served) -> None:
+def test_path_and_session_key_of_different_sessions_are_a_conflict(served: Served) -> None:
     client = served.openai("/sessions/other/v1", served.session_key("k"))
     with pytest.raises(openai.BadRequestError, match="different session ids"):
         client.chat.completions.create(model="m", messages=[USER])
@@ -97,13 +97,13 @@ def test_a_session_key_cut_short_is_refused(served: Served) -> None:
         client.chat.completions.create(model="m", messages=[USER])
 
 
-def test_null_is_the_same_as_left_out_for_unknown_fields_too(served: Served) -> None:
+def test_null_equals_an_omitted_field_for_unknown_fields(served: Served) -> None:
     assert served.chat(extra_body={"functions": None, "unheard_of": None}).status_code == 200
     reply = served.openai().responses.create(model="m", input="hi", extra_body={"text_verbosity": None})
     assert reply.status == "completed"
 
 
-def test_effort_and_verbosity_are_taken_and_reported(served: Served) -> None:
+def test_effort_and_verbosity_are_accepted_and_reported(served: Served) -> None:
     reply = served.chat(reasoning_effort="low", verbosity="low")
     assert reply.headers[IGNORED] == "reasoning_effort, verbosity"
 
@@ -111,7 +111,7 @@ def test_effort_and_verbosity_are_taken_and_reported(served: Served) -> None:
 def test_a_developer_message_is_a_system_message_in_chat_as_in_responses(served: Served) -> None:
     served.chat({"role": "developer", "content": "Be brief."}, USER)
     served.openai("/sessions/r/v1").responses.create(model="m", input="hi", instructions="Be brief.")
-    chat, responses = (prompt for prompt, _ in served.engine.asked)
+    chat, responses = (prompt for prompt, _ in served.engine.requests)
     assert chat == responses
 
 
@@ -120,7 +120,7 @@ def test_strict_is_reported_and_not_in_the_prompt(served: Served) -> None:
     reply = served.chat(tools=[{"type": "function", "function": {**function, "strict": True}}])
     assert reply.headers[IGNORED] == "tools.strict"
     served.chat(tools=[{"type": "function", "function": function}])
-    (first, _), (second, _) = served.engine.asked
+    (first, _), (second, _) = served.engine.requests
     assert first == second
 
 
@@ -153,7 +153,7 @@ def test_tool_choice_without_its_tool_is_refused_in_the_other_apis(served: Serve
         )
 
 
-def test_a_context_that_is_too_long_has_openai_s_code_and_words(
+def test_context_length_error_has_the_code_and_text_of_openai(
     renderer: Renderer, store: SqliteStore, opened: ExitStack
 ) -> None:
     served = Served(renderer, store, opened, max_context=8)
@@ -179,7 +179,7 @@ def test_a_model_is_found_by_its_name(served: Served) -> None:
         ("/sessions/s", "/sessions/{session_id}/v1/chat/completions"),
     ],
 )
-def test_a_wrong_base_url_is_told_the_nearest_path(served: Served, path: str, nearest: str) -> None:
+def test_wrong_base_url_error_names_the_nearest_path(served: Served, path: str, nearest: str) -> None:
     with pytest.raises(openai.NotFoundError, match="did you mean") as caught:
         served.openai(path).chat.completions.create(model="m", messages=[USER])
     assert nearest in str(caught.value)
@@ -192,7 +192,7 @@ def test_an_unknown_path_has_anthropic_s_error_shape_for_its_clients(served: Ser
     assert caught.value.body["type"] == "error"  # type: ignore[index]
 
 
-def ask_in_each_api(served: Served, **more: Any) -> tuple[Any, Any, Any, Any]:
+def replies_of_each_api(served: Served, **more: Any) -> tuple[Any, Any, Any, Any]:
     """The replies of all four APIs to the same question."""
     client = served.openai()
     return (
@@ -203,31 +203,31 @@ def ask_in_each_api(served: Served, **more: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def test_tokens_that_the_engine_had_cached_are_in_usage_and_counted(served: Served) -> None:
+def test_cached_tokens_are_in_usage_and_counted(served: Served) -> None:
     served.engine.cached_tokens = 3
-    chat, plain, response, message = ask_in_each_api(served)
+    chat, plain, response, message = replies_of_each_api(served)
     assert chat.usage.prompt_tokens_details.cached_tokens == 3
     assert plain.usage.prompt_tokens_details.cached_tokens == 3
     assert response.usage.input_tokens_details.cached_tokens == 3
-    # Anthropic's API counts them apart.
+    # Anthropic's API counts them separately.
     assert (message.usage.cache_read_input_tokens, message.usage.input_tokens) == (3, chat.usage.prompt_tokens - 3)
     streamed = served.chat(stream=True, stream_options={"include_usage": True}).parse()
     assert list(streamed)[-1].usage.prompt_tokens_details.cached_tokens == 3
     assert "tokentape_cached_prompt_tokens_total 15.0" in httpx2.get(f"{served.url}/metrics").text
 
 
-def test_an_engine_that_does_not_say_what_it_had_cached_leaves_it_out(served: Served) -> None:
-    chat, plain, _, message = ask_in_each_api(served)
+def test_usage_omits_cached_tokens_if_the_engine_reports_none(served: Served) -> None:
+    chat, plain, _, message = replies_of_each_api(served)
     assert (chat.usage.prompt_tokens_details, plain.usage.prompt_tokens_details) == (None, None)
     assert message.usage.cache_read_input_tokens == 0
 
 
 def test_reasoning_has_both_names_and_its_tokens_are_counted(served: Served) -> None:
     served.engine.replies = ["<think>\nhm, so\n</think>\n\nhi<|im_end|>"] * 8
-    chat, _, response, message = ask_in_each_api(served)
+    chat, _, response, message = replies_of_each_api(served)
     tokens = len(served.renderer.tokenizer.encode_plain("hm, so"))
-    said = chat.choices[0].message
-    assert (said.reasoning_content, said.reasoning) == ("hm, so", "hm, so")
+    answer = chat.choices[0].message
+    assert (answer.reasoning_content, answer.reasoning) == ("hm, so", "hm, so")
     # The parser's text and the tokens that hold it may differ by the line breaks around it.
     assert 0 <= chat.usage.completion_tokens_details.reasoning_tokens - tokens <= 2
     thought = chat.usage.completion_tokens_details.reasoning_tokens
@@ -235,26 +235,26 @@ def test_reasoning_has_both_names_and_its_tokens_are_counted(served: Served) -> 
     assert message.usage.output_tokens_details.thinking_tokens == thought
     deltas = [chunk.choices[0].delta for chunk in served.chat(stream=True).parse() if chunk.choices]
     both = [(delta.reasoning_content, delta.reasoning) for delta in deltas if hasattr(delta, "reasoning")]
-    assert "".join(one for one, _ in both) == "hm, so"
-    assert all(one == other for one, other in both)
-    served.chat(USER, said.model_dump(exclude_none=True), USER)
+    assert "".join(delta for delta, _ in both) == "hm, so"
+    assert all(first == other for first, other in both)
+    served.chat(USER, answer.model_dump(exclude_none=True), USER)
     assert served.store.load_session("s").turns[-1].parent is not None
 
 
 def test_priority_and_cache_salt_reach_an_engine_that_takes_them(served: Served) -> None:
     served.engine.info = replace(served.engine.info, sampling=ScriptedEngine.EVERYTHING)
-    ask_in_each_api(served, priority=2, cache_salt="salt")
-    for _, params in served.engine.asked[:3]:
+    replies_of_each_api(served, priority=2, cache_salt="salt")
+    for _, params in served.engine.requests[:3]:
         assert (params.priority, params.cache_salt) == (2, "salt")
 
 
 def test_priority_and_cache_salt_are_reported_where_the_engine_takes_none(served: Served) -> None:
     assert served.chat(extra_body={"priority": 2, "cache_salt": "salt"}).headers[IGNORED] == "priority, cache_salt"
-    assert (served.engine.asked[0][1].priority, served.engine.asked[0][1].cache_salt) == (0, None)
+    assert (served.engine.requests[0][1].priority, served.engine.requests[0][1].cache_salt) == (0, None)
 
 
-def test_what_has_no_effect_is_in_the_body_of_each_reply_too(served: Served) -> None:
-    chat, plain, response, _ = ask_in_each_api(served, priority=2)
+def test_ignored_fields_are_also_in_each_reply_body(served: Served) -> None:
+    chat, plain, response, _ = replies_of_each_api(served, priority=2)
     for where in (chat.choices[0], plain.choices[0], response):
         assert where.tokentape["ignored_params"] == ["priority"]
     message = served.anthropic().messages.create(
@@ -268,7 +268,7 @@ def test_what_has_no_effect_is_in_the_body_of_each_reply_too(served: Served) -> 
 LOOK = {"name": "look", "parameters": PARAMETERS}
 
 
-def test_allowed_tools_are_taken_in_chat_and_reported(served: Served) -> None:
+def test_allowed_tools_are_accepted_in_chat_and_reported(served: Served) -> None:
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "look"}}]}
     tools = [{"type": "function", "function": LOOK}]
     reply = served.chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
@@ -289,7 +289,7 @@ def test_allowed_tools_that_are_not_there_are_refused(served: Served, named: dic
         served.openai().responses.create(model="m", input="hi", tools=[flat_tool], tool_choice=flat)
 
 
-def test_prefill_is_refused_with_what_to_do_instead(served: Served) -> None:
+def test_prefill_is_refused_with_advice(served: Served) -> None:
     begun = {"role": "assistant", "content": "The"}
     for ask in (
         lambda: served.chat(USER, {**begun, "prefix": True}),
@@ -307,9 +307,9 @@ def test_unknown_fields_of_items_and_blocks_are_reported(served: Served) -> None
     reply = served.openai().responses.with_raw_response.create(model="m", input=[item])
     assert reply.headers[IGNORED] == "input.mood, input.content.bold"
     block: Any = {"type": "text", "text": "hi", "bold": True, "cache_control": {"type": "ephemeral"}}
-    said: Any = {"role": "user", "content": [block], "mood": "calm"}
-    told = served.anthropic().messages.with_raw_response.create(model="m", max_tokens=8, messages=[said])
-    assert told.headers[IGNORED] == "messages.mood, messages.content.bold"
+    message: Any = {"role": "user", "content": [block], "mood": "calm"}
+    response = served.anthropic().messages.with_raw_response.create(model="m", max_tokens=8, messages=[message])
+    assert response.headers[IGNORED] == "messages.mood, messages.content.bold"
 
 
 def test_unknown_fields_of_chat_parts_and_stream_options_are_reported(served: Served) -> None:
@@ -328,10 +328,10 @@ def test_unknown_fields_of_parts_within_outputs_results_and_prompts_are_reported
     assert reply.headers[IGNORED] == "input.output.b"
     part: Any = {"type": "text", "text": "1", "bold": True}
     result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}
-    told = served.anthropic().messages.with_raw_response.create(
+    response = served.anthropic().messages.with_raw_response.create(
         model="m", max_tokens=8, messages=[result], system=[{**part, "mood": "calm"}]
     )
-    assert told.headers[IGNORED] == "messages.content.content.bold, system.bold, system.mood"
+    assert response.headers[IGNORED] == "messages.content.content.bold, system.bold, system.mood"
 
 
 def test_a_key_does_not_revive_the_session_that_was_deleted(served: Served) -> None:
@@ -345,7 +345,7 @@ def test_a_key_does_not_revive_the_session_that_was_deleted(served: Served) -> N
     assert httpx2.get(f"{served.url}/sessions/k").status_code == 404
 
 
-def test_a_response_s_input_is_listed_and_the_rest_refused_in_openai_s_shape(served: Served) -> None:
+def test_response_input_is_listed_and_other_methods_are_refused(served: Served) -> None:
     responses = served.openai().responses
     first = responses.create(model="m", input="one", instructions="Be brief.")
     second = responses.create(model="m", input="two", previous_response_id=first.id, instructions="Be brief.")
@@ -357,6 +357,6 @@ def test_a_response_s_input_is_listed_and_the_rest_refused_in_openai_s_shape(ser
         responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="no such path"):
         responses.cancel(first.id)
-    for refused in (responses.delete, lambda one: list(responses.input_items.list(one))):
+    for refused in (responses.delete, lambda response_id: list(responses.input_items.list(response_id))):
         with pytest.raises(openai.NotFoundError, match="no response"):
             refused(f"{first.id[:-1]}x")

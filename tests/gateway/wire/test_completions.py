@@ -44,7 +44,7 @@ def client(gateway_url: str) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def scripted(renderer: Renderer, store: SqliteStore) -> Iterator[Any]:
-    """A client of a gateway whose engine says given things."""
+    """A client of a gateway with scripted replies."""
     with ExitStack() as opened:
 
         def start(*replies: str, **more: Any) -> OpenAI:
@@ -68,9 +68,9 @@ def gather(chunks: list[Any], choice: int = 0) -> dict[str, Any]:
         "text": "".join(part.text for part in parts),
         "token_ids": [i for part in parts for i in (part.model_extra or {}).get("token_ids", [])],
         "finish_reason": [part.finish_reason for part in parts if part.finish_reason],
-        "tokens": [token for one in logprobs for token in one.tokens],
-        "offsets": [offset for one in logprobs for offset in one.text_offset],
-        "top": [top for one in logprobs for top in one.top_logprobs],
+        "tokens": [token for logprobs_of_choice in logprobs for token in logprobs_of_choice.tokens],
+        "offsets": [offset for logprobs_of_choice in logprobs for offset in logprobs_of_choice.text_offset],
+        "top": [top for logprobs_of_choice in logprobs for top in logprobs_of_choice.top_logprobs],
     }
 
 
@@ -81,7 +81,7 @@ def decode(**body: Any) -> TurnRequest:
     return asyncio.run(DIALECT.decode({"prompt": [1], **body}, FakeContext())).turn
 
 
-def test_ids_are_sent_and_returned_as_they_are(client: OpenAI, engine: SharedEngine, store: SqliteStore) -> None:
+def test_ids_are_sent_and_returned_unchanged(client: OpenAI, engine: SharedEngine, store: SqliteStore) -> None:
     reply = ask(client, [5, 6, 7], temperature=0, max_tokens=8)
     (sampled,) = engine.finished
     turn = store.load_session("s").turns[0]
@@ -93,7 +93,7 @@ def test_ids_are_sent_and_returned_as_they_are(client: OpenAI, engine: SharedEng
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, len(turn.completion_ids))
 
 
-def test_text_is_the_callers_rendering_and_its_control_tokens_are_control(client: OpenAI, renderer: Renderer) -> None:
+def test_text_prompt_keeps_its_control_tokens(client: OpenAI, renderer: Renderer) -> None:
     tokenizer = renderer.tokenizer
     reply = ask(client, PROMPT, max_tokens=4)
     start = tokenizer.control("<|im_start|>")
@@ -103,7 +103,7 @@ def test_text_is_the_callers_rendering_and_its_control_tokens_are_control(client
 
 
 @pytest.mark.parametrize("wrap", [lambda prompt: [prompt], lambda prompt: prompt])
-def test_one_prompt_may_stand_in_a_list(client: OpenAI, wrap: Any) -> None:
+def test_list_of_one_prompt_is_accepted(client: OpenAI, wrap: Any) -> None:
     assert ask(client, wrap("hello"), max_tokens=2, seed=1).choices[0].prompt_token_ids
     assert ask(client, wrap([5, 6]), max_tokens=2, seed=1).choices[0].prompt_token_ids == [5, 6]
 
@@ -122,8 +122,8 @@ def test_stream_equals_non_stream(client: OpenAI) -> None:
     assert streamed["finish_reason"] == [choice.finish_reason]
     assert streamed["tokens"] == choice.logprobs.tokens
     assert streamed["offsets"] == choice.logprobs.text_offset
-    # A call of another test may have been in the batch of one of the two: other batches round otherwise.
-    assert streamed["top"] == [pytest.approx(one, abs=1e-3) for one in choice.logprobs.top_logprobs]
+    # A call of another test may have been in the batch of one of the two, and other batches round differently.
+    assert streamed["top"] == [pytest.approx(alternatives, abs=1e-3) for alternatives in choice.logprobs.top_logprobs]
     assert chunks[-1].usage == whole.usage
     assert [bool(((c.choices and c.choices[0].model_extra) or {}).get("prompt_token_ids")) for c in chunks][:2] == [
         True,
@@ -144,7 +144,7 @@ def test_client_that_appends_its_own_bridge_continues_without_a_fork(client: Ope
     assert trajectory.verdict == "exact"
 
 
-def test_prompt_that_goes_on_behind_a_chat_turn_continues_it(client: OpenAI, store: SqliteStore) -> None:
+def test_prompt_that_extends_a_chat_turn_continues_it(client: OpenAI, store: SqliteStore) -> None:
     chat = client.chat.completions.create(
         model="any",
         messages=[{"role": "user", "content": "hi"}],
@@ -185,21 +185,19 @@ def test_logprobs_are_parallel_lists_over_all_sampled_ids(client: OpenAI, store:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_leaves_control_tokens_out_unless_all_is_asked_for(
-    scripted: Any, renderer: Renderer, stream: bool
-) -> None:
-    said = "one<|im_start|>two<|im_end|>"
-    client = scripted(said, said)
+def test_text_omits_control_tokens_unless_requested(scripted: Any, renderer: Renderer, stream: bool) -> None:
+    text = "one<|im_start|>two<|im_end|>"
+    client = scripted(text, text)
     everything = {"skip_special_tokens": False, "include_stop_str_in_output": True}
     texts = []
     for extra in ({}, everything):
         reply = ask(client, [5], stream=stream, extra=extra)
         texts.append(gather(list(reply))["text"] if stream else reply.choices[0].text)
-    assert texts == ["onetwo", said]
+    assert texts == ["onetwo", text]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_with_its_stop_string_ends_behind_it(client: OpenAI, stream: bool) -> None:
+def test_included_stop_string_ends_the_text(client: OpenAI, stream: bool) -> None:
     everything = {"skip_special_tokens": False, "include_stop_str_in_output": True}
     whole = ask(client, PROMPT, seed=1, max_tokens=24, extra=everything).choices[0].text
     stop = whole[6:9]
@@ -208,13 +206,13 @@ def test_text_with_its_stop_string_ends_behind_it(client: OpenAI, stream: bool) 
     assert text == whole[: whole.index(stop) + len(stop)]
 
 
-def test_stop_reason_names_what_the_caller_asked_to_stop_at(scripted: Any, renderer: Renderer) -> None:
+def test_stop_reason_names_the_requested_stop(scripted: Any, renderer: Renderer) -> None:
     end = renderer.tokenizer.control("<|im_end|>")
     assert end is not None
     client = scripted("x<|im_end|>", "x<|im_end|>", "x<|im_end|>")
     reasons = [ask(client, [5], extra=extra).choices[0].stop_reason for extra in ({}, {"stop_token_ids": [end.id]})]
     assert reasons == [None, end.id]
-    # The model's own end is no end for who ignores it.
+    # The model's end token does not end a call that ignores it.
     assert ask(client, [5], extra={"ignore_eos": True}).choices[0].finish_reason == "length"
 
 
@@ -284,13 +282,18 @@ def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
     assert caught.value.param == name
 
 
-def test_null_is_the_same_as_left_out() -> None:
+def test_null_equals_an_omitted_field() -> None:
     sent = dict.fromkeys(set(CompletionsBody.__struct_fields__) - {"prompt"})
-    one, other = decode(**sent), decode()
-    assert (one.sampling, one.n, one.stream, one.ignore_eos) == (other.sampling, other.n, other.stream, False)
+    with_null, other = decode(**sent), decode()
+    assert (with_null.sampling, with_null.n, with_null.stream, with_null.ignore_eos) == (
+        other.sampling,
+        other.n,
+        other.stream,
+        False,
+    )
 
 
-def test_stream_options_that_are_null_are_left_out() -> None:
+def test_null_stream_options_are_ignored() -> None:
     decode(stream_options=dict.fromkeys(CompletionsStreamOptions.__struct_fields__))
 
 
@@ -316,7 +319,7 @@ async def sample(engine: VllmEngine, prompt: list[int], params: SamplingParams, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_our_client_of_vllm_takes_the_gateway_for_one(
+def test_vllm_client_works_with_the_gateway(
     gateway_url: str, engine: SharedEngine, store: SqliteStore, renderer: Renderer, stream: bool
 ) -> None:
     end = renderer.tokenizer.control("<|im_end|>")
@@ -337,10 +340,12 @@ def test_our_client_of_vllm_takes_the_gateway_for_one(
                 SamplingParams(max_tokens=400, seed=5, stop_strings=("a", "e", "1")),
             ):
                 got = await sample(vllm, context, params, stream)
-                said = engine.finished[-1]
-                assert (list(got.token_ids), list(said.prompt_ids)) == (list(said.token_ids), context)
-                np.testing.assert_array_equal(np.array(got.logprobs, np.float32), np.array(said.logprobs, np.float32))
-                assert got.finish_reason == said.finish_reason
+                finished = engine.finished[-1]
+                assert (list(got.token_ids), list(finished.prompt_ids)) == (list(finished.token_ids), context)
+                np.testing.assert_array_equal(
+                    np.array(got.logprobs, np.float32), np.array(finished.logprobs, np.float32)
+                )
+                assert got.finish_reason == finished.finish_reason
                 context += [*got.token_ids, end.id]
         finally:
             await vllm.close()
@@ -371,6 +376,6 @@ def test_tokenize_and_detokenize_are_inverse(gateway_url: str, renderer: Rendere
         ("detokenize", {"tokens": "x"}, "tokens"),
     ],
 )
-def test_tokenizing_what_is_none_is_a_400(gateway_url: str, path: str, body: Any, param: str) -> None:
+def test_tokenizing_an_invalid_body_is_a_400(gateway_url: str, path: str, body: Any, param: str) -> None:
     answer = httpx2.post(f"{gateway_url}/{path}", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,4 +1,4 @@
-"""What becomes of every field of the four wire APIs; docs/reference/fields.md has the same as a table.
+"""The effect of every field of the four wire APIs; docs/reference/fields.md has the same as a table.
 
 The official packages' own types say which fields there are. `python -m tests.gateway.wire.test_field_matrix` writes the
 page.
@@ -60,7 +60,7 @@ What = Literal["honored", "passed on", "reply", "reported", "no effect", "refuse
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of a field with this value, beside others."""
+    """The effect of a field with this value, together with others."""
 
     what: What
     value: Any = "x"
@@ -145,14 +145,14 @@ MATRIX: dict[str, dict[str, Row]] = {
         "instructions": Row("honored"),
         "max_output_tokens": Row("passed on", 5),
         "max_tool_calls": Row("no effect", 1),
-        "metadata": Row("reply", {"a": "b"}, shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
+        "metadata": Row("reply", {"a": "b"}, shown_by="test_responses.test_response_echoes_metadata_store_and_user"),
         "parallel_tool_calls": Row("reported", False),
         "previous_response_id": Row(
             "honored", shown_by="test_responses.test_previous_response_id_continues_the_session"
         ),
         "prompt": Row("refused", {"id": "p"}),
         "reasoning": Row("reported", {"effort": "low"}),
-        "store": Row("reply", False, shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
+        "store": Row("reply", False, shown_by="test_responses.test_response_echoes_metadata_store_and_user"),
         "stream": Row("honored", True),
         "stream_options": NO_EFFECT,
         "text": Row("passed on", {"format": JSON}),
@@ -160,7 +160,7 @@ MATRIX: dict[str, dict[str, Row]] = {
         "tools": Row("honored", [FLAT]),
         "top_logprobs": Row("passed on", 2),
         "truncation": Row("reported", "auto"),
-        "user": Row("reply", "u", shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
+        "user": Row("reply", "u", shown_by="test_responses.test_response_echoes_metadata_store_and_user"),
     },
     "messages": {
         **dict.fromkeys(("betas", "billing_policy", "cache_control", "diagnostics", "fallbacks"), NO_EFFECT),
@@ -209,20 +209,20 @@ BODIES: dict[str, dict[str, Any]] = {
     "responses": {"input": "hi"},
     "messages": {"messages": [USER], "max_tokens": 8},
 }
-TAKES_ALL = replace(ENGINE, sampling=frozenset(one.name for one in fields(SamplingParams)))
+TAKES_ALL = replace(ENGINE, sampling=frozenset(field.name for field in fields(SamplingParams)))
 ROWS = [pytest.param(api, name, row, id=f"{api}-{name}") for api in MATRIX for name, row in MATRIX[api].items()]
 
 
-def decode(api: str, **given: Any) -> DecodedRequest:
-    found: DecodedRequest = asyncio.run(DIALECTS[api].decode({**BODIES[api], **given}, FakeContext(engine=TAKES_ALL)))
+def decode(api: str, **values: Any) -> DecodedRequest:
+    found: DecodedRequest = asyncio.run(DIALECTS[api].decode({**BODIES[api], **values}, FakeContext(engine=TAKES_ALL)))
     ids = found.turn.prompt_ids
     return structs.replace(found, turn=structs.replace(found.turn, prompt_ids=None if ids is None else ids.tolist()))
 
 
 @pytest.mark.parametrize("api", MATRIX)
 def test_a_model_name_is_reported_only_where_it_could_mean_an_adapter(api: str) -> None:
-    asking = FakeContext(engine=ENGINE)
-    found = asyncio.run(DIALECTS[api].decode({**BODIES[api], "model": "any"}, asking))
+    context = FakeContext(engine=ENGINE)
+    found = asyncio.run(DIALECTS[api].decode({**BODIES[api], "model": "any"}, context))
     assert "model" not in found.ignored
     assert "model" not in decode(api, model="m").ignored
     assert "model" in decode(api, model="any").ignored
@@ -230,17 +230,17 @@ def test_a_model_name_is_reported_only_where_it_could_mean_an_adapter(api: str) 
 
 @pytest.mark.parametrize("api", MATRIX)
 def test_the_matrix_has_every_field_of_the_official_types(api: str) -> None:
-    known = {name for one in TYPES[api] for name in one.__annotations__}
+    known = {name for typed_dict in TYPES[api] for name in typed_dict.__annotations__}
     assert known - MATRIX[api].keys() == set()
 
 
 def test_every_field_of_the_official_types_of_parts_is_known() -> None:
     texts = (chat.ChatCompletionContentPartTextParam, chat.ChatCompletionContentPartImageParam)
-    assert {name for one in texts for name in one.__annotations__} <= _PART_FIELDS
+    assert {name for typed_dict in texts for name in typed_dict.__annotations__} <= _PART_FIELDS
     assert ImageURL.__annotations__.keys() <= _IMAGE_FIELDS
     assert chat.ChatCompletionStreamOptionsParam.__annotations__.keys() <= _STREAM_FIELDS
     items = (responses.ResponseInputTextParam, responses.ResponseOutputTextParam)
-    assert {name for one in items for name in one.__annotations__} <= PART_FIELDS
+    assert {name for typed_dict in items for name in typed_dict.__annotations__} <= PART_FIELDS
 
 
 @pytest.mark.parametrize(("api", "name", "row"), ROWS)
@@ -261,7 +261,9 @@ def test_a_field_does_what_the_matrix_says(api: str, name: str, row: Row) -> Non
     sampling_changed = without.turn.sampling != with_it.turn.sampling
     rest_changed = structs.replace(without.turn, sampling=with_it.turn.sampling) != with_it.turn
     assert (sampling_changed, rest_changed) == (row.what == "passed on", row.what == "honored")
-    reported = {one.partition(".")[0] for one in with_it.ignored} - {one.partition(".")[0] for one in without.ignored}
+    reported = {name_of_field.partition(".")[0] for name_of_field in with_it.ignored} - {
+        name_of_field.partition(".")[0] for name_of_field in without.ignored
+    }
     assert reported == ({name} if row.what == "reported" else set())
 
 
@@ -277,8 +279,8 @@ SENT_AS = {
 PATHS = {"chat": "chat/completions", "completions": "completions", "responses": "responses", "messages": "messages"}
 
 
-class Asked:
-    """A gateway over an engine for vLLM, and what the server was sent."""
+class Recorder:
+    """A gateway over an engine for vLLM, and the bodies that the server got."""
 
     def __init__(self, url: str, server: fake_vllm.FakeVllm) -> None:
         self._url, self._server = url, server
@@ -291,17 +293,17 @@ class Asked:
             (self._without[key],) = self.bodies(api, **beside)
         return self._without[key]
 
-    def bodies(self, api: str, **given: Any) -> list[dict[str, Any]]:
-        """The bodies that the server gets for a body, in a session of its own."""
+    def bodies(self, api: str, **values: Any) -> list[dict[str, Any]]:
+        """The bodies that the server gets for a body, in its own session."""
         self._server.bodies.clear()
         url = f"{self._url}/sessions/{uuid.uuid4().hex}/v1/{PATHS[api]}"
-        answer = httpx2.post(url, json={**BODIES[api], **given}, timeout=PATIENCE)
+        answer = httpx2.post(url, json={**BODIES[api], **values}, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
         return list(self._server.bodies)
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
     card = {"data": [{"id": fake_vllm.MODEL, "max_model_len": 4096}]}
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     with fake_vllm.running() as server, SqliteStore.open(tmp_path_factory.mktemp("record")) as store:
@@ -312,17 +314,17 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
             return create_app(Turns(engine, renderer, store), model_id="m")
 
         with running(Opening(opening)) as url:
-            yield Asked(url, server)
+            yield Recorder(url, server)
 
 
-@pytest.mark.parametrize(("api", "name", "row"), [one for one in ROWS if one.values[2].what != "refused"])
-def test_the_server_is_sent_what_the_matrix_says(asked: Asked, api: str, name: str, row: Row) -> None:
+@pytest.mark.parametrize(("api", "name", "row"), [param for param in ROWS if param.values[2].what != "refused"])
+def test_server_receives_what_the_matrix_says(recorder: Recorder, api: str, name: str, row: Row) -> None:
     if row.value == "x" and name == "previous_response_id":
         # A turn of another session: `shown_by` has it.
         return
-    without = asked.without(api, **dict(row.beside))
-    with_it = asked.bodies(api, **dict(row.beside), **{name: row.value})
-    changed = {key for one in with_it for key in one.keys() | without.keys() if one.get(key) != without.get(key)}
+    without = recorder.without(api, **dict(row.beside))
+    with_it = recorder.bodies(api, **dict(row.beside), **{name: row.value})
+    changed = {key for body in with_it for key in body.keys() | without.keys() if body.get(key) != without.get(key)}
     if row.what == "passed on":
         key = SENT_AS.get(name, name)
         assert changed == {key}

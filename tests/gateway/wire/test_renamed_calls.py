@@ -1,4 +1,4 @@
-"""Histories of harnesses that give tool calls ids of their own, as Agno does."""
+"""Histories of harnesses that assign their own ids to tool calls, as Agno does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWER = "Pears are 12.<|im_end|>"
 
 
 class Agent:
-    """The official client in a session, and a record of what it was answered."""
+    """The official client in a session, and a record of its replies."""
 
     def __init__(self, client: OpenAI, store: SqliteStore, engine: ScriptedEngine) -> None:
         self._client = client
@@ -72,7 +72,7 @@ def result(call_id: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-def test_renamed_calls_go_on_in_the_same_branch(agent: Agent) -> None:
+def test_renamed_calls_continue_the_same_branch(agent: Agent) -> None:
     say(agent, ONE, TWO, ANSWER, ANSWER)
     history = [QUESTION]
     (reply,) = agent.ask(history)
@@ -85,12 +85,12 @@ def test_renamed_calls_go_on_in_the_same_branch(agent: Agent) -> None:
     agent.ask(history)
     turns = agent.turns()
     assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None), (1, None), (2, None)]
-    prompts = [prompt for prompt, _ in agent.engine.asked]
+    prompts = [prompt for prompt, _ in agent.engine.requests]
     for before, prompt, turn in zip(prompts, prompts[1:], turns, strict=False):
         assert prompt[: len(before) + len(turn.completion_ids)] == before + turn.completion_ids.tolist()
     # The record has the ids that were given, also in the results.
-    given = [call["id"] for call in turns[1].reply["tool_calls"]]
-    assert [message["tool_call_id"] for message in turns[2].messages] == given
+    call_ids = [call["id"] for call in turns[1].reply["tool_calls"]]
+    assert [message["tool_call_id"] for message in turns[2].messages] == call_ids
 
 
 def test_ids_begin_with_call_where_the_template_prints_none(agent: Agent) -> None:
@@ -98,7 +98,7 @@ def test_ids_begin_with_call_where_the_template_prints_none(agent: Agent) -> Non
     (reply,) = agent.ask([QUESTION])
     ids = [call["id"] for call in reply["tool_calls"]]
     assert len(set(ids)) == 2
-    assert all(re.fullmatch("call_[0-9a-f]{9}", one) for one in ids)
+    assert all(re.fullmatch("call_[0-9a-f]{9}", call_id) for call_id in ids)
 
 
 def test_ids_that_a_template_prints_or_refuses_are_nine_letters_and_digits(
@@ -120,26 +120,26 @@ def test_swapped_results_never_match(agent: Agent, rename: bool) -> None:
     assert agent.turns()[2].parent != 1
 
 
-def test_an_id_that_the_session_gave_is_not_taken_for_a_renamed_one(agent: Agent) -> None:
+def test_id_from_the_session_is_not_treated_as_renamed(agent: Agent) -> None:
     say(agent, ONE, ONE, ANSWER, ANSWER)
-    one, other = agent.ask([QUESTION], n=2)
-    ids = [reply["tool_calls"][0]["id"] for reply in (one, other)]
+    first, other = agent.ask([QUESTION], n=2)
+    ids = [reply["tool_calls"][0]["id"] for reply in (first, other)]
     (answer,) = agent.ask([QUESTION, other, result(ids[1], "12")])
     # The other branch's answer after this one's call: the harness mixed them, and means this one's call.
-    agent.ask([QUESTION, one, result(ids[0], "12"), answer, {"role": "user", "content": "Thanks"}])
+    agent.ask([QUESTION, first, result(ids[0], "12"), answer, {"role": "user", "content": "Thanks"}])
     assert agent.turns()[3].parent == 0
 
 
 def test_renamed_calls_that_fit_two_turns_fork(agent: Agent) -> None:
     say(agent, ONE, ONE, ANSWER)
-    one, _ = agent.ask([QUESTION], n=2)
-    agent.ask([QUESTION, renamed(one, "call_0"), result("call_0", "12")])
+    first, _ = agent.ask([QUESTION], n=2)
+    agent.ask([QUESTION, renamed(first, "call_0"), result("call_0", "12")])
     assert agent.turns()[2].parent is None
 
 
 def spliced(agent: Agent, turn: Turn) -> bool:
-    """Return whether the last prompt holds what was sampled in a turn."""
-    (prompt, _), ids = agent.engine.asked[-1], turn.completion_ids.tolist()
+    """Return whether the last prompt holds the sampled ids of a turn."""
+    (prompt, _), ids = agent.engine.requests[-1], turn.completion_ids.tolist()
     return any(prompt[at : at + len(ids)] == ids for at in range(len(prompt)))
 
 
@@ -165,8 +165,8 @@ def test_renamed_calls_that_fit_two_turns_keep_the_ids_of_both_or_neither(agent:
     say(agent, "Pears. " + ONE, "Pears. " + ONE, ANSWER)
     if not alike:
         agent.engine.split_next = True
-    one, _ = agent.ask([QUESTION], n=2)
-    agent.ask([QUESTION, renamed(one, "call_0"), result("call_0", "12")])
+    reply, _ = agent.ask([QUESTION], n=2)
+    agent.ask([QUESTION, renamed(reply, "call_0"), result("call_0", "12")])
     first, second, _ = agent.turns()
     assert (first.completion_ids.tolist() == second.completion_ids.tolist()) == alike
     assert [spliced(agent, turn) for turn in (first, second)] == [alike, alike]

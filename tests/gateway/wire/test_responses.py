@@ -61,7 +61,7 @@ def client(gateway_url: str) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def scripted(renderer: Renderer, store: SqliteStore) -> Iterator[Callable[..., OpenAI]]:
-    """A client of session `s` of a gateway whose engine says given things."""
+    """A client of session `s` of a gateway with scripted replies."""
     with ExitStack() as opened:
 
         def start(*replies: str, **more: Any) -> OpenAI:
@@ -72,9 +72,9 @@ def scripted(renderer: Renderer, store: SqliteStore) -> Iterator[Callable[..., O
         yield start
 
 
-def ask(client: OpenAI, given: Any, *, stream: bool = False, **more: Any) -> Any:
+def ask(client: OpenAI, input_items: Any, *, stream: bool = False, **more: Any) -> Any:
     """The response, put together by the client's own stream helper if it is streamed."""
-    sent = {"model": "any", "input": given, **more}
+    sent = {"model": "any", "input": input_items, **more}
     if not stream:
         return client.responses.create(**sent)
     last: Any = list(client.responses.create(stream=True, **sent))[-1]
@@ -119,27 +119,31 @@ def test_stream_equals_non_stream(client: OpenAI) -> None:
     streamed = ask(client, "What is 3 plus 4?", stream=True, **more)
     random = {"id": ..., "created_at": ..., "completed_at": ..., "tokentape": ..., "output": ...}
     assert {**streamed.model_dump(), **random} == {**whole.model_dump(), **random}
-    for one, other in zip(streamed.output, whole.output, strict=True):
-        assert alike({**one.model_dump(), "id": ...}, {**other.model_dump(), "id": ...})
+    for item, other in zip(streamed.output, whole.output, strict=True):
+        assert alike({**item.model_dump(), "id": ...}, {**other.model_dump(), "id": ...})
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(item: Any, other: Any) -> bool:
     """Return whether two values are equal, logprobs up to rounding: in another batch their last digits differ."""
-    if isinstance(one, float) and isinstance(other, float):
-        return one == pytest.approx(other, abs=1e-4)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
+    if isinstance(item, float) and isinstance(other, float):
+        return item == pytest.approx(other, abs=1e-4)
+    if isinstance(item, dict) and isinstance(other, dict):
+        return item.keys() == other.keys() and all(alike(item[key], other[key]) for key in item)
+    if isinstance(item, list) and isinstance(other, list):
+        return len(item) == len(other) and all(map(alike, item, other))
+    return bool(item == other)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stream", "reasoning"),
-    [(True, True), (False, False), *(pytest.param(one, not one, marks=pytest.mark.slow) for one in (True, False))],
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(stream, not stream, marks=pytest.mark.slow) for stream in (True, False)),
+    ],
 )
-def test_real_model_works_through_tasks_with_tools(
+def test_real_model_completes_tasks_with_tools(
     gateway_url: str, engine: SharedEngine, store: SqliteStore, stream: bool, reasoning: bool
 ) -> None:
     (task,) = sample_tasks(seed=3, n=1, split="heldout")
@@ -177,7 +181,7 @@ def test_real_model_works_through_tasks_with_tools(
         assert trajectory.token_ids[start:end].tolist() == list(sampled.token_ids)
 
 
-def test_a_response_repeats_what_was_said_of_it(scripted: Callable[..., OpenAI]) -> None:
+def test_response_echoes_metadata_store_and_user(scripted: Callable[..., OpenAI]) -> None:
     response = ask(scripted("hi<|im_end|>"), "hi", metadata={"a": "b"}, store=False, user="u")
     assert (response.metadata, response.store, response.user) == ({"a": "b"}, False, "u")
 
@@ -241,13 +245,15 @@ def test_instructions_are_not_carried_over(
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("said", [CALLS, BARE_CALL, THOUGHTFUL, ANSWER, "<|im_end|>", "<think>\nhm<|im_end|>"])
+@pytest.mark.parametrize(
+    "scripted_reply", [CALLS, BARE_CALL, THOUGHTFUL, ANSWER, "<|im_end|>", "<think>\nhm<|im_end|>"]
+)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reasoning", [False, True])
-def test_items_sent_back_are_the_recorded_reply(
-    scripted: Callable[..., OpenAI], store: SqliteStore, said: str, stream: bool, reasoning: bool
+def test_returned_items_equal_the_recorded_reply(
+    scripted: Callable[..., OpenAI], store: SqliteStore, scripted_reply: str, stream: bool, reasoning: bool
 ) -> None:
-    client = scripted(said, ANSWER)
+    client = scripted(scripted_reply, ANSWER)
     question = {"role": "user", "content": "What do they cost?"}
     reply = ask(client, [question], tools=FLAT_TOOLS, stream=stream)
     sent = items_of(reply, reasoning=reasoning)
@@ -303,9 +309,9 @@ def test_stream_has_all_events_in_order(scripted: Callable[..., OpenAI]) -> None
     for event in events:
         if hasattr(event, "output_index") and hasattr(event, "item_id"):
             assert final.output[event.output_index].id == event.item_id
-    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
-    assert (said, thought) == ("One moment.", "look it up")
+    assert (text, thought) == ("One moment.", "look it up")
 
 
 def test_stream_helper_of_the_client_puts_the_response_together(scripted: Callable[..., OpenAI]) -> None:
@@ -318,7 +324,7 @@ def test_stream_helper_of_the_client_puts_the_response_together(scripted: Callab
     ]
 
 
-def test_reasoning_behind_the_text_is_told_at_the_end_and_continues_the_session(
+def test_reasoning_after_the_text_is_sent_last_and_continues_the_session(
     scripted: Callable[..., OpenAI], store: SqliteStore
 ) -> None:
     client = scripted("Hello. <think>\nmore to say\n</think>\n\nBye.<|im_end|>", ANSWER)
@@ -342,7 +348,7 @@ def test_stream_ends_after_the_turn_is_durable(scripted: Callable[..., OpenAI], 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_namespaces_of_functions_are_shown_flat_and_told_apart(
+def test_function_namespaces_are_flattened_and_stay_distinct(
     scripted: Callable[..., OpenAI], store: SqliteStore, stream: bool
 ) -> None:
     client = scripted(BARE_CALL.replace('"lookup"', '"shop__lookup"'), ANSWER)
@@ -366,9 +372,9 @@ def test_logprobs_cover_every_sampled_token(client: OpenAI, store: SqliteStore) 
 def test_retrieved_response_is_the_recorded_one(scripted: Callable[..., OpenAI]) -> None:
     client = scripted(CALLS)
     more: dict[str, Any] = {"instructions": "Be kind.", "tools": FLAT_TOOLS, "temperature": 0.5}
-    given, got = ask(client, "hi", **more), None
-    got = client.responses.retrieve(given.id)
-    assert got.model_dump(exclude={"tools"}) == given.model_dump(exclude={"tools"})
+    response, got = ask(client, "hi", **more), None
+    got = client.responses.retrieve(response.id)
+    assert got.model_dump(exclude={"tools"}) == response.model_dump(exclude={"tools"})
     assert [tool.name for tool in got.tools] == [tool["name"] for tool in FLAT_TOOLS]  # type: ignore[union-attr]
 
 
@@ -381,14 +387,14 @@ def test_unknown_response_is_a_404(client: OpenAI, response_id: str) -> None:
     assert retrieved.value.body == continued.value.body
 
 
-def test_response_of_somebody_else_looks_unknown(renderer: Renderer, store: SqliteStore) -> None:
+def test_response_of_another_owner_is_a_404(renderer: Renderer, store: SqliteStore) -> None:
     keys = {"one": "key-of-one-0123456", "two": "key-of-two-0123456"}
     app = create_app(Turns(ScriptedEngine(renderer, [ANSWER]), renderer, store), model_id="m", keys=Keys(keys))
     with running(app) as url:
-        one, two = (OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in keys.values())
-        with one, two:
-            theirs = ask(one, "hi").id
-            assert one.responses.retrieve(theirs).id == theirs
+        owner, two = (OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in keys.values())
+        with owner, two:
+            theirs = ask(owner, "hi").id
+            assert owner.responses.retrieve(theirs).id == theirs
             messages = []
             for response_id in (theirs, "resp_s_000000000000000000000000_0"):
                 with pytest.raises(openai.NotFoundError) as retrieved:
@@ -427,9 +433,9 @@ def test_bug_in_a_stream_is_an_error_event_without_details(scripted: Callable[..
     assert "SECRET" not in last.message
 
 
-def test_what_codex_sends_is_read() -> None:
+def test_codex_request_is_accepted() -> None:
     developer = {"type": "message", "id": "msg_3b2fb127-938a", "role": "developer"}
-    asked = decode(
+    request = decode(
         model="tiny",
         stream=True,
         input=[
@@ -456,7 +462,7 @@ def test_what_codex_sends_is_read() -> None:
         prompt_cache_key="k",
         client_metadata={"a": "b"},
     )
-    assert asked.turn.messages == (
+    assert request.turn.messages == (
         {"role": "system", "content": "You are a coding agent.\n\nSandbox.x"},
         {"role": "user", "content": "say hi"},
         {
@@ -467,21 +473,21 @@ def test_what_codex_sends_is_read() -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "content": "a b"},
     )
-    assert [tool["function"]["name"] for tool in asked.turn.tools] == ["exec_command", "agents__spawn"]
-    assert asked.ignored == ("tools", "reasoning")
+    assert [tool["function"]["name"] for tool in request.turn.tools] == ["exec_command", "agents__spawn"]
+    assert request.ignored == ("tools", "reasoning")
 
 
-def test_replies_that_follow_each_other_stay_apart() -> None:
-    def said(text: str) -> dict[str, Any]:
+def test_consecutive_replies_stay_separate() -> None:
+    def assistant_item(text: str) -> dict[str, Any]:
         return {"role": "assistant", "content": text}
 
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
-    assert read_items(said("a"), said("b")) == [said("a"), said("b")]
-    assert read_items(thought("x"), said("a"), thought("y"), said("b")) == [
-        {**said("a"), "reasoning_content": "x"},
-        {**said("b"), "reasoning_content": "y"},
+    assert read_items(assistant_item("a"), assistant_item("b")) == [assistant_item("a"), assistant_item("b")]
+    assert read_items(thought("x"), assistant_item("a"), thought("y"), assistant_item("b")) == [
+        {**assistant_item("a"), "reasoning_content": "x"},
+        {**assistant_item("b"), "reasoning_content": "y"},
     ]
 
 
@@ -495,17 +501,17 @@ def test_replies_that_follow_each_other_stay_apart() -> None:
         ("tools", [{"type": "web_search_preview"}]),
     ],
 )
-def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any) -> None:
-    asked = decode(**{name: value})
-    assert asked.ignored == (name,)
-    assert asked.turn == decode().turn
+def test_unenforced_parameter_is_accepted_and_reported(name: str, value: Any) -> None:
+    request = decode(**{name: value})
+    assert request.ignored == (name,)
+    assert request.turn == decode().turn
 
 
 @pytest.mark.parametrize("value", ["required", {"type": "function", "name": "f"}])
-def test_a_forced_call_is_taken_and_named_if_its_tool_is_there(value: Any) -> None:
+def test_forced_call_of_a_known_tool_is_accepted_and_reported(value: Any) -> None:
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
-    asked = decode(tools=tools, tool_choice=value)
-    assert (asked.ignored, asked.turn) == (("tool_choice",), decode(tools=tools).turn)
+    request = decode(tools=tools, tool_choice=value)
+    assert (request.ignored, request.turn) == (("tool_choice",), decode(tools=tools).turn)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +523,7 @@ def test_a_forced_call_is_taken_and_named_if_its_tool_is_there(value: Any) -> No
         "allowed_tools",
     ],
 )
-def test_a_choice_that_names_no_function_is_taken_and_named_also_without_tools(value: Any) -> None:
+def test_tool_choice_without_a_function_is_accepted_without_tools(value: Any) -> None:
     assert decode(tool_choice=value).ignored == ("tool_choice",)
 
 
@@ -594,11 +600,11 @@ def test_reference_to_an_unknown_item_is_not_found() -> None:
             read_items({"type": "item_reference", "id": item_id})
 
 
-def test_null_is_the_same_as_left_out() -> None:
+def test_null_equals_an_omitted_field() -> None:
     assert decode(**dict.fromkeys({*ResponsesBody.__struct_fields__, *IGNORED} - {"input"})).turn == decode().turn
 
 
-def test_body_names_one_session(gateway_url: str) -> None:
+def test_path_and_previous_response_of_different_sessions_are_refused(gateway_url: str) -> None:
     body = {"input": "hi", "previous_response_id": f"resp_a_{'0' * 24}_0"}
     answer = httpx2.post(f"{gateway_url}/sessions/b/v1/responses", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")

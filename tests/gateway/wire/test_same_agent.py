@@ -41,9 +41,9 @@ RESULTS = {"pears": "3", "plums": "14\n", "figs": "none: “sold out”"}
 THANKS = "Sure?"
 
 
-def texts(said: list[str], kind: str, *, parts: bool) -> Any:
-    """The texts as one, or as the parts that an API has; a template writes parts one behind the other."""
-    return [{"type": kind, "text": one} for one in said] if parts else "".join(said)
+def texts(pieces: list[str], kind: str, *, parts: bool) -> Any:
+    """The texts as one, or as the parts that an API has; a template writes parts one after the other."""
+    return [{"type": kind, "text": piece} for piece in pieces] if parts else "".join(pieces)
 
 
 def over_chat(url: str, parts: bool) -> None:
@@ -56,31 +56,31 @@ def over_chat(url: str, parts: bool) -> None:
         for _ in REPLIES:
             reply = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
-            for one in messages[-1].get("tool_calls", ()):
-                result = texts([RESULTS[json.loads(one["function"]["arguments"])["item"]]], "text", parts=parts)
-                messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
+            for tool_call in messages[-1].get("tool_calls", ()):
+                result = texts([RESULTS[json.loads(tool_call["function"]["arguments"])["item"]]], "text", parts=parts)
+                messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": result})
             if messages[-1]["role"] == "assistant":
                 messages.append({"role": "user", "content": THANKS})
 
 
 def over_responses(url: str, parts: bool) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        given: list[Any] = [{"role": "user", "content": texts([QUESTION], "input_text", parts=parts)}]
+        items: list[Any] = [{"role": "user", "content": texts([QUESTION], "input_text", parts=parts)}]
         named: dict[str, Any] = {"instructions": "".join(SYSTEM)}
         if parts:
-            given.insert(0, {"role": "system", "content": texts(SYSTEM, "input_text", parts=True)})
+            items.insert(0, {"role": "system", "content": texts(SYSTEM, "input_text", parts=True)})
             named = {}
         tools: list[Any] = [{"type": "function", **LOOK, "parameters": SCHEMA}]
         for _ in REPLIES:
-            reply = client.responses.create(model="m", input=given, tools=tools, **named)
-            said = [item.model_dump(exclude_none=True) for item in reply.output]
-            given += said
-            for one in said:
-                if one["type"] == "function_call":
-                    output = texts([RESULTS[json.loads(one["arguments"])["item"]]], "input_text", parts=parts)
-                    given.append({"type": "function_call_output", "call_id": one["call_id"], "output": output})
-            if said[-1]["type"] == "message":
-                given.append({"role": "user", "content": THANKS})
+            reply = client.responses.create(model="m", input=items, tools=tools, **named)
+            reply_items = [item.model_dump(exclude_none=True) for item in reply.output]
+            items += reply_items
+            for reply_item in reply_items:
+                if reply_item["type"] == "function_call":
+                    output = texts([RESULTS[json.loads(reply_item["arguments"])["item"]]], "input_text", parts=parts)
+                    items.append({"type": "function_call_output", "call_id": reply_item["call_id"], "output": output})
+            if reply_items[-1]["type"] == "message":
+                items.append({"role": "user", "content": THANKS})
 
 
 def over_messages(url: str, parts: bool) -> None:
@@ -90,17 +90,17 @@ def over_messages(url: str, parts: bool) -> None:
         system = "".join(SYSTEM)
         for _ in REPLIES:
             reply = client.messages.create(model="m", system=system, max_tokens=99, messages=messages, tools=tools)
-            said = [block.model_dump(exclude_none=True) for block in reply.content]
+            blocks = [block.model_dump(exclude_none=True) for block in reply.content]
             results: list[Any] = [
                 {
                     "type": "tool_result",
-                    "tool_use_id": one["id"],
-                    "content": texts([RESULTS[one["input"]["item"]]], "text", parts=parts),
+                    "tool_use_id": block["id"],
+                    "content": texts([RESULTS[block["input"]["item"]]], "text", parts=parts),
                 }
-                for one in said
-                if one["type"] == "tool_use"
+                for block in blocks
+                if block["type"] == "tool_use"
             ]
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": results or THANKS}]
+            messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": results or THANKS}]
 
 
 def compare(
@@ -111,7 +111,7 @@ def compare(
     parts: bool = False,
     plant: Callable[[TurnRequest], TurnRequest] = lambda request: request,
 ) -> None:
-    """Assert that an agent has the ids of the one over chat. `plant` changes what the gateway reads from the other."""
+    """Assert that an agent has the ids of the one over chat. `plant` changes the requests of the former."""
     engine = ScriptedEngine(renderer, REPLIES * 2)
     engine.split_next = True
     turns = Turns(engine, renderer, store)
@@ -123,11 +123,11 @@ def compare(
         agent(f"{url}/sessions/other", parts)
         chat, other = store.load_session("chat").turns, store.load_session("other").turns
     assert [turn.parent for turn in chat] == [turn.parent for turn in other] == [None, 0, 1, 2]
-    for at, (one, same) in enumerate(zip(chat, other, strict=True)):
-        assert engine.asked[at][0] == engine.asked[at + len(REPLIES)][0]
-        assert one.added_ids.tolist() == same.added_ids.tolist()
-        assert one.added_provenance.tolist() == same.added_provenance.tolist()
-        assert one.completion_ids.tolist() == same.completion_ids.tolist()
+    for at, (expected, actual) in enumerate(zip(chat, other, strict=True)):
+        assert engine.requests[at][0] == engine.requests[at + len(REPLIES)][0]
+        assert expected.added_ids.tolist() == actual.added_ids.tolist()
+        assert expected.added_provenance.tolist() == actual.added_provenance.tolist()
+        assert expected.completion_ids.tolist() == actual.completion_ids.tolist()
     canonical = renderer.tokenizer.encode_plain(REPLIES[0])
     assert chat[0].completion_ids.tolist() != canonical
 
@@ -143,9 +143,9 @@ def test_the_same_agent_has_the_same_ids_turn_by_turn(
 def changed(of: str, **fields: Any) -> Callable[[TurnRequest], TurnRequest]:
     """Changes fields of the messages of a role: a value, or a function of the old one."""
 
-    def message(one: Any) -> Any:
-        new = {name: value(one.get(name) or "") if callable(value) else value for name, value in fields.items()}
-        return {**one, **new} if one["role"] == of else one
+    def message(old: Any) -> Any:
+        new = {name: value(old.get(name) or "") if callable(value) else value for name, value in fields.items()}
+        return {**old, **new} if old["role"] == of else old
 
     return lambda request: replace(request, messages=tuple(map(message, request.messages)))
 
@@ -160,7 +160,7 @@ def described(request: TurnRequest) -> TurnRequest:
 
 def swapped(request: TurnRequest) -> TurnRequest:
     messages = list(request.messages)
-    tools = [at for at, one in enumerate(messages) if one["role"] == "tool"]
+    tools = [at for at, message in enumerate(messages) if message["role"] == "tool"]
     if len(tools) > 2:
         messages[tools[1]], messages[tools[2]] = messages[tools[2]], messages[tools[1]]
     return replace(request, messages=tuple(messages))
@@ -181,7 +181,7 @@ def swapped(request: TurnRequest) -> TurnRequest:
 )
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("agent", [over_responses, over_messages])
-def test_an_api_that_is_read_otherwise_is_noticed(
+def test_planted_difference_between_apis_is_found(
     renderer: Renderer, store: SqliteStore, agent: Agent, plant: Callable[[TurnRequest], TurnRequest]
 ) -> None:
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The bytes of a chat completion's stream: what is written in pieces is what writing every chunk whole gives."""
+"""The bytes of a chat completion's stream: writing pieces gives the same bytes as serializing every chunk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _done(choice: int, rest: ReplyDelta) -> TurnDone:
 
 
 def _written_whole(events: Sequence[TurnEvent], body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the chunks say, each put together by itself."""
+    """The chunks, each built separately."""
     tokenizer = load_tokenizer("qwen3")
     chunks: list[dict[str, Any]] = []
     calls, begun = [0, 0], set[int]()
@@ -51,13 +51,13 @@ def _written_whole(events: Sequence[TurnEvent], body: dict[str, Any]) -> list[di
             prompt = {"prompt_token_ids": [5, 6, 7]} if body.get("return_token_ids") and not begun else {}
             chunk({"index": event.choice, "delta": {"role": "assistant", "content": ""}}, **prompt)
             begun.add(event.choice)
-        told = event.rest if isinstance(event, TurnDone) else event.reply
+        deltas = event.rest if isinstance(event, TurnDone) else event.reply
         delta: dict[str, Any] = {}
-        if told.content:
-            delta["content"] = told.content
-        if told.reasoning:
-            delta["reasoning_content"] = delta["reasoning"] = told.reasoning
-        for call in told.tool_calls:
+        if deltas.content:
+            delta["content"] = deltas.content
+        if deltas.reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = deltas.reasoning
+        for call in deltas.tool_calls:
             function = {"name": call.name, "arguments": call.arguments}
             made = {"index": calls[event.choice], "id": call.id, "type": "function", "function": function}
             delta.setdefault("tool_calls", []).append(made)
@@ -80,22 +80,22 @@ def _written_whole(events: Sequence[TurnEvent], body: dict[str, Any]) -> list[di
     rests=st.tuples(REPLIES, REPLIES),
     more=st.sampled_from([{}, {"logprobs": True}, {"return_token_ids": True}]),
 )
-def test_a_stream_is_byte_for_byte_what_writing_each_chunk_whole_gives(
+def test_stream_bytes_equal_chunks_serialized_one_by_one(
     deltas: list[TurnDelta], rests: tuple[ReplyDelta, ReplyDelta], more: dict[str, Any]
 ) -> None:
     events: list[TurnEvent] = [*deltas, *(_done(choice, rest) for choice, rest in enumerate(rests))]
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": 2, **more}
 
     async def main() -> bytes:
-        asked = await ChatCompletions("m", load_tokenizer("qwen3")).decode(body, FakeContext())
+        request = await ChatCompletions("m", load_tokenizer("qwen3")).decode(body, FakeContext())
 
         async def happening() -> AsyncGenerator[TurnEvent]:
             for event in events:
                 yield event
 
         happened = happening()
-        stream = asked.encoder(STARTED).stream(await anext(happened), happened, RequestLog())
+        stream = request.encoder(STARTED).stream(await anext(happened), happened, RequestLog())
         return b"".join([event async for event in stream])
 
-    written = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in _written_whole(events, body)]
+    written = [json.dumps(chunk, ensure_ascii=False, separators=(",", ":")) for chunk in _written_whole(events, body)]
     assert asyncio.run(main()).decode() == "".join(f"data: {text}\n\n" for text in [*written, "[DONE]"])

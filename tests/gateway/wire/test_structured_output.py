@@ -23,7 +23,7 @@ from tokentape.types import TokenDistribution
 
 
 class City(BaseModel):
-    """What the model is asked for."""
+    """The requested format."""
 
     name: str
 
@@ -48,8 +48,8 @@ def served(renderer: Renderer, store: SqliteStore, opened: ExitStack) -> Served:
 
 
 def held_to(served: Served) -> list[Any]:
-    """The schemas that the engine was asked to follow, call by call."""
-    return [params.json_schema and json.loads(params.json_schema) for _, params in served.engine.asked]
+    """The schema in each request to the engine."""
+    return [params.json_schema and json.loads(params.json_schema) for _, params in served.engine.requests]
 
 
 def test_the_schema_of_chat_s_parse_reaches_the_engine_and_is_recorded(served: Served) -> None:
@@ -91,7 +91,7 @@ def test_a_json_object_is_any_object_and_text_no_schema(served: Served) -> None:
     assert "json_schema" not in served.store.load_session("s").turns[1].sampling
 
 
-def asked(served: Served) -> list[Callable[[], Any]]:
+def schema_requests(served: Served) -> list[Callable[[], Any]]:
     """A schema in each API."""
     chat: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
     flat: Any = {"type": "json_schema", "name": "city", "schema": SCHEMA}
@@ -103,12 +103,12 @@ def asked(served: Served) -> list[Callable[[], Any]]:
     ]
 
 
-def test_an_engine_that_follows_no_schema_refuses_it_with_what_to_do_instead(served: Served) -> None:
+def test_engine_without_schema_support_refuses_with_advice(served: Served) -> None:
     served.engine.info = replace(served.engine.info, sampling=ScriptedEngine.EVERYTHING - {"json_schema"})
-    for ask in asked(served):
+    for send in schema_requests(served):
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="function call"):
-            ask()
-    assert served.engine.asked == []
+            send()
+    assert served.engine.requests == []
 
 
 def test_a_schema_and_tools_together_are_refused(served: Served) -> None:
@@ -128,7 +128,7 @@ def test_a_schema_and_tools_together_are_refused(served: Served) -> None:
         {"type": "json_schema", "json_schema": {"schema": 1}},
     ],
 )
-def test_a_schema_that_is_none_is_refused(served: Served, form: Any) -> None:
+def test_invalid_schema_is_refused(served: Served, form: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="expected a JSON Schema"):
         served.chat(response_format=form)
 
@@ -141,12 +141,10 @@ def test_a_format_without_a_type_is_refused(served: Served, form: Any) -> None:
         served.openai().responses.create(model="m", input="hi", text={"format": form})
     with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format has no type"):
         served.anthropic().messages.create(model="m", max_tokens=8, messages=[USER], output_config={"format": form})
-    assert served.engine.asked == []
+    assert served.engine.requests == []
 
 
-def test_a_reply_that_the_template_begins_with_reasoning_follows_no_schema(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schema_is_refused_if_the_prompt_ends_inside_reasoning(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = served.renderer.parser
 
     def thinking(setup: Any, stops: Any, prompt_ids: Any) -> Any:
@@ -162,6 +160,6 @@ def test_a_reply_that_the_template_begins_with_reasoning_follows_no_schema(
 def test_a_reply_that_follows_a_schema_is_not_resumed(served: Served) -> None:
     served.chat(response_format={"type": "json_object"})
     served.chat()
-    (_, held), (_, free) = served.engine.asked
+    (_, held), (_, free) = served.engine.requests
     assert resume_obstacle(held, served.engine.info) == "json_schema"
     assert resume_obstacle(free, served.engine.info) is None

@@ -26,7 +26,7 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 
 def tools(*, strict: bool = False) -> list[Any]:
     named = [{"name": name, "parameters": SCHEMA, "strict": strict} for name in ("look", "see")]
-    return [{"type": "function", "function": one} for one in named]
+    return [{"type": "function", "function": function} for function in named]
 
 
 def flat(*, strict: bool = False) -> list[Any]:
@@ -61,36 +61,36 @@ def served(serve: Callable[..., Served]) -> Served:
 
 def constraints(served: Served) -> list[list[str] | None]:
     """Per call of the engine the tools that its first call may be of; None for no constraint."""
-    tags = [params.structural_tag for _, params in served.engine.asked]
+    tags = [params.structural_tag for _, params in served.engine.requests]
     return [
         None if tag is None else [name for name in ("look", "see") if f'"name\\": \\"{name}\\"' in tag] for tag in tags
     ]
 
 
 def chat(served: Served, **more: Any) -> str | None:
-    """Ask in chat, and return what the reply says is not honored."""
+    """Call chat completions, and return the fields that the reply reports as ignored."""
     found: str | None = served.chat(**{"tools": tools(), **more}).headers.get(IGNORED)
     return found
 
 
-def test_without_the_setting_they_are_reported_only(serve: Callable[..., Served]) -> None:
+def test_forced_calls_are_only_reported_without_the_setting(serve: Callable[..., Served]) -> None:
     served = serve()
     assert chat(served, tools=tools(strict=True), tool_choice="required") == "tool_choice, tools.strict"
     assert constraints(served) == [None]
 
 
-def test_required_is_a_call_of_any_tool_and_recorded(served: Served) -> None:
+def test_required_choice_allows_any_tool_and_is_recorded(served: Served) -> None:
     assert chat(served, tool_choice="required", parallel_tool_calls=False) is None
     assert constraints(served) == [["look", "see"]]
     (turn,) = served.store.load_session("s").turns
     assert json.loads(turn.sampling["structural_tag"])["type"] == "structural_tag"
     assert turn.sampled_from == TokenDistribution(False, 1.0, False, True)
     assert turn.logprobs_of == turn.sampled_from
-    ((_, held),) = served.engine.asked
+    ((_, held),) = served.engine.requests
     assert resume_obstacle(held, served.engine.info) == "structural_tag"
 
 
-def test_a_named_tool_is_the_only_one(served: Served) -> None:
+def test_named_tool_is_the_only_allowed_one(served: Served) -> None:
     chat(served, tool_choice=NAMED)
     chat(served, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}})
     served.openai().responses.create(
@@ -120,7 +120,7 @@ def test_a_function_of_a_namespace_is_chosen_by_its_own_name(served: Served) -> 
     served.openai().responses.create(
         model="m", input="hi", tools=[group], tool_choice={"type": "function", "name": "look"}
     )
-    ((_, params),) = served.engine.asked
+    ((_, params),) = served.engine.requests
     assert "files__look" in (params.structural_tag or "")
     assert "files__see" not in (params.structural_tag or "")
 
@@ -136,9 +136,9 @@ def strict_calls(served: Served) -> list[Callable[[], Any]]:
 
 
 def test_strict_tools_leave_the_choice_to_the_model(served: Served) -> None:
-    for ask in strict_calls(served):
-        ask()
-    for _, params in served.engine.asked:
+    for send in strict_calls(served):
+        send()
+    for _, params in served.engine.requests:
         assert json.loads(params.structural_tag or "")["format"]["type"] == "token_dispatch"
 
 
@@ -148,19 +148,19 @@ def test_tools_that_are_neither_forced_nor_strict_are_not_constrained(served: Se
     assert constraints(served) == [None, None]
 
 
-def test_an_engine_that_takes_no_tags_refuses_with_what_to_do_instead(served: Served) -> None:
+def test_engine_without_structural_tags_refuses_with_advice(served: Served) -> None:
     served.engine.info = replace(served.engine.info, sampling=ScriptedEngine.EVERYTHING - {"structural_tag"})
-    for ask in (lambda: chat(served, tool_choice="required"), *strict_calls(served)):
+    for send in (lambda: chat(served, tool_choice="required"), *strict_calls(served)):
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="in a message"):
-            ask()
-    assert served.engine.asked == []
+            send()
+    assert served.engine.requests == []
 
 
 def test_allowed_tools_that_need_not_be_called_are_refused(served: Served) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
     with pytest.raises(openai.BadRequestError, match="only the tools that may be called"):
         chat(served, tool_choice=choice)
-    assert served.engine.asked == []
+    assert served.engine.requests == []
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_allowed_tools_that_need_not_be_called_are_refused(served: Served) -> No
 def test_a_choice_that_names_no_function_is_refused(served: Served, choice: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="can't be enforced"):
         served.openai().responses.create(model="m", input="hi", tools=flat(), tool_choice=choice)
-    assert served.engine.asked == []
+    assert served.engine.requests == []
 
 
-def test_a_template_without_such_calls_refuses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_without_json_calls_refuses_forced_calls(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     form = served.renderer.format
 
     def tagged(setup: Any) -> Any:

@@ -34,18 +34,24 @@ def langgraph(base_url: str, steps: list[list[str]]) -> None:
         return agent.get_state(config).values["messages"]
 
     for kind, text in steps[1:]:
-        last = max((at for at, one in enumerate(messages()) if one.type == "human"), default=0) if kind != "ask" else 0
+        last = (
+            max((at for at, message in enumerate(messages()) if message.type == "human"), default=0)
+            if kind != "ask"
+            else 0
+        )
         if kind == "rewind":
             # Time travel: the checkpoint before the last question.
             config = next(
-                one.config for one in agent.get_state_history(config) if len(one.values.get("messages", ())) == last
+                state.config
+                for state in agent.get_state_history(config)
+                if len(state.values.get("messages", ())) == last
             )
         elif kind == "reply":
-            said = messages()[-1]
-            config = agent.update_state(config, {"messages": [AIMessage(f"{text} {said.content[9:]}", id=said.id)]})
+            reply = messages()[-1]
+            config = agent.update_state(config, {"messages": [AIMessage(f"{text} {reply.content[9:]}", id=reply.id)]})
             continue
         elif kind == "result":
-            found = next(one for one in messages() if one.type == "tool")
+            found = next(message for message in messages() if message.type == "tool")
             config = agent.update_state(config, {"messages": [found.model_copy(update={"content": "[cleared]"})]})
             continue
         agent.invoke({"messages": [HumanMessage(text)]}, config)

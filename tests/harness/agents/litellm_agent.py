@@ -10,8 +10,14 @@ messages, texts = [{"role": "system", "content": SYSTEM_PROMPT}], []
 for prompt in TASK.prompts:
     messages.append({"role": "user", "content": prompt})
     while True:
-        asked = {"model": "openai/shop", "api_base": BASE_URL, "api_key": API_KEY, "temperature": 0, "max_tokens": 160}
-        reply = litellm.completion(**asked, messages=messages, tools=TOOLS, stream=STREAM)
+        options = {
+            "model": "openai/shop",
+            "api_base": BASE_URL,
+            "api_key": API_KEY,
+            "temperature": 0,
+            "max_tokens": 160,
+        }
+        reply = litellm.completion(**options, messages=messages, tools=TOOLS, stream=STREAM)
         if STREAM:
             reply = litellm.stream_chunk_builder(list(reply), messages=messages)
         message = reply.choices[0].message

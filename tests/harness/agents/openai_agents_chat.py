@@ -15,13 +15,13 @@ agent = Agent(
 async def main() -> None:
     history, texts = [], []
     for prompt in TASK.prompts:
-        asked = [*history, {"role": "user", "content": prompt}]
+        messages = [*history, {"role": "user", "content": prompt}]
         if STREAM:
-            result = Runner.run_streamed(agent, asked)
+            result = Runner.run_streamed(agent, messages)
             async for _ in result.stream_events():
                 pass
         else:
-            result = await Runner.run(agent, asked)
+            result = await Runner.run(agent, messages)
         history = result.to_input_list()
         texts.append(result.final_output)
     answer(texts)

@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from tests.harness.lineage.director import Asked, Cutting, Director, Said, tool_call
+from tests.harness.lineage.director import Answer, Cutting, Director, Request, tool_call
 from tests.harness.scripted_agents import OFFLINE, program_of
 
 AGENT = {"name": "Agent", "subagent_type": "general-purpose", "run_in_background": False}
@@ -89,7 +89,7 @@ class Claude:
 
 
 class Conversation:
-    """What the engine says in a conversation of Claude Code, and what its calls are."""
+    """The engine's replies in a conversation of Claude Code, and the kinds of its calls."""
 
     def __init__(self, director: Director, folder: Path) -> None:
         self.director = director
@@ -97,7 +97,7 @@ class Conversation:
         self.reads = tool_call("Read", file_path=str(folder / "apples.txt"))
         self.scripts: dict[str, list[str]] = {}
         """By the word of a message or of a task: the replies to it."""
-        self.gives: dict[str, list[str]] = {}
+        self.delegated: dict[str, list[str]] = {}
         """By the word of a message: the words of the tasks that its first reply gives to agents."""
         self.spawned: dict[str, list[int]] = {}
         """By the word of a task: the calls that gave it to an agent."""
@@ -120,13 +120,13 @@ class Conversation:
     def message(self) -> tuple[str, str]:
         """Return the word and the text of a message of the user; its replies read a file or start agents."""
         rng, word = self.director.rng, self.director.word()
-        given = [self._task() for _ in range(rng.choice((0, 1, 2, 3)))]
-        if given and rng.random() < 0.2:
-            # One task goes to two agents. If a call that both send failed, nobody would know which one repeats it.
-            given.append(given[0])
-            self.failing.discard((given[0][0], 0))
-        self.gives[word] = [one for one, _ in given]
-        calls = [tool_call(**AGENT, description=self.director.text()[:24], prompt=text) for _, text in given]
+        tasks = [self._task() for _ in range(rng.choice((0, 1, 2, 3)))]
+        if tasks and rng.random() < 0.2:
+            # One task goes to two agents. If a call that both send failed, it would be unknown which one repeats it.
+            tasks.append(tasks[0])
+            self.failing.discard((tasks[0][0], 0))
+        self.delegated[word] = [task for task, _ in tasks]
+        calls = [tool_call(**AGENT, description=self.director.text()[:24], prompt=text) for _, text in tasks]
         rounds = ["\n".join([self.director.text(), *calls]) if calls else self.reads]
         self.scripts[word] = [*rounds, *[self.reads] * rng.randint(0, 1), self.director.text(2)]
         if rng.random() < 0.4:
@@ -145,25 +145,27 @@ class Conversation:
             self.failing.add((word, 0))
         return word, text
 
-    def answer(self, asked: Asked) -> Said:
-        """Answer a call of the harness, and say where it comes from."""
-        number, said, users = asked.number, f"{self.director.text(2)} {self.director.word()}", asked.users
+    def answer(self, request: Request) -> Answer:
+        """Answer a call of the harness, and return where it comes from."""
+        number, reply, users = request.number, f"{self.director.text(2)} {self.director.word()}", request.users
         if "<summary>" in users[-1]:
             self.compacting = [*self.main[-2:], number]
-            return Said(f"<summary>{said} {self.director.text(5)}</summary>", "side_call", self.main[-2:])
+            return Answer(f"<summary>{reply} {self.director.text(5)}</summary>", "side_call", self.main[-2:])
         if any(word in users[-1] for word in self.asides):
-            return Said(said, "side_call", self.main[-1:])
-        if '"name": "Read"' not in asked.system:
-            return Said(said, "side_call", self.first)
-        word = max((one for one in self.scripts if any(one in user for user in users)), key=asked.prompt.rfind)
-        at, script = asked.since(word), self.scripts[word]
+            return Answer(reply, "side_call", self.main[-1:])
+        if '"name": "Read"' not in request.system:
+            return Answer(reply, "side_call", self.first)
+        word = max(
+            (script for script in self.scripts if any(script in user for user in users)), key=request.prompt.rfind
+        )
+        at, script = request.since(word), self.scripts[word]
         fails = (word, at) in self.failing
         self.failing.discard((word, at))
         text = f"{script[min(at, len(script) - 1)]} {self.director.word()}"
-        for task in () if at or fails else self.gives.get(word, ()):
+        for task in () if at or fails else self.delegated.get(word, ()):
             self.spawned[task].append(number)
         if word in self.spawned:
-            return Said(text, None if at else "subagent", self.spawned[word], fails)
+            return Answer(text, None if at else "subagent", self.spawned[word], fails)
         edit = self.edits.get(word) if not at else None
         kind, parents = ("compaction", self.compacting) if self.compacting else ("edit" if edit else None, edit or [])
         self.compacting = []
@@ -172,7 +174,7 @@ class Conversation:
         if not fails:
             self.begun.setdefault(word, number)
             self.main.append(number)
-        return Said(text, kind, parents, fails)
+        return Answer(text, kind, parents, fails)
 
 
 def scene(director: Director, url: str, home: Path, folder: Path, messages: int, *, hints: bool) -> None:
@@ -188,7 +190,7 @@ def scene(director: Director, url: str, home: Path, folder: Path, messages: int,
                 claude.request("generate_session_title", description=first, persist=False)
         name = claude.say(text)
         while not compacted and rng.random() < 0.4:
-            # The user goes back and says something else.
+            # The user rewinds and sends something else.
             claude.request("rewind_conversation", target_message_uuid=name)
             begun = talk.begun[word]
             del talk.main[talk.main.index(begun) :]

@@ -36,7 +36,7 @@ _CONTROL = re.compile(r"(<\|\w+\|>|</?\w+>)")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """A call as the engine sees it."""
 
     number: int
@@ -55,18 +55,18 @@ class Asked:
         return [text for role, text in self.messages if role == "user" and "<tool_response>" not in text]
 
     def since(self, word: str) -> int:
-        """Return the number of replies behind the last message that has a word."""
+        """Return the number of replies after the last message that has a word."""
         at = max(at for at, (role, text) in enumerate(self.messages) if role != "assistant" and word in text)
         return sum(role == "assistant" for role, _ in self.messages[at:])
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Answer:
     """What the engine answers, and what that call is."""
 
     text: str
     kind: str | None = None
-    """The edge that is true of a branch which this call begins; None if there is none."""
+    """The true edge of a branch that this call starts; None if it has none."""
     parents: Sequence[int] = ()
     """Numbers of the calls that the edge may come from."""
     fails: bool = False
@@ -81,16 +81,16 @@ class Call:
 
     prompt: list[int]
     ids: list[int]
-    said: Said
+    answer: Answer
 
 
 class Director(ScriptedEngine):
-    """Answers with what `answer` says, in splits that the tokenizer does not make."""
+    """Samples the text that `answer` returns, in splits that the tokenizer does not make."""
 
-    def __init__(self, renderer: Renderer, seed: int, answer: Callable[[Asked], Said] | None = None) -> None:
+    def __init__(self, renderer: Renderer, seed: int, answer: Callable[[Request], Answer] | None = None) -> None:
         super().__init__(renderer, [], sampling=self.EVERYTHING)
         self.rng = random.Random(seed)
-        self.answer = answer or (lambda asked: Said(self.text()))
+        self.answer = answer or (lambda request: Answer(self.text()))
         self.calls: list[Call] = []
         self._texts = self.rng.sample(SENTENCES, len(SENTENCES))
 
@@ -108,7 +108,7 @@ class Director(ScriptedEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         call = self._call(prompt_ids)
         for at, token_id in enumerate(call.ids):
-            if call.said.fails and at == 6:
+            if call.answer.fails and at == 6:
                 raise EngineUnavailable("the engine was restarted")
             last = at == len(call.ids) - 1
             yield SampleDelta((token_id,), (-0.5,), *(("stop", token_id) if last else (None, None)), (), "7")
@@ -116,17 +116,19 @@ class Director(ScriptedEngine):
     def _call(self, prompt_ids: TokenIds) -> Call:
         prompt = self._tokenizer.decode(prompt_ids)
         ids = prompt_ids.tolist()
-        said = self.answer(Asked(len(self.calls), _MESSAGE.findall(prompt), prompt))
-        failed = [at for at, one in enumerate(self.calls) if one.prompt == ids and (one.said.fails or one.said.lost)]
+        answer = self.answer(Request(len(self.calls), _MESSAGE.findall(prompt), prompt))
+        failed = [
+            at for at, call in enumerate(self.calls) if call.prompt == ids and (call.answer.fails or call.answer.lost)
+        ]
         if failed:
             # The harness repeats what failed.
-            said = replace(said, kind="retry", parents=failed)
+            answer = replace(answer, kind="retry", parents=failed)
         parts = [
-            [one] if _CONTROL.fullmatch(one) else re.findall(r"(?s).{1,3}", one)
-            for one in _CONTROL.split(f"{said.text}<|im_end|>")
+            [piece] if _CONTROL.fullmatch(piece) else re.findall(r"(?s).{1,3}", piece)
+            for piece in _CONTROL.split(f"{answer.text}<|im_end|>")
         ]
         sampled = [token_id for part in parts for piece in part for token_id in self._tokenizer.encode_plain(piece)]
-        self.calls.append(Call(ids, sampled, said))
+        self.calls.append(Call(ids, sampled, answer))
         return self.calls[-1]
 
 
@@ -149,7 +151,7 @@ def run_script(name: str, package: str, home: Path, folder: Path, *arguments: st
 
 @dataclass(slots=True)
 class Cutting:
-    """Resets the connection of the next reply once, in its middle, when it is told to."""
+    """Resets the connection in the middle of the next reply, once, on request."""
 
     app: ASGIApp
     cut: bool = False
@@ -175,7 +177,7 @@ class Cutting:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts by kind, and what was missed or wrong."""
+    """Counts by kind, and the missed or wrong edges."""
 
     right: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
@@ -205,7 +207,7 @@ class Counts:
 def scored(store: SqliteStore, director: Director) -> Counts:
     """Compare the edges of all sessions of a record with the director's."""
     counts = Counts()
-    sessions = [store.load_session(one.info.session_id) for one in store.sessions()]
+    sessions = [store.load_session(session.info.session_id) for session in store.sessions()]
     recorded: dict[int, tuple[str, int]] = {}
     numbers: dict[tuple[str, int], int] = {}
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -215,27 +217,27 @@ def scored(store: SqliteStore, director: Director) -> Counts:
         after: list[list[int]] = []
         for turn in session.turns:
             context = ([] if turn.parent is None else after[turn.parent]) + turn.added_ids.tolist()
-            ids, asked = turn.completion_ids.tolist(), by_prompt[tuple(context)]
+            ids, candidates = turn.completion_ids.tolist(), by_prompt[tuple(context)]
             after.append(context + ids)
             # A reply that failed is the beginning of one.
-            number = next(one for one in asked if director.calls[one].ids[: len(ids)] == ids)
-            asked.remove(number)
+            number = next(candidate for candidate in candidates if director.calls[candidate].ids[: len(ids)] == ids)
+            candidates.remove(number)
             recorded[number], numbers[session.info.session_id, turn.seq] = (session.info.session_id, turn.seq), number
     for session in sessions:
         name = session.info.session_id
         edges = {edge.turn: edge for edge in lineage_of(store.load_session, session)}
         counts.found.update(edge.kind for edge in edges.values())
         for seq in _begins(session.turns):
-            said, edge = director.calls[numbers[name, seq]].said, edges.get(seq)
-            if said.kind is not None:
-                counts.true[said.kind] += 1
-            allowed = {recorded[one] for one in said.parents if one in recorded}
-            if edge is not None and edge.kind == said.kind and (edge.parent_session, edge.parent) in allowed:
+            answer, edge = director.calls[numbers[name, seq]].answer, edges.get(seq)
+            if answer.kind is not None:
+                counts.true[answer.kind] += 1
+            allowed = {recorded[parent] for parent in answer.parents if parent in recorded}
+            if edge is not None and edge.kind == answer.kind and (edge.parent_session, edge.parent) in allowed:
                 counts.right[edge.kind] += 1
-            elif edge is not None or said.kind is not None:
-                was = "none" if edge is None else edge.kind + (" of another turn" if edge.kind == said.kind else "")
-                counts.misses[f"expected {said.kind}, found {was}"] += 1
-                counts.details.append(f"{name} turn {seq}: expected {said.kind} from {sorted(allowed)}, found {edge}")
+            elif edge is not None or answer.kind is not None:
+                was = "none" if edge is None else edge.kind + (" of another turn" if edge.kind == answer.kind else "")
+                counts.misses[f"expected {answer.kind}, found {was}"] += 1
+                counts.details.append(f"{name} turn {seq}: expected {answer.kind} from {sorted(allowed)}, found {edge}")
     return counts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.harness.lineage.director import Asked, Cutting, Director, Said, run_script, tool_call
+from tests.harness.lineage.director import Answer, Cutting, Director, Request, run_script, tool_call
 
 
 def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: Path, seed: int) -> None:
@@ -13,20 +13,22 @@ def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: 
     rng = director.rng
     scripts: dict[str, list[str]] = {}
     edits: dict[str, tuple[str, str]] = {}
-    """By the word of a message: what was edited before it, and the word of the message before."""
+    """By the word of a message: the edit before it, and the word of the previous message."""
     calls: dict[str, list[int]] = {}
 
-    def answer(asked: Asked) -> Said:
-        word = max((one for one in scripts if any(one in user for user in asked.users)), key=asked.prompt.rfind)
-        at = asked.since(word)
-        calls.setdefault(word, []).append(asked.number)
+    def answer(request: Request) -> Answer:
+        word = max(
+            (script for script in scripts if any(script in user for user in request.users)), key=request.prompt.rfind
+        )
+        at = request.since(word)
+        calls.setdefault(word, []).append(request.number)
         kind, parents = None, list[int]()
         if word in edits and not at:
             how, before = edits[word]
             kind = "edit"
             # What was replaced, or the newest turns of the history that was edited.
             parents = calls[before][:1] if how == "rewind" else calls[before][-2:]
-        return Said(f"{scripts[word][min(at, len(scripts[word]) - 1)]} {director.word()}", kind, parents)
+        return Answer(f"{scripts[word][min(at, len(scripts[word]) - 1)]} {director.word()}", kind, parents)
 
     director.answer = answer
     plan = []

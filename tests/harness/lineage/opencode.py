@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from tests.harness.lineage.director import Asked, Cutting, Director, Said, tool_call
+from tests.harness.lineage.director import Answer, Cutting, Director, Request, tool_call
 from tests.harness.scripted_agents import AGENTS, OFFLINE, program_of
 
 
@@ -22,7 +22,7 @@ class Talk:
         self.director = director
         self.reads = tool_call("read", filePath=str(folder / "apples.txt"))
         self.scripts: dict[str, list[str]] = {}
-        self.gives: dict[str, str] = {}
+        self.delegated: dict[str, str] = {}
         self.spawned: dict[str, list[int]] = {}
         self.failing: set[tuple[str, int]] = set()
         self.main: list[int] = []
@@ -40,7 +40,7 @@ class Talk:
         if rng.random() < 0.6:
             task = self.director.word()
             text = f"{self.director.text(rng.randint(1, 2))} {task}"
-            self.gives[word], self.spawned[task] = task, []
+            self.delegated[word], self.spawned[task] = task, []
             self.scripts[task] = [*[self.reads] * rng.randint(0, 1), self.director.text(2)]
             start = tool_call("task", description="Look", prompt=text, subagent_type="general")
             script = [f"{self.director.text()}\n{start}", *script]
@@ -49,33 +49,33 @@ class Talk:
             self.failing.add((word, rng.randint(0, len(script))))
         return word, f"{self.director.text(2)} {word}"
 
-    def answer(self, asked: Asked) -> Said | None:
+    def answer(self, request: Request) -> Answer | None:
         """Answer a call of this session, and None if it is of another one."""
-        number, prompt, users = asked.number, asked.prompt, asked.users
-        word = max((one for one in self.scripts if one in prompt), key=prompt.rfind, default=None)
+        number, prompt, users = request.number, request.prompt, request.users
+        word = max((script for script in self.scripts if script in prompt), key=prompt.rfind, default=None)
         if word is None:
             return None
-        said = f"{self.director.text(2)} {self.director.word()}"
-        if '"name": "read"' not in asked.system:
-            if "title" in asked.system:
-                return Said(said, "side_call", self.first)
+        reply = f"{self.director.text(2)} {self.director.word()}"
+        if '"name": "read"' not in request.system:
+            if "title" in request.system:
+                return Answer(reply, "side_call", self.first)
             self.compacting = [*self.main[-2:], number]
-            return Said(f"{said} {self.director.text(5)}", "side_call", self.main[-2:])
+            return Answer(f"{reply} {self.director.text(5)}", "side_call", self.main[-2:])
         if not any(word in user for user in users):
             # After a summary opencode may ask the model to go on.
             word = next(reversed(self.begun), word)
-        held = any(word in text for role, text in asked.messages if role == "user")
-        at = asked.since(word) if held else len(self.scripts[word])
+        held = any(word in text for role, text in request.messages if role == "user")
+        at = request.since(word) if held else len(self.scripts[word])
         fails = (word, at) in self.failing
         self.failing.discard((word, at))
         script = self.scripts[word]
         text = f"{script[min(at, len(script) - 1)]} {self.director.word()}"
-        if not at and not fails and word in self.gives:
-            self.spawned[self.gives[word]].append(number)
+        if not at and not fails and word in self.delegated:
+            self.spawned[self.delegated[word]].append(number)
         if word in self.spawned:
-            return Said(text, None if at else "subagent", self.spawned[word], fails)
+            return Answer(text, None if at else "subagent", self.spawned[word], fails)
         edit = self.edits.get(word) if not at else None
-        empty = asked.messages.count(("assistant", ""))
+        empty = request.messages.count(("assistant", ""))
         if empty > self.empty and self.main:
             edit = edit or self.main[-1:]
         self.empty = empty
@@ -85,7 +85,7 @@ class Talk:
         if not fails:
             self.begun.setdefault(word, number)
             self.main.append(number)
-        return Said(text, kind, parents, fails)
+        return Answer(text, kind, parents, fails)
 
 
 def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: Path, seed: int) -> None:
@@ -112,7 +112,9 @@ def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: 
         text=True,
     )
     talks: list[Talk] = []
-    director.answer = lambda asked: next(filter(None, (talk.answer(asked) for talk in reversed(talks))), Said("?"))
+    director.answer = lambda request: next(
+        filter(None, (talk.answer(request) for talk in reversed(talks))), Answer("?")
+    )
     try:
         assert server.stdout is not None
         address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
@@ -139,13 +141,13 @@ def _hold(talk: Talk, client: httpx2.Client) -> None:
         say(text)
         if at and rng.random() < 0.4:
             found = client.get(f"/session/{session}/message").json()
-            name = [one["info"]["id"] for one in found if one["info"]["role"] == "user"][-1]
+            name = [message["info"]["id"] for message in found if message["info"]["role"] == "user"][-1]
             _post(client, f"/session/{session}/revert", {"messageID": name})
             begun, calls = talk.begun[word], talk.director.calls
             at_message = talk.main.index(begun)
-            # The replaced message's first call, or where opencode began it anew with an empty reply.
+            # The replaced message's first call, or the one that opencode restarted with an empty reply.
             gone = talk.main[at_message:]
-            replaced = [one for one in gone if one == begun or calls[one].said.kind == "edit"]
+            replaced = [call for call in gone if call == begun or calls[call].answer.kind == "edit"]
             del talk.main[at_message:]
             word, text = talk.message()
             talk.edits[word] = replaced

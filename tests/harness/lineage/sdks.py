@@ -9,19 +9,19 @@ import openai
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.harness.lineage.director import Asked, Cutting, Director, Said
+from tests.harness.lineage.director import Answer, Cutting, Director, Request
 
 
 def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: Path, seed: int) -> None:
-    """Hold conversations in which every third call goes wrong in one of five ways, each in a session of its own."""
+    """Hold conversations in which every third call goes wrong in one of five ways, each in its own session."""
     rng, wrong = director.rng, list[str]()
 
-    def answer(asked: Asked) -> Said:
+    def answer(request: Request) -> Answer:
         what = wrong.pop() if wrong else ""
         cutting.cut = what in ("reply", "stream")
         text = f"{director.text(2)} {director.word()}"
         # A lost reply that the SDK asks for again comes from the record, without the engine.
-        return Said(text, fails=what in ("engine", "stream of engine"), lost=what == "stream")
+        return Answer(text, fails=what in ("engine", "stream of engine"), lost=what == "stream")
 
     director.answer = answer
     ways = ("engine", "stream of engine", "stream", "reply", "refused")
@@ -35,13 +35,13 @@ def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: 
             cutting.refuse = rng.choice((429, 500, 503)) if way == "refused" else 0
             wrong += [way] if way and way != "refused" else []
             history.append({"role": "assistant", "content": _ask(clients, history, way, anthropic=bool(number % 2))})
-        for one in clients:
-            one.close()
-    # Strangers in one session, who say the same.
-    said = [{"role": "system", "content": director.text(2)}, {"role": "user", "content": director.text()}]
+        for sdk in clients:
+            sdk.close()
+    # Unrelated clients in one session that send the same messages.
+    messages = [{"role": "system", "content": director.text(2)}, {"role": "user", "content": director.text()}]
     for _ in range(10):
         with OpenAI(base_url=f"{gateway}/sessions/strangers-{seed}/v1", api_key="none") as client:
-            history = list(said)
+            history = list(messages)
             for _ in range(2):
                 reply = client.chat.completions.create(model="m", messages=history).choices[0].message.content
                 history += [{"role": "assistant", "content": reply}, {"role": "user", "content": director.text()}]
