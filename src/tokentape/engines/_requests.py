@@ -19,9 +19,8 @@ from tokentape._supports import pack
 from tokentape.engines._adapters import Adapter
 from tokentape.engines._base import LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._distributions import penalises, truncates
-from tokentape.engines._experts import ExpertRows
 from tokentape.engines._grammar import Constraint
-from tokentape.engines._kv import Ids
+from tokentape.engines._kv import ExpertRows, Ids
 from tokentape.engines._sampling import choose, distribution, penalise
 from tokentape.errors import EngineContractError, EngineError
 from tokentape.types import FinishReason

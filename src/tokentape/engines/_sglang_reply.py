@@ -143,8 +143,9 @@ class SglangReply(EngineReply):
             self._cumulative = meta.completion_tokens != seen + len(ids)
         if self._cumulative and ids[:seen] == self._ids:
             return seen
-        if self._repeats_last(ids, meta):
-            return len(ids)
+        aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
+        if aborted and ids == self._ids[-1:] and meta.completion_tokens == seen:
+            return len(ids)  # the last event of an incremental stream whose call was aborted while waiting
         if self._cumulative:
             raise EngineContractError(
                 "the engine's stream is inconsistent: expected all ids so far, or new ids and a count of all ids"
@@ -154,12 +155,6 @@ class SglangReply(EngineReply):
                 f"the engine counts {meta.completion_tokens} tokens after {seen} and {len(ids)}; an event was lost"
             )
         return 0
-
-    def _repeats_last(self, ids: list[int], meta: _SglangMeta) -> bool:
-        """Return whether this is the last event of an incremental stream whose call was aborted while waiting."""
-        finish = meta.finish_reason
-        aborted = finish is not None and finish.type == "abort"
-        return aborted and ids == self._ids[-1:] and meta.completion_tokens == len(self._ids)
 
     def _payloads(self, meta: _SglangMeta, reason: FinishReason) -> tuple[Payload, ...]:
         start = self.params.payloads_from

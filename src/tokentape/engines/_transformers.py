@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines._checks import refuse_call
@@ -121,8 +120,8 @@ class TransformersEngine:
 
         from tokentape.engines import _adapters
         from tokentape.engines import _loading as loading
-        from tokentape.engines._experts import expert_layers
         from tokentape.engines._grammar import CONSTRAINTS, Grammars
+        from tokentape.engines._kv import expert_layers
         from tokentape.engines._requests import TokenSampler
         from tokentape.engines._worker import Worker
 
@@ -195,7 +194,7 @@ class TransformersEngine:
             EngineError: the model failed.
 
         """
-        from tokentape.engines._experts import ExpertRows
+        from tokentape.engines._kv import ExpertRows
         from tokentape.engines._requests import Request, StopStrings
 
         refuse_call(prompt_ids, params, self.info)
@@ -207,6 +206,10 @@ class TransformersEngine:
         await self.check()
         constrained = params.json_schema is not None or params.structural_tag is not None
         constraint = await asyncio.to_thread(self._grammars.constraint, params) if constrained else None
+        prefix_key = np.array(prompt_ids, dtype=np.int64)
+        for image in media:
+            digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")
+            prefix_key[image.start : image.start + image.length] = -1 - (digest >> 1)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
 
@@ -219,7 +222,7 @@ class TransformersEngine:
         request = Request(
             request_id=request_id,
             prompt_ids=np.array(prompt_ids, dtype=np.int64),
-            prefix_key=_prefix_key(prompt_ids, media),
+            prefix_key=prefix_key,
             params=params,
             limit=min(params.max_tokens, self.info.max_context - len(prompt_ids)),
             stops=StopStrings(self._tokenizer, params.stop_strings) if params.stop_strings else None,
@@ -351,11 +354,3 @@ class TransformersEngine:
         self._closed = True
         if self._worker.alive:
             await asyncio.to_thread(self._worker.stop)
-
-
-def _prefix_key(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> npt.NDArray[np.int64]:
-    key = np.array(prompt_ids, dtype=np.int64)
-    for image in media:
-        digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")
-        key[image.start : image.start + image.length] = -1 - (digest >> 1)
-    return key
