@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias
@@ -61,10 +61,6 @@ class PostgresStore(Store):
         await store.write(SessionInfo("s1", time.time()), setup, seal(turn, None))
     """
 
-    def __init__(self, readers: Engine, once: Engine, commits: CommitQueue | None, release: ExitStack) -> None:
-        super().__init__(readers, commits, release, explain, shared=True)
-        self._once = once
-
     @classmethod
     def open(cls, url: str, *, synchronous: Durability = "FULL", read_only: bool = False) -> Self:
         """Open the database. Create its tables if it is empty, and migrate tables from older versions.
@@ -94,7 +90,9 @@ class PostgresStore(Store):
             with connect(readers) as reading, explained(), reading.begin():
                 schema.check(reading)
             release = undo.pop_all()
-        return cls(readers, once, commits, release)
+        store = cls(readers, commits, release, explain, shared=True)
+        store._once = once
+        return store
 
     def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
         try:
@@ -102,12 +100,6 @@ class PostgresStore(Store):
         except StoreUnavailable:
             # After a closed connection, all idle connections are discarded, so the next connection is new.
             return super().session_state(session_id, newest)
-
-    @contextmanager
-    def reading_once(self) -> Iterator[Connection]:
-        """Yield a connection for one statement, without a transaction. Private to the package."""
-        with self._connected(self._once) as connection:
-            yield connection
 
     def served_model(self) -> ServedModel | None:
         with self.reading_once() as connection:
