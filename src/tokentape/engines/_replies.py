@@ -335,6 +335,8 @@ class ReceivedTokens:
 class EngineReply(ReceivedTokens, ABC):
     """Reads one reply as it arrives, and checks it against the request."""
 
+    path: str
+    """The path that replies."""
     prompt: bytes | None
     """The prompt ids as sent, in JSON; None if the server renders messages and has not sent them yet."""
     prompt_tokens: int

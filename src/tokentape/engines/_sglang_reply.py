@@ -22,8 +22,6 @@ from tokentape.engines._replies import (
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason
 
-GENERATE = "/generate"
-
 
 class _Finish(msgspec.Struct):
     type: str
@@ -62,13 +60,14 @@ class _SglangBody(msgspec.Struct):
 class SglangReply(EngineReply):
     """Reads an SGLang reply."""
 
+    path: str = "/generate"
     _ids: list[int] = field(default_factory=list, init=False)
     _cumulative: bool | None = field(default=None, init=False)
 
     def _read(self, data: bytes) -> SampleDelta | None:
         body = decode(data, _SglangBody, "SGLang")
         if body.error is not None:
-            raise failure_error(body.error, GENERATE, data)
+            raise failure_error(body.error, self.path, data)
         if self._ended is not None or body.output_ids is None or body.meta_info is None:
             raise EngineContractError(
                 "the engine sent an event that lacks output_ids or meta_info, or follows the last event"
@@ -78,7 +77,7 @@ class SglangReply(EngineReply):
         if ended is not None:
             self._require_prompt()
         if ended is not None and ended.type == "abort" and ended.status_code is not None:
-            raise status_error(ended.status_code, GENERATE, b"")
+            raise status_error(ended.status_code, self.path, b"")
         delta = self._delta(body.output_ids, meta)
         if ended is None:
             return delta

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, EngineInfo, Images, LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines._scoring import Scores, refuse_unscorable
@@ -143,10 +143,10 @@ class TransformersEngine:
                 prompt_ids, ids, logprobs = request.prompt_ids.tolist(), tuple(request.ids), tuple(request.logprobs)
                 on_finish(FinishedSample(request.request_id, tuple(prompt_ids), ids, logprobs, finish_reason))
 
-        samplable = known_ids.copy()
-        samplable[sorted(media_ids)] = False
+        forbidden = ~known_ids
+        forbidden[sorted(media_ids)] = True
         sampler = TokenSampler(
-            samplable=torch.from_numpy(samplable).to(model.device),
+            forbidden=torch.from_numpy(forbidden).to(model.device),
             weight_version=weight_version,
             on_finish=report,
             logprobs_mode=logprobs_mode,
@@ -174,13 +174,7 @@ class TransformersEngine:
         return cls(info, worker, tokenizer, Grammars(tokenizer), load, model, media_ids, images)
 
     async def sample(
-        self,
-        prompt_ids: TokenIds,
-        params: SamplingParams,
-        *,
-        stream: bool,
-        request_id: str,
-        media: Sequence[PromptMedia] = (),
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `MediaEngine`.
 
@@ -269,7 +263,7 @@ class TransformersEngine:
             self._forward = ForwardPass(self._model)
         return await asyncio.to_thread(self._forward.score, ids, start, top)
 
-    def _processed(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
+    def _processed(self, prompt_ids: TokenIds, media: Images) -> dict[str, torch.Tensor]:
         """Return the model's inputs for the images of a prompt; see `Request.images`."""
         import torch
 
