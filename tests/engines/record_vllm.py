@@ -53,7 +53,7 @@ async def record(route: Route, url: str, vocab_size: int, command: str) -> None:
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for name, (prompt, params, stream, expect) in calls.items():
             body = engine._request_body(
-                msgspec.json.encode(prompt.tolist()), params, len(prompt), stream=stream, request_id=name
+                msgspec.json.encode(prompt.tolist()), params, len(prompt), (), stream=stream, request_id=name
             )
             headers = {"x-request-id": name, "content-type": "application/json"}
             asked = asyncio.create_task(client.post(path_of, content=body, headers=headers))

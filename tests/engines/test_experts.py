@@ -19,7 +19,7 @@ from routing import replayed, route_by_chance, routers, write_mixture  # noqa: E
 from tokenizers import Tokenizer  # noqa: E402
 
 from tokentape.engines._base import SamplingParams  # noqa: E402
-from tokentape.engines._experts import chosen_experts, expert_layers  # noqa: E402
+from tokentape.engines._kv import chosen_experts, expert_layers  # noqa: E402
 from tokentape.engines._transformers import TransformersEngine  # noqa: E402
 from tokentape.errors import UnsupportedParameter  # noqa: E402
 from tokentape.types import TokenIds  # noqa: E402

@@ -161,7 +161,7 @@ def test_however_events_arrive_they_tell_the_same_up_to_an_error(
     def told(arrivals: Sequence[Sequence[bytes]]) -> tuple[list[tuple[object, ...]], bool]:
         """Of each token all that was told, and whether an error came behind it."""
         tokens: list[tuple[object, ...]] = []
-        reply = Scripted(PARAMS, 10, prompt=b"[5]", prompt_tokens=1)
+        reply = Scripted(PARAMS, 10, path="/", prompt=b"[5]", prompt_tokens=1)
         try:
             for arrival in arrivals:
                 deltas = list[SampleDelta]()

@@ -16,7 +16,7 @@ from tests.records import SETUP, make_chain, make_turn
 from tokentape.errors import Conflict, StoreError, StoreFull, StoreUnavailable
 from tokentape.store import SqliteStore
 from tokentape.store._commit import CommitQueue, StoreFailure, Work
-from tokentape.store._sqlite import explain_wrapped, writing_engine
+from tokentape.store._sqlite import explain, writing_engine
 from tokentape.types import SessionInfo
 
 
@@ -75,7 +75,7 @@ class Numbers:
 def numbers(
     directory: Path,
     after_commit: Callable[[int], StoreFailure | None] = lambda _: None,
-    classify: Callable[[DBAPIError], StoreFailure] = explain_wrapped,
+    classify: Callable[[DBAPIError], StoreFailure] = explain,
 ) -> Iterator[Numbers]:
     table = Numbers(writing_engine(directory / "numbers.db", "NORMAL"), after_commit, classify)
     try:

@@ -103,6 +103,10 @@ class PromptMedia:
     """The file as received: PNG, JPEG, WebP or GIF."""
 
 
+Images: TypeAlias = Sequence[PromptMedia]
+"""The images of a prompt, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleDelta:
     """Newly sampled tokens. The last delta of a call, and only it, has a `finish_reason`."""
@@ -238,13 +242,7 @@ class MediaEngine(Engine, Protocol):
     """An engine that also accepts prompts with images."""
 
     def sample(
-        self,
-        prompt_ids: TokenIds,
-        params: SamplingParams,
-        *,
-        stream: bool,
-        request_id: str,
-        media: Sequence[PromptMedia] = (),
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, in which placeholder ids stand for `media`, in order."""
         ...

@@ -132,7 +132,7 @@ class OpenAiEngine(RemoteEngine):
             own_stops=self._api.own_stops,
             texts=not self._api.named_ids,
         )
-        return self._receive(reply, _COMPLETIONS, body, headers, stream=stream)
+        return self._receive(reply, body, headers, stream=stream)
 
     async def _probe(self) -> None:
         params = SamplingParams(max_tokens=1)

@@ -189,7 +189,11 @@ class EnginePool:
         """Return the replicas in the order in which to try them for a session."""
         if session_id is None:
             return sorted(self._replicas, key=lambda replica: replica.serving.calls if replica.serving else 0)
-        return sorted(self._replicas, key=lambda replica: _weight(replica.name, session_id), reverse=True)
+
+        def weight(replica: _Replica) -> bytes:
+            return hashlib.blake2b(f"{replica.name}\0{session_id}".encode(), digest_size=8).digest()
+
+        return sorted(self._replicas, key=weight, reverse=True)
 
     def _start_rechecking(self) -> None:
         if self._rechecking is None:
@@ -241,7 +245,3 @@ def _refuse_different(name: str, info: EngineInfo, expected: EngineInfo) -> None
                 "start all replicas with the same model and settings",
                 "engine_url",
             )
-
-
-def _weight(replica: str, session_id: str) -> bytes:
-    return hashlib.blake2b(f"{replica}\0{session_id}".encode(), digest_size=8).digest()

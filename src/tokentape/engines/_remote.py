@@ -7,14 +7,14 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import ClassVar, Self
 
 import numpy as np
 
-from tokentape.engines._base import EngineInfo, PromptMedia, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines._base import EngineInfo, Images, PromptMedia, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._replies import DONE, EngineReply, hopeless
@@ -160,14 +160,7 @@ class RemoteEngine(ABC):
             )
 
     async def _receive(
-        self,
-        reply: EngineReply,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        *,
-        stream: bool,
-        abort_id: str | None = None,
+        self, reply: EngineReply, body: bytes, headers: Mapping[str, str], *, stream: bool, abort_id: str | None = None
     ) -> AsyncGenerator[SampleDelta, None]:
         """Send a call and yield its tokens. If the caller closes the generator early, abort `abort_id`.
 
@@ -178,12 +171,12 @@ class RemoteEngine(ABC):
             self._calls.add(abort_id)
         try:
             if stream:
-                async with aclosing(self.http.arrivals(path, body, headers)) as arrivals:
+                async with aclosing(self.http.arrivals(reply.path, body, headers)) as arrivals:
                     async for arrival in arrivals:
                         for delta in reply.feed_all(arrival):
                             yield delta
             else:
-                reply.feed(await self.http.post(path, body, headers))
+                reply.feed(await self.http.post(reply.path, body, headers))
                 reply.feed(DONE)
             running = False
             yield reply.last()
@@ -233,7 +226,7 @@ def any_id(info: EngineInfo) -> EngineInfo:
     return replace(info, vocab_size=1 << 31)
 
 
-def one_placeholder_each(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> TokenIds:
+def one_placeholder_each(prompt_ids: TokenIds, media: Images) -> TokenIds:
     """Return the prompt with one placeholder id per image, which servers repeat themselves."""
     keep = np.ones(len(prompt_ids), np.bool_)
     for image in media:

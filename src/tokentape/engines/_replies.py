@@ -11,7 +11,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -354,6 +354,8 @@ class ReceivedTokens:
 class EngineReply(ReceivedTokens, ABC):
     """Reads one reply as it arrives, and checks it against the request."""
 
+    path: str
+    """The path that replies."""
     prompt: bytes | None
     """The prompt ids as sent, in JSON; None if the server renders messages and has not sent them yet."""
     prompt_tokens: int
@@ -426,7 +428,10 @@ class EngineReply(ReceivedTokens, ABC):
         if self.prompt is None:
             self.prompt, self.prompt_tokens = ids, ids.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
-        if ids != self.prompt and not _same_json(ids, self.prompt):
+        same = ids == self.prompt
+        with suppress(*UNREADABLE):
+            same = same or msgspec.json.decode(ids) == msgspec.json.decode(self.prompt)
+        if not same:
             raise EngineContractError(
                 "the engine sampled from a different prompt: its prompt_token_ids differ from the ids sent"
             )
@@ -437,11 +442,3 @@ class EngineReply(ReceivedTokens, ABC):
             raise EngineContractError(
                 "the engine returned no prompt_token_ids, which --verify-prompts and images need; update the server"
             )
-
-
-def _same_json(ids: bytes, other: bytes) -> bool:
-    try:
-        same: bool = msgspec.json.decode(ids) == msgspec.json.decode(other)
-    except UNREADABLE:
-        return False
-    return same

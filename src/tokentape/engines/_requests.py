@@ -19,9 +19,8 @@ from tokentape._supports import pack
 from tokentape.engines._adapters import Adapter
 from tokentape.engines._base import LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._distributions import penalises, truncates
-from tokentape.engines._experts import ExpertRows
 from tokentape.engines._grammar import Constraint
-from tokentape.engines._kv import Ids
+from tokentape.engines._kv import ExpertRows, Ids
 from tokentape.engines._sampling import choose, distribution, penalise
 from tokentape.errors import EngineContractError, EngineError
 from tokentape.types import FinishReason
@@ -98,29 +97,16 @@ class Request:
     """Whether all keys and values come from a single weight version. Also False after an error."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class TokenSampler:
-    """Chooses tokens from logits, records them with each request, and sends them to the callers.
+    """Chooses tokens from logits, records them with each request, and sends them to the callers."""
 
-    Args:
-        samplable: bool [embedding rows]; False for ids that the tokenizer does not have.
-        weight_version: the initial weight version.
-        on_finish: called with each request that ended without an error, and its finish reason.
-        logprobs_mode: see `EngineInfo.logprobs_mode`.
-
-    """
-
-    def __init__(
-        self,
-        *,
-        samplable: Tensor,
-        weight_version: str,
-        on_finish: Callable[[Request, FinishReason], None],
-        logprobs_mode: LogprobsMode,
-    ) -> None:
-        self.weight_version = weight_version
-        self._mode = logprobs_mode
-        self._forbidden = ~samplable
-        self._on_finish = on_finish
+    forbidden: Tensor
+    """bool [embedding rows]; True for ids that must not be sampled."""
+    weight_version: str
+    on_finish: Callable[[Request, FinishReason], None]
+    """Called with each request that ended without an error, and its finish reason."""
+    logprobs_mode: LogprobsMode
 
     def step(self, requests: Sequence[Request], logits: Tensor) -> Tensor:
         """Sample and record one id for each unfinished request. Return the ids, int64 [requests].
@@ -134,7 +120,7 @@ class TokenSampler:
         for row, constraint in constraints:
             mask = torch.from_numpy(constraint.allowed(logits.shape[-1])).to(logits.device)
             logits[row].masked_fill_(~mask, -math.inf)
-        allowed = logits.masked_fill(self._forbidden, -math.inf)
+        allowed = logits.masked_fill(self.forbidden, -math.inf)
         for row, request in enumerate(requests):
             if not penalises(request.params):
                 continue
@@ -144,12 +130,12 @@ class TokenSampler:
         params = [request.params for request in requests]
         probabilities = distribution(allowed, params)
         ids = choose(allowed, probabilities, params, [request.random.random() for request in requests])
-        if self._mode == "raw_logprobs":
+        if self.logprobs_mode == "raw_logprobs":
             # Not computed from probabilities: at high temperatures, ids with probability 0 in float64 can be drawn.
             reported = logits.log_softmax(-1)
             logprobs = reported.gather(-1, ids.unsqueeze(-1))
         else:
-            whole = self._mode == "scaled_logprobs" and any(map(truncates, params))
+            whole = self.logprobs_mode == "scaled_logprobs" and any(map(truncates, params))
             weights = distribution(allowed, params, truncate=False) if whole else probabilities
             total = weights.sum(-1, keepdim=True)
             logprobs = (weights.gather(-1, ids.unsqueeze(-1)) / total).log()
@@ -197,7 +183,7 @@ class TokenSampler:
     def finish(self, request: Request, end: FinishReason) -> None:
         """Send a request's last delta and end it."""
         request.finished = True
-        self._on_finish(request, end)
+        self.on_finish(request, end)
         self.flush(request, end)
 
     def fail(self, request: Request, error: EngineError) -> None:
@@ -211,7 +197,7 @@ class TokenSampler:
         most = max(p.top_logprobs for p in params)
         if not most:
             return [()] * len(params)
-        samplable = logprobs.masked_fill(self._forbidden, -math.inf)
+        samplable = logprobs.masked_fill(self.forbidden, -math.inf)
         values, ids = (tensor.tolist() for tensor in samplable.topk(min(most, samplable.shape[-1])))
         return [
             tuple(pair for pair in zip(ids[row], values[row], strict=True) if pair[1] > -math.inf)[: p.top_logprobs]

@@ -7,9 +7,9 @@ SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,8 +23,6 @@ from tokentape.types import Logprobs, TokenIds
 
 SERVER_TOP = 20
 """Maximum number of alternatives to request from servers: vLLM's default `--max-logprobs`."""
-
-_Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +68,17 @@ def refuse_unscorable(ids: TokenIds, start: int, info: EngineInfo, *, room: int 
         raise InvalidRequest(f"got {len(ids)} ids; this engine scores at most {info.max_context - room}", "ids")
 
 
-class _Prompt(msgspec.Struct):
-    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-
-
-class _Choices(_Prompt):
-    choices: list[_Prompt] = []
-
-
 class _Input(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, Any]] = []
     input_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
 
 
-class _Generated(msgspec.Struct):
-    meta_info: _Input
+class _Scored(msgspec.Struct):
+    """A reply on any of the paths, each of which has some of these fields."""
+
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+    choices: list[_Scored] = []
+    meta_info: _Input | None = None
 
 
 _Row: TypeAlias = tuple[Any, list[Any]]
@@ -111,23 +105,30 @@ async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start
 
 
 async def _rows_at(path: str, http: HttpClient, model: str, ids: TokenIds, start: int, top: int) -> list[_Row] | None:
-    """Request the rows from a path in `EngineInfo.scoring_paths`."""
+    """Request the rows from a path in `EngineInfo.scoring_paths`; None if it does not return them."""
+    # 0 requests only the log-probabilities of the ids themselves.
+    sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
     body: dict[str, Any]
     if path == "/generate":
         # SGLang. The entry for the first requested position has no log-probability.
         body = {"input_ids": ids.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         body |= {"return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": top}
-        generated = await _ask(http, path, body, _Generated)
-        return None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
-    # 0 requests only the log-probabilities of the ids themselves.
-    sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-    if path == "/v1/completions":
+    elif path == "/v1/completions":
         body = {"model": model, "prompt": ids.tolist(), "add_special_tokens": False, **sampling}
-        completion = await _ask(http, path, body, _Choices)
-        choices = completion.choices if completion is not None else []
-        return _vllm_rows(ids, start, top, choices[0] if choices else None)
-    body = {"model": model, "token_ids": ids.tolist(), "sampling_params": sampling}
-    return _vllm_rows(ids, start, top, await _ask(http, path, body, _Prompt))
+    else:
+        body = {"model": model, "token_ids": ids.tolist(), "sampling_params": sampling}
+
+    async def ask() -> _Scored:
+        return decode(await http.post(path, msgspec.json.encode(body), {}), _Scored, "an engine")
+
+    reply = await attempt(ask())
+    if reply is None:
+        return None
+    if path == "/generate":
+        return None if reply.meta_info is None else _sglang_rows(ids, start, top, reply.meta_info)
+    if path == "/v1/completions":
+        reply = next(iter(reply.choices), _Scored())
+    return _vllm_rows(ids, start, top, reply.prompt_logprobs)
 
 
 def _scores(rows: Sequence[_Row]) -> Scores | None:
@@ -146,8 +147,9 @@ def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     return np.where(values <= LOWEST, -np.inf, values).astype(np.float32)
 
 
-def _vllm_rows(ids: TokenIds, start: int, top: int, prompt: _Prompt | None) -> list[_Row] | None:
-    reported = prompt.prompt_logprobs if prompt is not None else None
+def _vllm_rows(
+    ids: TokenIds, start: int, top: int, reported: list[dict[str, dict[str, Any]] | None] | None
+) -> list[_Row] | None:
     if reported is None or len(reported) != len(ids):
         return None
     rows = []
@@ -166,12 +168,3 @@ def _sglang_rows(ids: TokenIds, start: int, top: int, reported: _Input) -> list[
         return None
     rows = best[1:] if top else [[] for _ in entries[1:]]
     return [(entry[0], [value for value, *_ in row or ()]) for entry, row in zip(entries[1:], rows, strict=True)]
-
-
-async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
-    """Return the reply. Return None if the server has no such route or replies in a different format."""
-
-    async def reply() -> _Shape:
-        return decode(await http.post(path, msgspec.json.encode(body), {}), shape, "an engine")
-
-    return await attempt(reply())

@@ -11,14 +11,14 @@ docs/engines.md describes the route. Four facts explain most of this module:
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Self
 
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, OVER_SUPPORTS, EngineInfo, PromptMedia, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, OVER_SUPPORTS, EngineInfo, Images, SampleDelta, SamplingParams
 from tokentape.engines._distributions import truncates
 from tokentape.engines._http import HttpClient, attempt
 from tokentape.engines._identity import served_cards
@@ -32,7 +32,7 @@ from tokentape.engines._remote import (
     version_numbers,
 )
 from tokentape.engines._replies import decode, safe_name, whole
-from tokentape.engines._sglang_reply import GENERATE, SglangReply
+from tokentape.engines._sglang_reply import SglangReply
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
@@ -97,13 +97,7 @@ class SglangEngine(RemoteEngine):
             self._tell("/close_session", msgspec.json.encode({"session_id": session_id}))
 
     def sample(
-        self,
-        prompt_ids: TokenIds,
-        params: SamplingParams,
-        *,
-        stream: bool,
-        request_id: str,
-        media: Sequence[PromptMedia] = (),
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
@@ -122,32 +116,22 @@ class SglangEngine(RemoteEngine):
             raise InvalidRequest("this SGLang server does not accept images: its model or version can't", "prompt_ids")
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
         # The server repeats each image's placeholder itself, so compare the prompt that it returns.
-        verify = self._verify_prompt or bool(media)
         sent_prompt = msgspec.json.encode(one_placeholder_each(prompt_ids, media).tolist()) if media else prompt
         # SGLang refuses `max_tokens` that exceed the context. Other servers end such calls with `length`.
         room = self.info.max_context - len(prompt_ids)
         limited = replace(params, max_tokens=min(params.max_tokens, room))
-        body = self._request_body(sent_prompt, limited, stream, rid, media, verify_prompt=verify)
+        body = self._request_body(sent_prompt, limited, stream, rid, media)
         reply = SglangReply(
             params,
             self.info.vocab_size,
             own_stops=bool(params.stop_token_ids),
             prompt=prompt,
             prompt_tokens=len(prompt_ids),
-            returns_prompt=verify,
+            returns_prompt=self._verify_prompt or bool(media),
         )
-        return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
+        return self._receive(reply, body, {}, stream=stream, abort_id=rid)
 
-    def _request_body(
-        self,
-        prompt: bytes,
-        params: SamplingParams,
-        stream: bool,
-        rid: str,
-        media: Sequence[PromptMedia],
-        *,
-        verify_prompt: bool,
-    ) -> bytes:
+    def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str, media: Images) -> bytes:
         sampling = _sampling_fields(params)
         if params.json_schema is not None:
             sampling["json_schema"] = params.json_schema
@@ -168,7 +152,7 @@ class SglangEngine(RemoteEngine):
         }
         if media:
             body["image_data"] = list(map(data_url, media))
-        if verify_prompt:
+        if self._verify_prompt or media:
             body["return_prompt_token_ids"] = True
         if params.supports:
             body["return_sampling_mask"] = True

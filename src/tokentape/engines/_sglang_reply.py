@@ -22,8 +22,6 @@ from tokentape.engines._replies import (
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason
 
-GENERATE = "/generate"
-
 
 class _Finish(msgspec.Struct):
     type: str
@@ -62,13 +60,14 @@ class _SglangBody(msgspec.Struct):
 class SglangReply(EngineReply):
     """Reads an SGLang reply."""
 
+    path: str = "/generate"
     _ids: list[int] = field(default_factory=list, init=False)
     _cumulative: bool | None = field(default=None, init=False)
 
     def _read(self, data: bytes) -> SampleDelta | None:
         body = decode(data, _SglangBody, "SGLang")
         if body.error is not None:
-            raise failure_error(body.error, GENERATE, data)
+            raise failure_error(body.error, self.path, data)
         if self._ended is not None or body.output_ids is None or body.meta_info is None:
             raise EngineContractError(
                 "the engine sent an event that lacks output_ids or meta_info, or follows the last event"
@@ -78,7 +77,7 @@ class SglangReply(EngineReply):
         if ended is not None:
             self._require_prompt()
         if ended is not None and ended.type == "abort" and ended.status_code is not None:
-            raise status_error(ended.status_code, GENERATE, b"")
+            raise status_error(ended.status_code, self.path, b"")
         delta = self._delta(body.output_ids, meta)
         if ended is None:
             return delta
@@ -143,8 +142,9 @@ class SglangReply(EngineReply):
             self._cumulative = meta.completion_tokens != seen + len(ids)
         if self._cumulative and ids[:seen] == self._ids:
             return seen
-        if self._repeats_last(ids, meta):
-            return len(ids)
+        aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
+        if aborted and ids == self._ids[-1:] and meta.completion_tokens == seen:
+            return len(ids)  # the last event of an incremental stream whose call was aborted while waiting
         if self._cumulative:
             raise EngineContractError(
                 "the engine's stream is inconsistent: expected all ids so far, or new ids and a count of all ids"
@@ -154,12 +154,6 @@ class SglangReply(EngineReply):
                 f"the engine counts {meta.completion_tokens} tokens after {seen} and {len(ids)}; an event was lost"
             )
         return 0
-
-    def _repeats_last(self, ids: list[int], meta: _SglangMeta) -> bool:
-        """Return whether this is the last event of an incremental stream whose call was aborted while waiting."""
-        finish = meta.finish_reason
-        aborted = finish is not None and finish.type == "abort"
-        return aborted and ids == self._ids[-1:] and meta.completion_tokens == len(self._ids)
 
     def _payloads(self, meta: _SglangMeta, reason: FinishReason) -> tuple[Payload, ...]:
         start = self.params.payloads_from

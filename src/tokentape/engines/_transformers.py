@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, EngineInfo, Images, LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines._checks import refuse_call
 from tokentape.engines._image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines._scoring import Scores, refuse_unscorable
@@ -121,8 +120,8 @@ class TransformersEngine:
 
         from tokentape.engines import _adapters
         from tokentape.engines import _loading as loading
-        from tokentape.engines._experts import expert_layers
         from tokentape.engines._grammar import CONSTRAINTS, Grammars
+        from tokentape.engines._kv import expert_layers
         from tokentape.engines._requests import TokenSampler
         from tokentape.engines._worker import Worker
 
@@ -144,10 +143,10 @@ class TransformersEngine:
                 prompt_ids, ids, logprobs = request.prompt_ids.tolist(), tuple(request.ids), tuple(request.logprobs)
                 on_finish(FinishedSample(request.request_id, tuple(prompt_ids), ids, logprobs, finish_reason))
 
-        samplable = known_ids.copy()
-        samplable[sorted(media_ids)] = False
+        forbidden = ~known_ids
+        forbidden[sorted(media_ids)] = True
         sampler = TokenSampler(
-            samplable=torch.from_numpy(samplable).to(model.device),
+            forbidden=torch.from_numpy(forbidden).to(model.device),
             weight_version=weight_version,
             on_finish=report,
             logprobs_mode=logprobs_mode,
@@ -175,13 +174,7 @@ class TransformersEngine:
         return cls(info, worker, tokenizer, Grammars(tokenizer), load, model, media_ids, images)
 
     async def sample(
-        self,
-        prompt_ids: TokenIds,
-        params: SamplingParams,
-        *,
-        stream: bool,
-        request_id: str,
-        media: Sequence[PromptMedia] = (),
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `MediaEngine`.
 
@@ -195,7 +188,7 @@ class TransformersEngine:
             EngineError: the model failed.
 
         """
-        from tokentape.engines._experts import ExpertRows
+        from tokentape.engines._kv import ExpertRows
         from tokentape.engines._requests import Request, StopStrings
 
         refuse_call(prompt_ids, params, self.info)
@@ -207,6 +200,10 @@ class TransformersEngine:
         await self.check()
         constrained = params.json_schema is not None or params.structural_tag is not None
         constraint = await asyncio.to_thread(self._grammars.constraint, params) if constrained else None
+        prefix_key = np.array(prompt_ids, dtype=np.int64)
+        for image in media:
+            digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")
+            prefix_key[image.start : image.start + image.length] = -1 - (digest >> 1)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
 
@@ -219,7 +216,7 @@ class TransformersEngine:
         request = Request(
             request_id=request_id,
             prompt_ids=np.array(prompt_ids, dtype=np.int64),
-            prefix_key=_prefix_key(prompt_ids, media),
+            prefix_key=prefix_key,
             params=params,
             limit=min(params.max_tokens, self.info.max_context - len(prompt_ids)),
             stops=StopStrings(self._tokenizer, params.stop_strings) if params.stop_strings else None,
@@ -266,7 +263,7 @@ class TransformersEngine:
             self._forward = ForwardPass(self._model)
         return await asyncio.to_thread(self._forward.score, ids, start, top)
 
-    def _processed(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
+    def _processed(self, prompt_ids: TokenIds, media: Images) -> dict[str, torch.Tensor]:
         """Return the model's inputs for the images of a prompt; see `Request.images`."""
         import torch
 
@@ -351,11 +348,3 @@ class TransformersEngine:
         self._closed = True
         if self._worker.alive:
             await asyncio.to_thread(self._worker.stop)
-
-
-def _prefix_key(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> npt.NDArray[np.int64]:
-    key = np.array(prompt_ids, dtype=np.int64)
-    for image in media:
-        digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")
-        key[image.start : image.start + image.length] = -1 - (digest >> 1)
-    return key

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal, Self, TypeAlias
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, PromptMedia, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, EngineInfo, Images, SampleDelta, SamplingParams
 from tokentape.engines._http import HttpClient, attempt, header_value
 from tokentape.engines._identity import Card, chosen, served_cards
 from tokentape.engines._remote import (
@@ -136,13 +136,7 @@ class VllmEngine(RemoteEngine):
         return cls(http, info, server, verify_prompt=verify_prompt)
 
     def sample(
-        self,
-        prompt_ids: TokenIds,
-        params: SamplingParams,
-        *,
-        stream: bool,
-        request_id: str,
-        media: Sequence[PromptMedia] = (),
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str, media: Images = ()
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample` and `MediaEngine`. The server gets `request_id` with a random suffix."""
         self._refuse(prompt_ids, params)
@@ -165,7 +159,7 @@ class VllmEngine(RemoteEngine):
         stream: bool,
         request_id: str,
         rows_from: int | None = None,
-        media: Sequence[PromptMedia] = (),
+        media: Images = (),
     ) -> tuple[VllmReply, AsyncGenerator[SampleDelta, None]]:
         """Return a call's reply and deltas. Reading the deltas sends the call and reads the reply.
 
@@ -182,29 +176,21 @@ class VllmEngine(RemoteEngine):
         stream = stream or self._server.streams_only
         # The server repeats each image's placeholder itself, so compare the prompt that it returns.
         sent_prompt = prompt_json(one_placeholder_each(prompt_ids, media), self.info.vocab_size) if media else prompt
-        body = self._request_body(sent_prompt, params, rows_from, stream=stream, request_id=unique, media=media)
-        path = _PATHS[self._server.route]
+        body = self._request_body(sent_prompt, params, rows_from, media, stream=stream, request_id=unique)
         reply = VllmReply(
             params,
             self.info.vocab_size,
-            path=path,
+            path=_PATHS[self._server.route],
             prompt=prompt,
             prompt_tokens=len(prompt_ids),
             names_ids=self._verify_prompt or self._server.route == "generate",
             returns_prompt=returns_prompt,
         )
         abort_id = unique if self._server.aborts else None
-        return reply, self._receive(reply, path, body, headers, stream=stream, abort_id=abort_id)
+        return reply, self._receive(reply, body, headers, stream=stream, abort_id=abort_id)
 
     def _request_body(
-        self,
-        prompt: bytes,
-        params: SamplingParams,
-        rows_from: int,
-        *,
-        stream: bool,
-        request_id: str,
-        media: Sequence[PromptMedia] = (),
+        self, prompt: bytes, params: SamplingParams, rows_from: int, media: Images, *, stream: bool, request_id: str
     ) -> bytes:
         """Return the request body, which sets every field that has a default in the server."""
         sampling: dict[str, object] = {

@@ -109,8 +109,6 @@ class _VllmBody(msgspec.Struct):
 class VllmReply(EngineReply):
     """Reads a vLLM reply. With `own_stops`, the server also ends at tool calls."""
 
-    path: str
-    """The route, for error messages."""
     names_ids: bool = True
     """Whether the reply also has the sampled ids in `token_ids`, to compare with the ids in the log-probabilities."""
     texts: bool = False

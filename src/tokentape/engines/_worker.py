@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -163,18 +163,9 @@ class Worker:
             prefixes.append(prefix)
             if request.images:
                 break
-        if not joining:
-            return
-        try:
+        if joining:
             contexts = [request.prompt_ids for request in joining]
-            self._prepare(joining)
-            logits = self._batch.prefill(contexts, prefixes, joining[0].images)
-            self._keep_experts(joining)
-            self._running += joining
-            self._sample(joining, logits)
-        except Exception as error:
-            self._fail_all(error, also=joining)
-        self._retire()
+            self._step(joining, lambda: self._batch.prefill(contexts, prefixes, joining[0].images))
 
     def _known_prefix(self, request: Request) -> Prefix:
         """Return the cached prefix of a request's prompt. A prefix that cuts an image is not used.
@@ -191,45 +182,38 @@ class Worker:
 
     def _decode(self) -> None:
         """Sample one more token for every row."""
-        if not self._running:
-            return
+        if self._running:
+            last_ids = [request.ids[-1] for request in self._running]
+            self._step(self._running, lambda: self._batch.decode(last_ids))
+
+    def _step(self, requests: list[Request], forward: Callable[[], Tensor]) -> None:
+        """Compute the logits of these requests with `forward`, and sample one token for each.
+
+        An error in the model fails the whole batch, because its tensors may be invalid.
+        """
         try:
-            self._prepare(self._running)
-            logits = self._batch.decode([request.ids[-1] for request in self._running])
-            self._keep_experts(self._running)
-            self._sample(self._running, logits)
+            self._batch.reads_experts = any(request.experts for request in requests)
+            self._batch.adapters = self._adapters.of([request.adapter for request in requests])
+            logits = forward()
+            experts = [None] * len(requests) if self._batch.experts is None else self._batch.experts
+            for request, rows in zip(requests, experts, strict=True):
+                if request.experts is not None and rows is not None:
+                    tokens = len(request.prompt_ids) + len(request.ids)
+                    # Earlier columns are padding.
+                    computed = min(len(rows), tokens)
+                    request.experts.append(tokens - computed, rows[-computed:])
+            if requests is not self._running:
+                self._running += requests
+            self._sampler.step(requests, logits)
+            for request in requests:
+                self._sampler.update(request)
         except Exception as error:
-            self._fail_all(error)
+            for request in {*self._running, *requests}:
+                if not request.finished:
+                    self._sampler.fail(request, EngineError(f"the model failed: {type(error).__name__}: {error}"))
+            self._running.clear()
+            self._batch.clear()
         self._retire()
-
-    def _prepare(self, requests: Sequence[Request]) -> None:
-        """Set the batch's adapters and expert collection for the next forward pass."""
-        self._batch.reads_experts = any(request.experts for request in requests)
-        self._batch.adapters = self._adapters.of([request.adapter for request in requests])
-
-    def _keep_experts(self, requests: Sequence[Request]) -> None:
-        """Append the experts from the last forward pass to the requests that need them."""
-        if self._batch.experts is None:
-            return
-        for request, rows in zip(requests, self._batch.experts, strict=True):
-            if request.experts is not None:
-                tokens = len(request.prompt_ids) + len(request.ids)
-                # Earlier columns are padding.
-                computed = min(len(rows), tokens)
-                request.experts.append(tokens - computed, rows[-computed:])
-
-    def _sample(self, requests: Sequence[Request], logits: Tensor) -> None:
-        self._sampler.step(requests, logits)
-        for request in requests:
-            self._sampler.update(request)
-
-    def _fail_all(self, error: Exception, also: Sequence[Request] = ()) -> None:
-        """Fail the whole batch, because its tensors may be invalid after an error in the model."""
-        for request in {*self._running, *also}:
-            if not request.finished:
-                self._sampler.fail(request, EngineError(f"the model failed: {type(error).__name__}: {error}"))
-        self._running.clear()
-        self._batch.clear()
 
     def _retire(self) -> None:
         """Remove finished and cancelled requests from the batch."""

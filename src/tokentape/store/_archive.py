@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Engine, NullPool, Table, create_engine, insert, select
+from sqlalchemy import URL, Engine, NullPool, create_engine, insert, select
 
 from tokentape._durable import PART
 from tokentape._session.arrow import parquet_library
@@ -43,7 +43,6 @@ from tokentape.store._snapshots import Selection, Snapshot, Snapshots
 from tokentape.store._sqlite import DATABASE_NAME, SqliteStore
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from fsspec.implementations.dirfs import DirFileSystem
 
 MARKER, MANIFEST = "tokentape-archive.json", "manifest.json"
@@ -242,10 +241,12 @@ def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
     import pyarrow as pa
 
     files = {}
+    types = {int: pa.int64(), float: pa.float64(), bytes: pa.large_binary(), str: pa.large_string()}
     with _engine(directory).connect() as connection:
         for table in schema.metadata.sorted_tables:
             rows = connection.execution_options(yield_per=100).execute(select(table).order_by(*table.primary_key))
-            path, kinds, count = directory / f"{table.name}.parquet", _arrow_schema(table), 0
+            path, count = directory / f"{table.name}.parquet", 0
+            kinds = pa.schema([(column.name, types[column.type.python_type]) for column in table.columns])
             with pq.ParquetWriter(path, kinds, compression="zstd") as writer:
                 for group in _groups(rows.mappings()):
                     writer.write_table(pa.Table.from_pylist(group, kinds))
@@ -270,13 +271,6 @@ def _groups(rows: Iterable[Mapping[Any, Any]]) -> Iterator[list[dict[str, Any]]]
             group, size = [], 0
     if group:
         yield group
-
-
-def _arrow_schema(table: Table) -> pa.Schema:
-    import pyarrow as pa
-
-    kinds = {int: pa.int64(), float: pa.float64(), bytes: pa.large_binary(), str: pa.large_string()}
-    return pa.schema([(column.name, kinds[column.type.python_type]) for column in table.columns])
 
 
 def _engine(directory: Path) -> Engine:

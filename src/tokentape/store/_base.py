@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import eq
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from tokentape.store import _schema as schema
 from tokentape.store import _writes as writes
 from tokentape.store._commit import Claims, CommitQueue, StoreFailure, Work, explaining
 from tokentape.store._files import PayloadFolder
-from tokentape.store._listing import TOKENS, SessionSummary, list_sessions
+from tokentape.store._listing import TOKENS, SessionSummary, summaries
 from tokentape.store._reads import Extent, SessionProgress, StoredSession
 from tokentape.store._rows import Record, decode
 from tokentape.types import Event, Media, Turn, TurnPayload
@@ -46,6 +47,8 @@ class Store:
         self._readers, self._commits, self._release, self._explain = readers, commits, release, explain
         self._closed = False
         self._payloads: PayloadFolder | None = None
+        self._once: Engine | None = None
+        """The connections for single statements, without a transaction; None if those of `readers` are as fast."""
 
     def keep_payloads_at(self, location: str) -> None:
         """Write later calls' payloads to files at an fsspec path or URL, and only the files' locations to the record.
@@ -99,8 +102,11 @@ class Store:
 
         `owner` selects the sessions that belong to one API key; None selects all sessions.
         """
+        table = schema.sessions
+        conditions = [table.c.position > after, *([] if owner is None else [table.c.owner == owner])]
+        page = select(table.c.position).where(*conditions).order_by(table.c.position).limit(limit)
         with self.reading() as connection:
-            return list_sessions(connection, limit, after, owner)
+            return summaries(connection, table.c.position.in_(page))
 
     def load_session(self, session_id: str, *, per_token: bool = False, extent: Extent | None = None) -> StoredSession:
         """Load a session and check its hash chain. Its arrays are read-only.
@@ -110,7 +116,10 @@ class Store:
         or doesn't match the hash chain.
         """
         with self.reading() as connection:
-            return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
+            sessions = reads.load_sessions(connection, [session_id], per_token=per_token, extent=extent)
+        if not sessions:
+            raise NotFound(f"there is no session {session_id!r}")
+        return sessions[0]
 
     def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
         """Return a session's number of turns and the digest of its turn `newest`; None if the session does not exist.
@@ -131,8 +140,9 @@ class Store:
 
     def events(self, session_id: str, kind: str) -> tuple[Event, ...]:
         """Return a session's events of one kind, in order of arrival; empty if the session does not exist."""
+        of = schema.events.c
         with self.reading() as connection:
-            return reads.load_events(connection, session_id, kind)
+            return reads.Reading(connection, [session_id]).records(of.position, eq, kind, of.kind).get(session_id, ())
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
         """Return the session of the last answer to a call with this body, without Idempotency-Key, since `since`.
@@ -235,7 +245,7 @@ class Store:
     @contextmanager
     def reading_once(self) -> Iterator[Connection]:
         """Yield a connection for one statement. Private to the package."""
-        with self.reading() as connection:
+        with self.reading() if self._once is None else self._connected(self._once) as connection:
             yield connection
 
     @contextmanager

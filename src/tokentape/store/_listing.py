@@ -90,19 +90,12 @@ def list_page(connection: Connection, listing: Listing) -> ListedPage:
     ordered = [position] if listing.sort == "created" else [order, position]
     chosen = select(table.c.position).where(*conditions).order_by(*ordered).limit(listing.limit).offset(listing.offset)
     positions = list(connection.execute(chosen).scalars())
-    summaries = {summary.position: summary for summary in _summaries(connection, table.c.position.in_(positions))}
-    return ListedPage(total, tuple(summaries[position] for position in positions))
+    chosen_sessions = {one.position: one for one in summaries(connection, table.c.position.in_(positions))}
+    return ListedPage(total, tuple(chosen_sessions[position] for position in positions))
 
 
-def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
-    """See `Store.sessions`."""
-    table = schema.sessions
-    conditions = [table.c.position > after, *([] if owner is None else [table.c.owner == owner])]
-    page = select(table.c.position).where(*conditions).order_by(table.c.position).limit(limit)
-    return _summaries(connection, table.c.position.in_(page))
-
-
-def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[SessionSummary]:
+def summaries(connection: Connection, condition: ColumnElement[bool]) -> list[SessionSummary]:
+    """Return the sessions that match, in order of creation."""
     statement = select(
         schema.sessions,
         _TURNS.label("turns"),

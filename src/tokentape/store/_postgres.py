@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias
@@ -61,10 +61,6 @@ class PostgresStore(Store):
         await store.write(SessionInfo("s1", time.time()), setup, seal(turn, None))
     """
 
-    def __init__(self, readers: Engine, once: Engine, commits: CommitQueue | None, release: ExitStack) -> None:
-        super().__init__(readers, commits, release, explain, shared=True)
-        self._once = once
-
     @classmethod
     def open(cls, url: str, *, synchronous: Durability = "FULL", read_only: bool = False) -> Self:
         """Open the database. Create its tables if it is empty, and migrate tables from older versions.
@@ -86,13 +82,17 @@ class PostgresStore(Store):
                     schema.prepare(connection)
                 commits = CommitQueue(connection, explain, lambda _: None, claim=_claim)
                 undo.callback(commits.close)
-            readers, once = reading_engine(address), _asking_engine(address)
+            readers = reading_engine(address)
+            # For single statements, without the round trips of a transaction and of a connection check.
+            once = _engine(address, "AUTOCOMMIT", max_overflow=20)
             undo.callback(readers.dispose)
             undo.callback(once.dispose)
             with connect(readers) as reading, explained(), reading.begin():
                 schema.check(reading)
             release = undo.pop_all()
-        return cls(readers, once, commits, release)
+        store = cls(readers, commits, release, explain, shared=True)
+        store._once = once
+        return store
 
     def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
         try:
@@ -100,12 +100,6 @@ class PostgresStore(Store):
         except StoreUnavailable:
             # After a closed connection, all idle connections are discarded, so the next connection is new.
             return super().session_state(session_id, newest)
-
-    @contextmanager
-    def reading_once(self) -> Iterator[Connection]:
-        """Yield a connection for one statement, without a transaction. Private to the package."""
-        with self._connected(self._once) as connection:
-            yield connection
 
     def served_model(self) -> ServedModel | None:
         with self.reading_once() as connection:
@@ -131,13 +125,11 @@ def explain(error: DBAPIError) -> StoreFailure:
     if failure := _FAILURES.get(state):
         return failure
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
-        return _LOST
+        what = "the database server can't be reached or has closed the connection; try again"
+        return StoreFailure(StoreUnavailable, what, lost=True)
     return StoreFailure(StoreError, f"the database refused the operation (SQLSTATE {state})")
 
 
-_LOST = StoreFailure(
-    StoreUnavailable, "the database server can't be reached or has closed the connection; try again", lost=True
-)
 _FAILURES = {
     "23505": StoreFailure(Conflict, "this is already recorded"),
     "23503": StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded"),
@@ -147,10 +139,8 @@ _FAILURES = {
     "55P03": StoreFailure(
         StoreUnavailable, f"another gateway has been writing for {LOCK_SECONDS} s; nothing was recorded; try again"
     ),
-    **{
-        state: StoreFailure(StoreError, f"the database refuses this user or is read-only (SQLSTATE {state})")
-        for state in ("42501", "25006")
-    },
+    "42501": StoreFailure(StoreError, "the database refuses this user or is read-only (SQLSTATE 42501)"),
+    "25006": StoreFailure(StoreError, "the database refuses this user or is read-only (SQLSTATE 25006)"),
 }
 
 explained = partial(explaining, explain)
@@ -172,11 +162,6 @@ def reading_engine(url: str | URL) -> Engine:
     # Ping connections to detect a restarted server before a request fails.
     engine = _engine(url, "REPEATABLE READ", max_overflow=20, pool_pre_ping=True)
     return engine.execution_options(postgresql_readonly=True)
-
-
-def _asking_engine(url: URL) -> Engine:
-    """Return an engine for single statements, without the round trips of a transaction and of a connection check."""
-    return _engine(url, "AUTOCOMMIT", max_overflow=20)
 
 
 def _writing_engine(url: URL, synchronous: Durability) -> Engine:
@@ -204,15 +189,12 @@ def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({RECORD_LOCK})")
             return
         names |= claim
-    locks = [f"pg_advisory_xact_lock_shared({RECORD_LOCK})"]
-    locks += [f"pg_advisory_xact_lock({key})" for key in sorted(map(_key, names))]
+    # Two names share a number, and so a lock, with probability 2^-63.
+    hashes = [hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest() for name in names]
+    keys = sorted(int.from_bytes(digest[:8], "big", signed=True) for digest in hashes)
+    locks = [f"pg_advisory_xact_lock_shared({RECORD_LOCK})", *(f"pg_advisory_xact_lock({key})" for key in keys)]
     # One statement per lock, because within a statement the server chooses the order.
     connection.exec_driver_sql("; ".join(f"SELECT {lock}" for lock in locks))
-
-
-def _key(name: str) -> int:
-    """Return the lock number for a name. Two names share a number, and so a lock, with probability 2^-63."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big", signed=True)
 
 
 _CONNECTION = {

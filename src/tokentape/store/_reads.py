@@ -113,21 +113,11 @@ _SEQ = schema.turns.c.seq
 _WHOLE = Extent(0, 2**31 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 
 
-def load_session(
-    connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
-) -> StoredSession:
-    """See `Store.load_session`."""
-    sessions = load_sessions(connection, [session_id], per_token=per_token, extent=extent)
-    if not sessions:
-        raise NotFound(f"there is no session {session_id!r}")
-    return sessions[0]
-
-
 def load_sessions(
     connection: Connection, session_ids: Sequence[str], *, per_token: bool = False, extent: Extent | None = None
 ) -> list[StoredSession]:
     """Load the sessions that exist, like `Store.load_session`, with a few statements for all of them."""
-    read, last = _Reading(connection, session_ids), extent or _WHOLE
+    read, last = Reading(connection, session_ids), extent or _WHOLE
     infos = read.records(schema.sessions.c.position, ge if extent is None else eq, last.position)
     turns = {
         session_id: read.checked(session_id, records)
@@ -156,7 +146,7 @@ def load_sessions(
 
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
     """See `Store.load_newer`."""
-    read = _Reading(connection, [session_id])
+    read = Reading(connection, [session_id])
     info = read.records(schema.sessions.c.position, ge, 0).get(session_id)
     if info is None:
         raise NotFound(f"there is no session {session_id!r}")
@@ -171,11 +161,6 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
     )
 
 
-def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Event, ...]:
-    read = _Reading(connection, [session_id])
-    return read.records(schema.events.c.position, eq, kind, schema.events.c.kind).get(session_id, ())
-
-
 @cache
 def _statement(order: Column[int], compare: _Compare, column: Column[Any], several: bool) -> Select[Any]:
     """Return the statement that reads the records of one or `several` sessions. Building it costs more than running."""
@@ -184,7 +169,7 @@ def _statement(order: Column[int], compare: _Compare, column: Column[Any], sever
     return select(order.table).where(condition, compare(column, bindparam("value"))).order_by(of, order)
 
 
-class _Reading:
+class Reading:
     """Reads several sessions' records in one transaction."""
 
     def __init__(self, connection: Connection, session_ids: Sequence[str]) -> None:

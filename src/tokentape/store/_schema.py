@@ -9,7 +9,7 @@ All SQL here works in SQLite and PostgreSQL.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from sqlalchemy import (
     BigInteger,
@@ -27,6 +27,7 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.schema import CreateColumn
+from sqlalchemy.types import TypeEngine
 
 from tokentape.errors import StoreCorrupt, StoreError
 
@@ -34,6 +35,11 @@ metadata = MetaData()
 
 _Position = BigInteger().with_variant(Integer, "sqlite")
 """64-bit integers. In SQLite, INTEGER has 64 bits, and only INTEGER columns autoincrement."""
+
+
+def _required(kind: type[TypeEngine[Any]] | TypeEngine[Any], *names: str) -> list[Column[Any]]:
+    return [Column(name, kind, nullable=False) for name in names]
+
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
 """Facts about the whole record: `schema_version`, the model that its gateways serve, and adapter versions."""
@@ -54,10 +60,7 @@ setups = Table(
     "setups",
     metadata,
     Column("digest", Text, primary_key=True),
-    Column("tools", Text, nullable=False),
-    Column("template_kwargs", Text, nullable=False),
-    Column("date", Text, nullable=False),
-    Column("fingerprint", Text, nullable=False),
+    *_required(Text, "tools", "template_kwargs", "date", "fingerprint"),
 )
 """Setups by digest. They are never deleted, so that gateways need not write them again."""
 
@@ -70,24 +73,12 @@ turns = Table(
     Column("setup", ForeignKey("setups.digest"), nullable=False),
     Column("digest", Text, nullable=False),
     Column("created_at", Double, nullable=False),
-    Column("finish_reason", Text, nullable=False),
-    Column("stop", Text, nullable=False),
+    *_required(Text, "finish_reason", "stop"),
     Column("fork", Text),
-    Column("engine", Text, nullable=False),
-    Column("weight_version", Text, nullable=False),
-    Column("sampling", Text, nullable=False),
-    Column("added_ids", LargeBinary, nullable=False),
-    Column("added_provenance", LargeBinary, nullable=False),
-    Column("completion_ids", LargeBinary, nullable=False),
-    Column("logprobs", LargeBinary, nullable=False),
-    Column("messages", LargeBinary, nullable=False),
-    Column("reply", LargeBinary, nullable=False),
-    Column("weight_changes", Text),
-    Column("abort_cause", Text),
-    Column("sampled_from", Text),
-    Column("logprobs_of", Text),
-    Column("resumes", Text),
-    Column("adapter", Text),
+    *_required(Text, "engine", "weight_version", "sampling"),
+    *_required(LargeBinary, "added_ids", "added_provenance", "completion_ids", "logprobs", "messages", "reply"),
+    *(Column(name, Text) for name in ("weight_changes", "abort_cause", "sampled_from", "logprobs_of")),
+    *(Column(name, Text) for name in ("resumes", "adapter")),
     ForeignKeyConstraint(["session_id", "parent"], ["turns.session_id", "turns.seq"]),
 )
 """The primary key is the fence: if two writers write the same turn, one of them fails."""
@@ -116,8 +107,7 @@ rewards = Table(
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False, index=True),
     Column("turn", Integer),
-    Column("value", Double, nullable=False),
-    Column("created_at", Double, nullable=False),
+    *_required(Double, "value", "created_at"),
     # "session", "turn", or "trajectory" (the path that ends with `turn`).
     Column("scope", Text, nullable=False, server_default="session"),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
@@ -147,8 +137,7 @@ events = Table(
     Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False),
     Column("turn", Integer),
-    Column("kind", Text, nullable=False),
-    Column("body", Text, nullable=False),
+    *_required(Text, "kind", "body"),
     Column("created_at", Double, nullable=False),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
     Index("events_of_turn", "session_id", "turn", "kind"),
@@ -163,8 +152,7 @@ token_payloads = Table(
     Column("turn", Integer, primary_key=True),
     Column("name", Text, primary_key=True),
     Column("start", Integer, nullable=False),
-    Column("dtype", Text, nullable=False),
-    Column("shape", Text, nullable=False),
+    *_required(Text, "dtype", "shape"),
     # The encoding of `data`: the dtype of its elements (the narrowest integer type that fits them if `dtype` is an
     # integer type). Later releases may add encodings, for example for rows of unequal length.
     Column("packed", Text, nullable=False),
@@ -220,8 +208,7 @@ snapshot_sessions = Table(
     Column("session_id", Text, nullable=False, index=True),
     # The snapshot contains this number of turns, and the rewards, columns and events up to these positions.
     Column("turns", Integer, nullable=False),
-    Column("last_reward", _Position, nullable=False),
-    Column("last_column", _Position, nullable=False),
+    *_required(_Position, "last_reward", "last_column"),
     Column("last_event", _Position, nullable=False, server_default="0"),
 )
 

@@ -317,8 +317,9 @@ def _update(connection: Connection, snapshot_id: int, **values: Any) -> None:
     connection.execute(update(schema.snapshots).where(of_snapshot).values(values))
 
 
-_NEWEST_TURN = of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
-_NOW = select(schema.sessions, *EXTENT_COLUMNS, _NEWEST_TURN).order_by(schema.sessions.c.position)
+_NOW = select(
+    schema.sessions, *EXTENT_COLUMNS, of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
+).order_by(schema.sessions.c.position)
 """The sessions with their current extent."""
 
 

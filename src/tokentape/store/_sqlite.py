@@ -100,7 +100,7 @@ class SqliteStore(Store):
                 schema.check(connection)
             release = undo.pop_all()
         commits = None if writer is None else writer.commits
-        store = cls(readers, commits, release, explain_wrapped, shared=writers is not None)
+        store = cls(readers, commits, release, explain, shared=writers is not None)
         store._directory = directory
         return store
 
@@ -134,7 +134,7 @@ class _Writer:
             undo.pop_all()
         self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, f"{DATABASE_NAME}-shm", LOCK_NAME))
         self.commits = CommitQueue(
-            self._connection, explain_wrapped, self._after_commit, exclusive, before_answer=self._lost_files
+            self._connection, explain, self._after_commit, exclusive, before_answer=self._lost_files
         )
 
     def close(self) -> None:
@@ -237,26 +237,21 @@ def _migrated_copy(path: Path) -> TemporaryDirectory[str] | None:
     return folder
 
 
-def explain_wrapped(error: DBAPIError) -> StoreFailure:
-    assert isinstance(error.orig, sqlite3.Error)
-    return explain(error.orig)
-
-
-explained = partial(explaining, explain_wrapped)
-
-
-def explain(error: sqlite3.Error) -> StoreFailure:
+def explain(error: DBAPIError | sqlite3.Error) -> StoreFailure:
     """Convert a SQLite error (https://www.sqlite.org/rescode.html) to a failure.
 
     A failed write is undone and may succeed later. Any other I/O error is fatal: after a failed fsync, the kernel drops
     the pages, and the next fsync reports success.
     """
+    cause = error.orig if isinstance(error, DBAPIError) else error
     # Errors raised by the Python module itself have no code.
-    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    name: str = getattr(error, "sqlite_errorname", type(error).__name__)
+    code: int = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    name: str = getattr(cause, "sqlite_errorname", type(cause).__name__)
     failure = _FAILURES.get(code) or _FAILURES.get(code & 0xFF) or StoreFailure(StoreError, "SQLite failed ({})")
     return replace(failure, message=failure.message.format(name))
 
+
+explained = partial(explaining, explain)
 
 _DAMAGED = StoreFailure(StoreCorrupt, "the database is damaged ({}); `tokentape verify` shows where", fatal=True)
 _LOCKED = StoreFailure(StoreLocked, "another program holds a lock on the database; stop it")
