@@ -56,6 +56,15 @@ def test_a_changed_mask_and_a_changed_logprob_are_found(
     assert said in result.stdout
 
 
+def test_a_logprob_that_one_side_lacks_is_not_said_to_differ_by_0(run: Run, data: Path, exported: Path) -> None:
+    row = json.loads(exported.read_text())
+    row["logprobs"][row["loss_mask"].index(True)] = None
+    exported.write_text(json.dumps(row) + "\n")
+    result = run("compare", data, exported)
+    assert result.exit_code == 1
+    assert "tokens differ, where one side has no number, first at" in result.stdout
+
+
 def test_a_retokenized_word_is_found(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
     changed(renderer, exported, " cost", " co", "st")
     result = run("compare", data, exported)

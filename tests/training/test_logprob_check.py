@@ -171,6 +171,23 @@ def test_a_drift_in_the_context_alone_is_drift_too(
     assert channels(report) == {"id drift"}
 
 
+@pytest.mark.parametrize("lost", [1, 12])
+@pytest.mark.parametrize("classified", [True, False])
+def test_a_row_that_ends_early_is_a_failure_of_rows(
+    recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer, lost: int, classified: bool
+) -> None:
+    """It was within the limits, without a word on the tokens that the trainer lacks, such as an end of turn."""
+    one = recorded[0]
+    rows = row_of(one, one.token_ids[:-lost])
+    report = check_logprobs([one], rows=rows, forward=forward, tokenizer=tokenizer if classified else None)
+    trained = int(one.loss_mask[-lost:].sum())
+    assert (report.cut, report.cut_tokens) == (1, trained)
+    assert channels(report) == {"rows"}
+    ((_, message),) = report.failures(EXACT)
+    assert f"1 cut in the trainer's file, without {trained} trained tokens" in message
+    assert report.failures(replace(EXACT, missing=1)) == []
+
+
 def test_a_share_of_drift_can_be_allowed(
     recorded: Sequence[Trajectory], forward: Forward, tokenizer: Tokenizer
 ) -> None:

@@ -49,7 +49,9 @@ def check_logprobs(
     max_drift: Annotated[
         float, arg.option("Largest share of trained tokens with different ids, or with different text.", "SHARE")
     ] = 0.0,
-    max_missing: Annotated[int, arg.option("Largest number of rows missing in the record or --batch.", "N", min=0)] = 0,
+    max_missing: Annotated[
+        int, arg.option("Largest number of rows missing in the record or --batch, or cut in --batch.", "N", min=0)
+    ] = 0,
     outliers: Annotated[int, arg.option("How many tokens to list.", "N", min=0)] = 10,
     rerender: Annotated[
         bool, arg.flag("Also report what rendering the messages again would change.", "--rerender")
@@ -60,10 +62,10 @@ def check_logprobs(
     """Compare recorded logprobs with a trainer's.
 
     The trainer is a model folder, a file with its ids or logprobs, or both: if the file has no logprobs, the model
-    computes them. Exits with 1 if a limit is exceeded, and prints the channel: rows (missing on one side), numeric
-    (same ids, different logprobs), id drift (same text, different ids) or text drift (different text). Exits with 3 if
-    no token was compared. Changes by retokenizing or --rerender are reported but are not failures. --rerender needs a
-    record, because exported files have no messages.
+    computes them. Exits with 1 if a limit is exceeded, and prints the channel: rows (missing on one side, or cut),
+    numeric (same ids, different logprobs), id drift (same text, different ids) or text drift (different text). Exits
+    with 3 if no token was compared. Changes by retokenizing or --rerender are reported but are not failures. --rerender
+    needs a record, because exported files have no messages.
     """
     with open_source(location) as source:
         if rerender and source.store is None:
@@ -118,7 +120,7 @@ def check_logprobs(
 
 
 _RULES = {
-    "rows": "rows that only one side has",
+    "rows": "rows that only one side has, or that are cut",
     "numeric": "the same ids, other numbers",
     "id drift": "the same text, other ids",
     "text drift": "other text",
@@ -126,7 +128,9 @@ _RULES = {
 
 
 def _lines(report: LogprobReport) -> Iterator[str]:
-    yield f"sequences {report.sequences}, without a trainer's row {report.without_trainer}, unknown {report.unknown}"
+    cut = f", cut {report.cut}, by {report.cut_tokens} trained tokens" if report.cut else ""
+    sides = f"without a trainer's row {report.without_trainer}, unknown {report.unknown}"
+    yield f"sequences {report.sequences}, {sides}{cut}"
     yield f"numeric     {numbers_line(report.numeric)}"
     yield f"id drift    {_drift_line(report.id_drift)}"
     yield f"text drift  {_drift_line(report.text_drift)}"

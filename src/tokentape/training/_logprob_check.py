@@ -81,7 +81,7 @@ class LogprobLimits:
     drift: float = 0.0
     """Maximum share of trained tokens with id drift, and maximum share with text drift."""
     missing: int = 0
-    """Maximum number of trajectories that only the record or only the trainer's file has."""
+    """Maximum number of trajectories that only the record or only the trainer's file has, or that the file cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,10 @@ class LogprobReport:
     """Number of recorded trajectories that the trainer's rows lack."""
     unknown: int
     """Number of trainer's rows that match no recorded trajectory."""
+    cut: int
+    """Number of trainer's rows that end before the last trained token."""
+    cut_tokens: int
+    """Number of trained tokens after the ends of those rows."""
     numeric: Numbers
     """Logprob differences of tokens with the recorded id and the recorded context."""
     id_drift: Drift
@@ -116,11 +120,13 @@ class LogprobReport:
         return self.numeric.tokens + self.numeric.not_finite + self.behind_drift.tokens + self.behind_drift.not_finite
 
     def failures(self, limits: LogprobLimits) -> list[tuple[str, str]]:
-        """Return (channel, message) for each exceeded limit. Channel `rows`: trajectories that only one side has."""
+        """Return (channel, message) for each exceeded limit. Channel `rows`: trajectories missing or cut on a side."""
         failures: list[tuple[str, str]] = []
         numbers = self.numeric
-        if self.without_trainer + self.unknown > limits.missing:
+        if self.without_trainer + self.unknown + self.cut > limits.missing:
             sides = f"{self.without_trainer} only in the record, {self.unknown} only in the trainer's file"
+            if self.cut:
+                sides += f", {self.cut} cut in the trainer's file, without {self.cut_tokens} trained tokens"
             failures.append(("rows", f"{sides}; limit {limits.missing}"))
         if self.above_zero:
             failures.append(("numeric", f"{self.above_zero} logprobs are above 0, so they are not log-probabilities"))
@@ -259,7 +265,7 @@ class _Tally:
         self._retokenized = None if tokenizer is None else Drift()
         self._outliers: list[tuple[float, Outlier]] = []
         """The tokens with the largest differences."""
-        self._above_zero = self._sequences = 0
+        self._above_zero = self._sequences = self._cut = self._cut_tokens = 0
 
     def add(self, trajectory: Trajectory, row: TrainerRow) -> None:
         self._sequences += 1
@@ -281,6 +287,11 @@ class _Tally:
                 f"for {len(ids)} ids"
             )
         pairing = self._compare(trajectory, ids)
+        end = max([change.end for change in pairing.changes], default=0)
+        last = max(np.flatnonzero(pairing.partner >= 0), default=-1) + 1
+        cut_tokens = int(mask[max(end, last) :].sum())
+        self._cut += bool(cut_tokens)
+        self._cut_tokens += cut_tokens
         for channel in self._drifts:
             self._drifts[channel] = self._drifts[channel].added(mask, pairing if pairing.channel == channel else None)
         if self._tokenizer is not None and self._retokenized is not None:
@@ -311,6 +322,8 @@ class _Tally:
             sequences=self._sequences,
             without_trainer=absent,
             unknown=unknown,
+            cut=self._cut,
+            cut_tokens=self._cut_tokens,
             numeric=self._numeric.numbers(),
             id_drift=self._drifts["id drift"],
             text_drift=self._drifts["text drift"],

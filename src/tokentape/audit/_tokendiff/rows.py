@@ -186,7 +186,9 @@ def row_summary(row: RowComparison) -> str:
 def _value_lines(row: RowComparison) -> dict[str, str]:
     lines = {}
     for name, change in row.changed_values.items():
-        largest = f", by up to {change.largest:.3g} nats" if name == "logprobs" else ""
+        largest = ""
+        if name == "logprobs":
+            largest = f", by up to {change.largest:.3g} nats" if change.largest else ", where one side has no number"
         lines[name] = (
             f"{name}: {change.differing} of {change.tokens} tokens differ{largest}, first at token {change.first}"
         )
