@@ -149,12 +149,13 @@ def test_the_session_of_the_server_is_closed_with_ours(server: FakeServer, tmp_p
         renderer = Renderer.load(MODEL)
         engine = SglangEngine.open(server.url, vocab_size=renderer.tokenizer.vocab_size)
         pool = await EnginePool.open({"one": lambda: engine})
-        turns = Turns(pool, renderer, SqliteStore.open(tmp_path))
-        for name in ("deleted", "forgotten", "open"):
-            await turns.create_session(name, {})
-        await turns.delete_session("deleted")
-        turns.forget(["forgotten"])
-        await pool.close()
+        with SqliteStore.open(tmp_path) as store:
+            turns = Turns(pool, renderer, store)
+            for name in ("deleted", "forgotten", "open"):
+                await turns.create_session(name, {})
+            await turns.delete_session("deleted")
+            turns.forget(["forgotten"])
+            await pool.close()
 
     asyncio.run(main())
     closed = server.bodies("/close_session")

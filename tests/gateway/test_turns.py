@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ class Talk:
         self.renderer = renderer
         self.engine = ScriptedEngine(renderer, replies)
         self.store = SqliteStore.open(path)
+        # Python 3.13 warns of connections that are still open.
+        weakref.finalize(self, self.store.close)
         self.turns = Turns(self.engine, renderer, self.store, history=history, stop_mismatch=stop_mismatch)
 
     def say(self, *messages: Any, n: int = 1, tools: tuple[Any, ...] = (), session: str = "s") -> list[Turn]:
