@@ -93,7 +93,7 @@ class HttpClient:
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
         """Return the body of the reply to a GET, within the timeout of `stage`. Raises like `post`."""
-        return await self._whole("GET", path, None, {}, _Limit.after(stage, self.timeouts))
+        return await self._whole(path, None, {}, _Limit.after(stage, self.timeouts))
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Return the body of the reply to a JSON `body`, within `Timeouts.total`.
@@ -107,7 +107,7 @@ class HttpClient:
             EngineError: any other failure.
 
         """
-        return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
+        return await self._whole(path, body, headers, _Limit.after("total", self.timeouts))
 
     async def arrivals(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
         """Yield the server-sent events of the reply to a JSON `body`, in lists of events that arrived together.
@@ -118,7 +118,7 @@ class HttpClient:
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
         reader, now = SseReader(), asyncio.get_running_loop().time
-        reply = await self._send("POST", path, body, headers, limit)
+        reply = await self._send(path, body, headers, limit)
         try:
             while chunk := await reply.read(limit):
                 if events := reader.feed(chunk):
@@ -136,18 +136,14 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _whole(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit
-    ) -> bytes:
-        reply = await self._send(method, path, body, headers, limit)
+    async def _whole(self, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit) -> bytes:
+        reply = await self._send(path, body, headers, limit)
         received = await reply.read_all(limit, MAX_BODY_BYTES)
         if received is None:
             raise EngineContractError(f"the engine's reply at {path} exceeds the limit of {MAX_BODY_BYTES} bytes")
         return received
 
-    async def _send(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit
-    ) -> _HttpReply:
+    async def _send(self, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit) -> _HttpReply:
         """Send a request and return the reply without its body. Raise an error for any status other than 200."""
         if self._closed:
             raise EngineUnavailable("this engine was closed; open it again")
@@ -159,6 +155,7 @@ class HttpClient:
         data = body if body is None or len(body) <= 1 << 20 else io.BytesIO(body)
         try:
             async with asyncio.timeout_at(limit.deadline):
+                method = "GET" if body is None else "POST"
                 response = await self._client_session().request(
                     method, self._base + path, data=data, headers=content, allow_redirects=False
                 )

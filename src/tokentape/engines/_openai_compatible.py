@@ -122,7 +122,20 @@ class OpenAiEngine(RemoteEngine):
         self._refuse(prompt_ids, params)
         headers = {"x-request-id": header_value(request_id, "request_id")}
         budget = min(params.max_tokens, self.info.max_context - len(prompt_ids))
-        body = self._request_body(prompt_ids, replace(params, max_tokens=budget), stream=stream)
+        sent = replace(params, max_tokens=budget)
+        body: dict[str, object] = {
+            "model": self.info.model,
+            "prompt": np.asarray(prompt_ids).tolist(),
+            "echo": False,
+            "n": 1,
+            "stream": stream,
+            "logprobs": params.top_logprobs,
+            **self._api.constants,
+            **{wire: getattr(sent, name) for name, wire in self._api.fields.items()},
+            "top_k": params.top_k or self._api.top_k_off,
+        }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
         reply = VllmReply(
             params,
             self.info.vocab_size,
@@ -132,29 +145,13 @@ class OpenAiEngine(RemoteEngine):
             own_stops=self._api.own_stops,
             texts=not self._api.named_ids,
         )
-        return self._receive(reply, body, headers, stream=stream)
+        return self._receive(reply, msgspec.json.encode(body), headers, stream=stream)
 
     async def _probe(self) -> None:
         params = SamplingParams(max_tokens=1)
         # SGLang treats a prompt that consists of id 0 as empty.
         prompt = np.ones(1, dtype=np.int32)
         await whole(self.sample(prompt, params, stream=True, request_id="tokentape-probe"))
-
-    def _request_body(self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool) -> bytes:
-        body: dict[str, object] = {
-            "model": self.info.model,
-            "prompt": np.asarray(prompt_ids).tolist(),
-            "echo": False,
-            "n": 1,
-            "stream": stream,
-            "logprobs": params.top_logprobs,
-            **self._api.constants,
-            **{wire: getattr(params, name) for name, wire in self._api.fields.items()},
-            "top_k": params.top_k or self._api.top_k_off,
-        }
-        if stream:
-            body["stream_options"] = {"include_usage": True}
-        return msgspec.json.encode(body)
 
 
 def _api_of(owned_by: str) -> CompletionsApi:

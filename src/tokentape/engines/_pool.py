@@ -62,8 +62,7 @@ class EnginePool:
 
     def __init__(self, replicas: list[_Replica], info: EngineInfo, recheck_seconds: float) -> None:
         self._replicas = replicas
-        self._info = marked(info, unverified=False)
-        self._unverified = marked(info, unverified=True)
+        self._info = info
         self._recheck_seconds = recheck_seconds
         self._rechecking: asyncio.Task[None] | None = None
 
@@ -81,36 +80,36 @@ class EnginePool:
         if not replicas:
             raise InvalidRequest("an engine needs at least one replica", "engine_url")
         results = await asyncio.gather(*(replica.open() for replica in replicas), return_exceptions=True)
-        opened: list[Engine] = []
-        for replica, engine in zip(replicas, results, strict=True):
-            if isinstance(engine, BaseException):
+        opened: dict[str, Engine] = {}
+        failures: list[BaseException] = []
+        for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, BaseException):
+                failures.append(result)
                 replica.down_since = time.monotonic()
-                _log.warning("engine replica %s is not available (%s)", replica.name, type(engine).__name__)
+                _log.warning("engine replica %s is not available (%s)", replica.name, type(result).__name__)
             else:
-                replica.serving = _Serving(engine)
-                opened.append(engine)
+                opened[replica.name] = result
+                replica.serving = _Serving(result)
+        engines = list(opened.values())
         try:
-            failures = [failure for failure in results if isinstance(failure, BaseException)]
             wrong = [failure for failure in failures if isinstance(failure, InvalidRequest)]
             if wrong or not opened:
                 raise (wrong or failures)[0]
-            for replica in replicas:
-                if replica.serving is not None:
-                    _refuse_different(replica.name, replica.serving.engine.info, opened[0].info)
+            for name, engine in opened.items():
+                _refuse_different(name, engine.info, engines[0].info)
         except BaseException:
-            for engine in opened:
+            for engine in engines:
                 await engine.close()
             raise
-        info = opened[0].info
-        shared = frozenset.intersection(*(engine.info.sampling for engine in opened)) | {"session_id"}
-        room = min(engine.info.max_context for engine in opened)
-        return cls(replicas, replace(info, sampling=shared, max_context=room), recheck_seconds)
+        shared = frozenset.intersection(*(engine.info.sampling for engine in engines)) | {"session_id"}
+        room = min(engine.info.max_context for engine in engines)
+        return cls(replicas, replace(engines[0].info, sampling=shared, max_context=room), recheck_seconds)
 
     @property
     def info(self) -> EngineInfo:
         """The facts that apply to all replicas."""
         unverified = any(UNVERIFIED in engine.info.capabilities for engine in self._engines())
-        return self._unverified if unverified else self._info
+        return marked(self._info, unverified=unverified)
 
     @property
     def available(self) -> Mapping[str, bool]:

@@ -31,13 +31,8 @@ _PREFILL_TOKENS = 2048
 class Worker:
     """Owns the model, its batch and its prefix cache, and runs all requests on one thread.
 
-    Args:
-        model: a `transformers` causal language model in evaluation mode.
-        sampler: chooses the tokens.
-        adapters: the model's adapters.
-        max_batch: maximum number of rows that decode together; further requests wait.
-        prefix_cache_bytes: memory limit for the keys and values of finished requests; 0 keeps none.
-
+    At most `max_batch` rows decode together; further requests wait. `prefix_cache_bytes` limits the memory for the keys
+    and values of finished requests; 0 keeps none.
     """
 
     def __init__(
