@@ -7,9 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 PATIENCE = 240.0
 """Seconds after which a wait is taken for a hang. Machines are shared and slow at times: no test relies on it."""

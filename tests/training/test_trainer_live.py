@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -78,3 +80,10 @@ def test_classes_that_the_page_says_ran_are_in_the_tests_of_trainers() -> None:
     for name, (ran, *_) in table_after("its classes").items():
         for part in re.findall(r"`([\w.]+)`", ran):
             assert re.search(rf"\b{part.split('.')[-1]}\b", tests), f"{name}: {part}"
+
+
+def test_modules_that_trainers_interpreters_run_import_no_pytest() -> None:
+    """CONTRIBUTING.md installs no pytest beside trainers."""
+    modules = sorted(path.stem for path in (REPOSITORY / "tests/training").glob("trainer_*.py"))
+    code = f"import sys; sys.modules['pytest'] = None; from tests.training import {', '.join(modules)}"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -147,7 +147,7 @@ def test_a_session_of_a_filtered_list_keeps_to_it_in_another_tab(page: Page, sit
         until(other, "document.title === 'small-009 · Tokentape'")
         other.wait_for_selector(".row [data-i]")
         other.keyboard.press("J")
-        other.get_by_text("No more session in the list").wait_for()
+        other.get_by_text("No more session in the last shown list").wait_for()
 
 
 def test_the_tree_follows_the_turn_in_view(page: Page, site: Site) -> None:

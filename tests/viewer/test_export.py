@@ -233,7 +233,7 @@ def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: View
         keys = page.get_by_role("dialog").inner_text()
         assert ("all sessions" in keys, "overview" in keys) == (True, False)
         page.goto(f"file://{tmp_path}/run.html#/session/old")
-        page.get_by_text(f"it has the tokens of the newest {SESSIONS + 1} sessions").wait_for()
+        page.get_by_text(f"only the tokens of the newest {SESSIONS + 1} sessions").wait_for()
         assert page.evaluate("window.hurt") is None
         assert problems == []
 

@@ -35,23 +35,26 @@ class Claude:
             **({"CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1"} if hints else {}),
         }
         arguments = "-p --input-format stream-json --output-format stream-json --verbose --model m --allowedTools Read"
-        self.process = subprocess.Popen(
-            [program, *arguments.split()],
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(home / "errors").open("w"),
-            text=True,
-        )
+        with (home / "errors").open("w") as errors:
+            self.process = subprocess.Popen(
+                [program, *arguments.split()],
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         self.lines = Queue[dict[str, Any] | None]()
         self.seen: list[dict[str, Any]] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(json.loads(line))
+        with self.process.stdout as stdout:
+            for line in stdout:
+                self.lines.put(json.loads(line))
         self.lines.put(None)
 
     def _until(self, *kinds: str) -> dict[str, Any]:
@@ -86,6 +89,7 @@ class Claude:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=120)
+        self.reader.join(timeout=120)
 
 
 class Conversation:

@@ -103,28 +103,31 @@ def run(director: Director, cutting: Cutting, gateway: str, home: Path, folder: 
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
         **OFFLINE,
     }
-    server = subprocess.Popen(
-        [program, "serve", "--hostname", "127.0.0.1"],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=(home / "errors").open("w"),
-        text=True,
-    )
     talks: list[Talk] = []
     director.answer = lambda request: next(
         filter(None, (talk.answer(request) for talk in reversed(talks))), Answer("?")
     )
-    try:
-        assert server.stdout is not None
-        address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
-        with httpx2.Client(base_url=address, timeout=600, trust_env=False) as client:
-            for _ in range(10):
-                talks.append(Talk(director, folder))
-                _hold(talks[-1], client)
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+    with (
+        (home / "errors").open("w") as errors,
+        subprocess.Popen(
+            [program, "serve", "--hostname", "127.0.0.1"],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
+            with httpx2.Client(base_url=address, timeout=600, trust_env=False) as client:
+                for _ in range(10):
+                    talks.append(Talk(director, folder))
+                    _hold(talks[-1], client)
+        finally:
+            server.terminate()
+            server.wait(timeout=60)
 
 
 def _hold(talk: Talk, client: httpx2.Client) -> None:
