@@ -133,7 +133,9 @@ class Continuations:
     def _under_words(
         self, name: str, shortest: tuple[Message, ...]
     ) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
-        """Try histories with words that the template compares with texts, such as `/no_think`.
+        """Try histories with words that the template compares with texts, such as `/no_think`, and unusual texts.
+
+        Earlier messages also say the same as the new messages, which a template may compare with each other.
 
         `shortest` is the shortest history after which the template accepts the continuation's turn and new messages.
 
@@ -148,9 +150,12 @@ class Continuations:
         strings, length = self._renderer.template.compared.strings, self._renderer.template.compared.length
         # It may look for several in one text, or for a long text.
         together = (" ".join(strings),) if len(strings) > 1 else ()
-        for words in (*strings, *together, *(("long " * (length // 5 + 1),) if length else ())):
+        long = ("long " * (length // 5 + 1),) if length else ()
+        repeated = (message["content"] for message in new)
+        for words in dict.fromkeys((*strings, *together, *long, *grammar.UNUSUAL_TEXTS, *repeated)):
             with_words = self._with(reply, content=words)
-            all_said = tuple(self._with(message, content=words) for message in new)
+            contents = words, "A plainword."
+            said = [tuple(self._with(message, content=content) for message in new) for content in contents]
             for history in grammar.histories_with(words):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
@@ -162,10 +167,10 @@ class Continuations:
                         full = self._marked((*history, turn, *new), generate=True)
                         reason = self._rewrites(history, turn, full, suffix)
                         rewritten = (reason, (*history, turn, *new)) if reason is not None else rewritten
-                    if not depends:
-                        # The template may count the messages with these words.
-                        local = functools.partial(self._suffix, reply, all_said)
-                        depends = local_or_contextual(local, self._suffix(reply, all_said, history)) != "local"
+                    # The template may count the messages with these words, or look for a part of them that is in `new`.
+                    for messages in said if not depends else ():
+                        local = functools.partial(self._suffix, reply, messages)
+                        depends |= local_or_contextual(local, self._suffix(reply, messages, history)) != "local"
                 except TemplateRefused:
                     continue
                 if depends and rewritten is not None:
