@@ -45,6 +45,12 @@ def step(n: int) -> tuple[Message, Message]:
     return {"role": "assistant", "content": "", "tool_calls": [calling]}, result
 
 
+def calling(**arguments: object) -> Message:
+    call, _ = step(1)
+    function = {"name": "look", "arguments": arguments}
+    return {**call, "tool_calls": [{**call["tool_calls"][0], "function": function}]}
+
+
 EXCHANGES = [user("1"), said("1"), user("2"), said("2"), user("3")]
 REMINDS = (
     "{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}{% if NTH %}{% set note = 'Note. ' %}{% endif %}{% endif %}"
@@ -144,6 +150,67 @@ CASES: dict[str, tuple[str, list[Message], Message, Message]] = {
         EXCHANGES[:-1] * 40 + EXCHANGES[-1:],
         said("3"),
         user("4"),
+    ),
+    "a number in a text": (
+        written("{% if m.content | int > 10 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("42")],
+        said("1"),
+        user("2"),
+    ),
+    "a text of digits": (
+        written("{% if m.content.isdigit() %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("7")],
+        said("one"),
+        user("two"),
+    ),
+    "the length of a text by two": (
+        written(
+            "{% if m.role == 'user' and m.content | length % 2 %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("abc")],
+        said("1"),
+        user("no"),
+    ),
+    "a line break": (
+        written(
+            "{% if m.role == 'user' and '\\n' in m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("a\nb")],
+        said("1"),
+        user("2"),
+    ),
+    "how often a sign occurs": (
+        written("{% if m.content.count('!') > 2 %}{% set ns.deep = true %}{% endif %}", prompt="{{ ns.deep }}"),
+        [user("go!!!")],
+        said("1"),
+        user("2"),
+    ),
+    "whether a text has signs": (
+        written(
+            "{% if m.content.replace('@', '') != m.content %}{% set ns.deep = true %}{% endif %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("hi @bob")],
+        said("1"),
+        user("2"),
+    ),
+    "whether a user repeats the question": (
+        written("{% if not loop.first and m.content == messages[0].content %}{% set note = 'Again. ' %}{% endif %}"),
+        [user("ping")],
+        said("1"),
+        user("ping"),
+    ),
+    "how many arguments a call had": (
+        written(
+            "{% for t in m.tool_calls or [] %}{% if t.function.arguments | length > 3 %}{% set ns.deep = true %}"
+            "{% endif %}{% endfor %}",
+            prompt="{{ ns.deep }}",
+        ),
+        [user("1"), calling(a=1, b=2, c=3, d=4), step(1)[1]],
+        said("1"),
+        user("2"),
     ),
     "whether the turn has reasoning": (
         written(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -316,6 +317,19 @@ def test_a_run_that_is_not_finished_is_not_read(store: Store, tmp_path: Path) ->
     manifest.unlink()
     with open_record(target, read_only=True) as read:
         assert names(read) == []
+
+
+def test_a_run_without_its_manifest_is_a_finding(store: Store, tmp_path: Path) -> None:
+    """Its sessions were neither checked nor exported, and there was no finding."""
+    target = tmp_path / "archive"
+    archived(store, str(target))
+    (manifest,) = target.glob("*/manifest.json")
+    assert verify(target).findings == ()
+    manifest.unlink()
+    (finding,) = verify(target).findings
+    assert f"the run {manifest.parent.name} has no manifest.json" in str(finding)
+    shutil.rmtree(manifest.parent)
+    assert verify(target).findings == ()
 
 
 def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:

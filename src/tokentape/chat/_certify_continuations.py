@@ -127,7 +127,9 @@ class Continuations:
         return self._local_or_contextual(conversation, suffix), suffix
 
     def _under_words(self, name: str, shortest: tuple[Message, ...]) -> tuple[bool, _Rewritten | None]:
-        """Try histories with words that the template compares with texts, such as `/no_think`.
+        """Try histories with words that the template compares with texts, such as `/no_think`, and unusual texts.
+
+        Earlier messages also say the same as the new messages, which a template may compare with each other.
 
         `shortest` is the shortest history after which the template accepts the continuation's turn and new messages.
 
@@ -148,9 +150,12 @@ class Continuations:
         strings, length = self._renderer.template.compared.strings, self._renderer.template.compared.length
         # It may look for several in one text, or for a long text.
         together = (" ".join(strings),) if len(strings) > 1 else ()
-        for words in (*strings, *together, *(("long " * (length // 5 + 1),) if length else ())):
+        long = ("long " * (length // 5 + 1),) if length else ()
+        repeated = (message["content"] for message in new)
+        for words in dict.fromkeys((*strings, *together, *long, *grammar.UNUSUAL_TEXTS, *repeated)):
             with_words = self._with(reply, content=words)
-            all_said = tuple(self._with(message, content=words) for message in new)
+            contents = words, "A plainword."
+            changed = [tuple(self._with(message, content=content) for message in new) for content in contents]
             for history in grammar.histories_with(words):
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
@@ -162,10 +167,10 @@ class Continuations:
                     depends = depends or self._suffix(said) != self._suffix(said_words)
                     for turn in (reply, thinking) if rewritten is None else ():
                         note(usual._replace(reply=turn), suffix)
-                    if not depends:
-                        # The template may count the messages with these words.
-                        counted = usual._replace(new=all_said)
-                        depends = self._local_or_contextual(counted, self._suffix(counted)) != "local"
+                    # The template may count the messages with these words, or look for a part of them that is in `new`.
+                    for messages in changed if not depends else ():
+                        counted = usual._replace(new=messages)
+                        depends |= self._local_or_contextual(counted, self._suffix(counted)) != "local"
                 except TemplateRefused:
                     continue
                 if depends and rewritten is not None:
@@ -174,8 +179,8 @@ class Continuations:
             said_by = [(*new[:n], self._with(message, content=words), *new[n + 1 :]) for n, message in enumerate(new)]
             for later, turn in itertools.product(said_by, (reply, thinking)) if rewritten is None else ():
                 with contextlib.suppress(TemplateRefused):
-                    changed = Conversation(shortest, turn, later)
-                    note(changed, self._suffix(changed))
+                    conversation = Conversation(shortest, turn, later)
+                    note(conversation, self._suffix(conversation))
         return depends, rewritten
 
     def _accepted(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -289,6 +289,10 @@ def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
     return (*histories, *answered, (*answered[1], _turn(around), QUESTION))
 
 
+UNUSUAL_TEXTS = ("42", "A LINE\n- 7 of @b, #c at d://e? `f` {g}!!!")
+"""Texts with a number, capitals, a line break and signs, of even and odd length. A template may ask for these by other
+means than a comparison with a constant, such as `isdigit`, `int`, `upper`, `count` or `length % 2`."""
+
 SAMPLES: tuple[tuple[Message, ...], ...] = (
     (SYSTEM, QUESTION, TURNS["reasoning"], EARLIER),
     (QUESTION, TURNS["call"], _RESULT),
@@ -320,6 +324,15 @@ _INSTRUCTED: tuple[tuple[Message, ...], ...] = tuple(
 )
 """Histories with instructions within the conversation, which a template may repeat."""
 
+_MANY_ARGUMENTS: tuple[Message, ...] = (
+    EARLIER,
+    _turn("", [_call("Vt5xF1kQe", "look_up", dict.fromkeys("abcdef", 1))]),
+    _result("Vt5xF1kQe", "Fair"),
+    _turn("A pastanswer."),
+    QUESTION,
+)
+"""A history with a call that has many arguments."""
+
 _NAMED: tuple[Message, ...] = ({**EARLIER, "name": "Ada"}, _turn("A pastanswer."), {**QUESTION, "name": "Bob"})
 """A history in which users have names."""
 
@@ -349,7 +362,7 @@ def conversations(name: str, compared: Compared = NOTHING_COMPARED) -> Iterator[
     instructed = () if NO_SYSTEM in name else _INSTRUCTED
     long = _long_histories(max(3, min(compared.number, HIGHEST) + 1), compared.divisor)
     named = [history for name in compared.names for history in _with_name(name)]
-    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, *named, *long):
+    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *instructed, _NAMED, _MANY_ARGUMENTS, *named, *long):
         yield Conversation(history, turns[0], new)
 
 

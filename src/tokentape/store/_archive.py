@@ -90,6 +90,14 @@ def _manifests(folder: DirFileSystem) -> dict[str, Any]:
     return manifests
 
 
+def runs_without_manifest(location: str) -> list[str]:
+    """Return the folders of runs that were interrupted, or that lost their manifest, which look the same."""
+    folder = open_folder(location)
+    finished = _manifests(folder)
+    names = (name for name in _names(folder) if name not in finished and folder.isdir(name))
+    return [name for name in names if any(file.endswith(".parquet") for file in _names(_below(folder, name)))]
+
+
 def is_archive(location: str | Path) -> bool:
     """Return whether `location` is a URL that is not a database's, or a folder with an archive."""
     if is_url(str(location)):

@@ -16,7 +16,7 @@ from tokentape.chat._media import image_parts
 from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import _postgres as postgres
 from tokentape.store import _schema as schema
-from tokentape.store._archive import is_archive, restored
+from tokentape.store._archive import is_archive, restored, runs_without_manifest
 from tokentape.store._checks import chained, per_token_faults, schema_faults, turn_faults
 from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead, read_head
 from tokentape.store._listing import TOKENS
@@ -122,7 +122,15 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
     if is_archive(location):
         try:
             with restored(str(location)) as directory:
-                return _verify(directory, visits)
+                report = _verify(directory, visits)
+            unread = [
+                VerifyFinding(
+                    f"the run {name} has no manifest.json, so its sessions were not checked and are not exported: "
+                    "restore the file, or delete the folder if the run was interrupted and repeated"
+                )
+                for name in runs_without_manifest(str(location))
+            ]
+            return replace(report, findings=(*report.findings, *unread))
         except StoreCorrupt as error:
             return VerifyReport(0, 0, 0, (VerifyFinding(str(error)),))
     if postgres.is_url(str(location)):
