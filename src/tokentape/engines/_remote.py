@@ -10,7 +10,7 @@ from base64 import b64encode
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
 from tokentape.engines._tokenizing import TokenizeApi
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
+
+Abort: TypeAlias = tuple[str, bytes]
+"""The id of a call, from `unique_id`, and the body of the request that aborts it."""
 
 
 class RemoteEngine(ABC):
@@ -37,9 +40,8 @@ class RemoteEngine(ABC):
     """How the server tokenizes texts and messages; None if it does not."""
     _health: ClassVar[str] = "/health"
     _abort_path: ClassVar[str] = ""
-    """Path that ends a call with its last tokens and the finish_reason `abort`. If the server has no such path,
-    override neither `_abort_body` nor `interrupt`, and pass no `abort_id` to `_receive`. If the server drops aborted
-    calls without a last event, let `interrupt` return False."""
+    """Path that ends a call with its last tokens and the finish_reason `abort`. If the server has no such path, pass no
+    `abort` to `_receive`. If the server drops aborted calls without a last event, let `interrupt` return False."""
 
     def __init__(self, http: HttpClient, info: EngineInfo) -> None:
         self.http = http
@@ -47,8 +49,8 @@ class RemoteEngine(ABC):
         self.info = info
         """The facts about the server, read when the engine was opened."""
         self._background: set[asyncio.Task[None]] = set()
-        self._calls: set[str] = set()
-        """Ids, from `unique_id`, of the running calls that the server can abort."""
+        self._calls: dict[str, bytes] = {}
+        """For each running call that the server can abort, by its id from `unique_id`, the body for `_abort_path`."""
 
     @classmethod
     async def open(
@@ -132,10 +134,10 @@ class RemoteEngine(ABC):
 
     def interrupt(self, request_id: str) -> bool:
         """Make the server end a call with `abort`. Return False if the call is not running or can't be aborted."""
-        running = [call for call in self._calls if call.rpartition("-")[0] == request_id]
-        for call in running:
-            self._abort(call)
-        return bool(running)
+        aborts = [body for call, body in self._calls.items() if call.rpartition("-")[0] == request_id]
+        for body in aborts:
+            self._tell(self._abort_path, body)
+        return bool(aborts)
 
     async def check(self) -> None:
         """Raise `EngineUnavailable` unless the server reports within `Timeouts.connect` that it is healthy."""
@@ -160,15 +162,15 @@ class RemoteEngine(ABC):
             )
 
     async def _receive(
-        self, reply: EngineReply, body: bytes, headers: Mapping[str, str], *, stream: bool, abort_id: str | None = None
+        self, reply: EngineReply, body: bytes, headers: Mapping[str, str], *, stream: bool, abort: Abort | None = None
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Send a call and yield its tokens. If the caller closes the generator early, abort `abort_id`.
+        """Send a call and yield its tokens. If the caller closes the generator early, abort the call.
 
         A stream consists of server-sent events and ends with `[DONE]`. For a different format, override this method.
         """
         running = True
-        if abort_id is not None:
-            self._calls.add(abort_id)
+        if abort is not None:
+            self._calls[abort[0]] = abort[1]
         try:
             if stream:
                 async with aclosing(self.http.arrivals(reply.path, body, headers)) as arrivals:
@@ -184,14 +186,11 @@ class RemoteEngine(ABC):
             running = False
             raise
         finally:
-            if abort_id is not None:
-                self._calls.discard(abort_id)
+            if abort is not None:
+                self._calls.pop(abort[0], None)
                 if running:
-                    self._abort(abort_id)
-
-    def _abort(self, call: str) -> None:
-        # Closing the connection aborts the call even if this request fails.
-        self._tell(self._abort_path, self._abort_body(call))
+                    # Closing the connection aborts the call even if this request fails.
+                    self._tell(self._abort_path, abort[1])
 
     def _tell(self, path: str, body: bytes) -> None:
         """Send a request in the background, and ignore errors. Only `close` waits for it."""
@@ -204,11 +203,6 @@ class RemoteEngine(ABC):
         task = asyncio.get_running_loop().create_task(send())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    @staticmethod
-    def _abort_body(call: str) -> bytes:
-        """Return the request body for `_abort_path`. Engines without that path don't define it."""
-        raise NotImplementedError
 
 
 def unique_id(request_id: str) -> str:

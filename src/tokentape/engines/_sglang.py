@@ -129,7 +129,8 @@ class SglangEngine(RemoteEngine):
             prompt_tokens=len(prompt_ids),
             returns_prompt=self._verify_prompt or bool(media),
         )
-        return self._receive(reply, body, {}, stream=stream, abort_id=rid)
+        abort = rid, msgspec.json.encode({"rid": rid, "abort_all": False})
+        return self._receive(reply, body, {}, stream=stream, abort=abort)
 
     def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str, media: Images) -> bytes:
         sampling = _sampling_fields(params)
@@ -167,10 +168,6 @@ class SglangEngine(RemoteEngine):
         if params.session_id is not None:
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
-
-    @staticmethod
-    def _abort_body(call: str) -> bytes:
-        return msgspec.json.encode({"rid": call, "abort_all": False})
 
     async def find_logprobs_mode(self) -> str:
         """See `RemoteEngine.find_logprobs_mode`. This samples two tokens, at temperatures 1 and 2.

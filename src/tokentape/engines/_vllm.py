@@ -186,8 +186,8 @@ class VllmEngine(RemoteEngine):
             names_ids=self._verify_prompt or self._server.route == "generate",
             returns_prompt=returns_prompt,
         )
-        abort_id = unique if self._server.aborts else None
-        return reply, self._receive(reply, body, headers, stream=stream, abort_id=abort_id)
+        abort = (unique, _abort_body(unique)) if self._server.aborts else None
+        return reply, self._receive(reply, body, headers, stream=stream, abort=abort)
 
     def _request_body(
         self, prompt: bytes, params: SamplingParams, rows_from: int, media: Images, *, stream: bool, request_id: str
@@ -243,10 +243,6 @@ class VllmEngine(RemoteEngine):
         """See `RemoteEngine.find_logprobs_mode`. This samples one token."""
         probe = VllmEngine(self.http, any_id(self.info), self._server)
         return (await probe._probe(stream=True))[0]
-
-    @staticmethod
-    def _abort_body(call: str) -> bytes:
-        return msgspec.json.encode({"request_ids": [f"{_SERVER_ID}{call}"]})
 
     async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
         """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.
@@ -308,7 +304,7 @@ class VllmEngine(RemoteEngine):
     async def _takes_aborts(cls, http: HttpClient) -> bool:
         """Return whether the server has a route for aborts, by calling it with an unused id."""
         try:
-            return await attempt(http.post(cls._abort_path, cls._abort_body("tokentape-probe"), {})) is not None
+            return await attempt(http.post(cls._abort_path, _abort_body("tokentape-probe"), {})) is not None
         except InvalidRequest:
             return False
 
@@ -362,6 +358,10 @@ async def _has_priorities(http: HttpClient) -> bool:
     answer = await attempt(http.get("/server_info?config_format=json"))
     info = decode(answer, _ServerInfo, "vLLM") if answer is not None else _ServerInfo()
     return info.vllm_config.scheduler_config.policy == "priority"
+
+
+def _abort_body(call: str) -> bytes:
+    return msgspec.json.encode({"request_ids": [f"{_SERVER_ID}{call}"]})
 
 
 def call_headers(unique: str, params: SamplingParams) -> dict[str, str]:

@@ -41,20 +41,23 @@ def _required(kind: type[TypeEngine[Any]] | TypeEngine[Any], *names: str) -> lis
     return [Column(name, kind, nullable=False) for name in names]
 
 
+def _numbered(name: str, *rest: Column[Any] | ForeignKeyConstraint | Index) -> Table:
+    """Return a table whose column `position` has the order of arrival, in numbers that are never reused."""
+    position = Column("position", _Position, primary_key=True, autoincrement=True)
+    return Table(name, metadata, position, *rest, sqlite_autoincrement=True)
+
+
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
 """Facts about the whole record: `schema_version`, the model that its gateways serve, and adapter versions."""
 
-sessions = Table(
+sessions = _numbered(
     "sessions",
-    metadata,
-    # Order of creation. Clocks jump, and a number that is never reused makes a safe cursor for listings.
-    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", Text, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
     Column("metadata", Text, nullable=False),
     Column("owner", Text, nullable=False, server_default=""),
-    sqlite_autoincrement=True,
 )
+"""Sessions. Their position is a safe cursor for listings: clocks jump."""
 
 setups = Table(
     "setups",
@@ -100,25 +103,19 @@ answers = Table(
 )
 """Answers, written in the transaction of their turns, so that a retry after a restart finds them."""
 
-rewards = Table(
+rewards = _numbered(
     "rewards",
-    metadata,
-    # Order of arrival: a turn's last reward counts.
-    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False, index=True),
     Column("turn", Integer),
     *_required(Double, "value", "created_at"),
     # "session", "turn", or "trajectory" (the path that ends with `turn`).
     Column("scope", Text, nullable=False, server_default="session"),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
-    sqlite_autoincrement=True,
 )
+"""Rewards. A turn's last reward counts."""
 
-token_columns = Table(
+token_columns = _numbered(
     "token_columns",
-    metadata,
-    # Order of arrival: the last values for a name and turn count. Older values are kept while a snapshot has them.
-    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", Text, nullable=False),
     Column("turn", Integer, nullable=False),
     Column("name", Text, nullable=False),
@@ -127,21 +124,17 @@ token_columns = Table(
     Column("created_at", Double, nullable=False),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
     Index("token_columns_of_turn", "session_id", "turn", "name"),
-    sqlite_autoincrement=True,
 )
+"""Columns. The last values for a name and turn count. Older values are kept while a snapshot has them."""
 
-events = Table(
+events = _numbered(
     "events",
-    metadata,
-    # Order of arrival.
-    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False),
     Column("turn", Integer),
     *_required(Text, "kind", "body"),
     Column("created_at", Double, nullable=False),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
     Index("events_of_turn", "session_id", "turn", "kind"),
-    sqlite_autoincrement=True,
 )
 """Facts about sessions and turns that were found after they were recorded. Rows are only appended."""
 
@@ -222,20 +215,16 @@ tombstones = Table(
 )
 """Sessions that were dropped after a snapshot that contains them was confirmed. Their ids are never reused."""
 
-gate_changes = Table(
+gate_changes = _numbered(
     "gate_changes",
-    metadata,
-    # The last change counts.
-    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("closed", Integer, nullable=False),
     # 1 if calls in flight are to be aborted.
     Column("abort", Integer, nullable=False),
     # The name of the new weights; null if it was not passed.
     Column("weight_version", Text),
     Column("created_at", Double, nullable=False),
-    sqlite_autoincrement=True,
 )
-"""Pauses and resumes of sampling. Gateways that share a record pause together."""
+"""Pauses and resumes of sampling; the last one counts. Gateways that share a record pause together."""
 
 gateways = Table(
     "gateways",
