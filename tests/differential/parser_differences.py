@@ -51,6 +51,7 @@ BARE = Why(
     "If only JSON marks a call, JSON without a known tool name is text. The peer returns a call.",
 )
 NAN = Why("we", "NaN is not JSON, so the call has bad arguments. The peer turns it into a string.")
+NULL = Why("we", "A null in JSON arguments stays null. The peer turns it into the text of a string parameter.")
 TRIMMED = Why("we", "Whitespace at the end of a tagged value is part of the value. The peer strips it.")
 SPACE_IN_VALUE = Why(
     "either", "Whitespace around a value that the template does not write is part of the value. The peer strips it."
@@ -338,6 +339,7 @@ DIFFERENCES: dict[str, dict[str, tuple[Difference, ...]]] = {
                 ),
             ),
         ),
+        "null argument": (Difference(NULL, frozenset({"v13"})),),
         "arguments as a string": (
             Difference(
                 NO_OBJECT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -214,6 +215,55 @@ def test_a_session_stays_in_memory_until_its_marks_are_written(served: Served) -
     until(lambda: not served.turns.unread._writing and not served.turns.unread._due)
     assert len(served.client.session("s").trajectories()) == 1
     assert opened.unmarked == set()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_session_stays_in_memory_until_its_replies_are_sent(read: bool, renderer: Renderer, tmp_path: Path) -> None:
+    """A client that reads slowly, or leaves, while the session is idle and another one needs room."""
+    body = {"model": "m", "messages": [USER], "stream": True}
+
+    async def main(store: SqliteStore) -> None:
+        turns = Turns(ScriptedEngine(renderer, [HI]), renderer, store)
+        app = create_app(turns, model_id="m", allowed_hosts=["*"])
+
+        async def stream(*, to_the_end: bool, idle: bool) -> None:
+            left, bodies = asyncio.Event(), [json.dumps(body).encode()]
+
+            async def receive() -> Any:
+                if not bodies:
+                    await left.wait()
+                    return {"type": "http.disconnect"}
+                return {"type": "http.request", "body": bodies.pop()}
+
+            async def send(message: Any) -> None:
+                if b'"finish_reason":"stop"' not in message.get("body", b""):
+                    return
+                opened = turns.sessions.in_memory("s")
+                assert opened is not None
+                for call in opened.calls:
+                    await call.ended()
+                if idle:
+                    opened.used_at -= turns.limits.idle_seconds + 1
+                    await turns.sessions.create("another", {}, "anonymous")
+                if not to_the_end:
+                    left.set()
+                    await asyncio.Event().wait()
+
+            path = "/sessions/s/v1/chat/completions"
+            headers = {"host": "h", "content-type": "application/json", "idempotency-key": "k"}
+            scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "scheme": "http"}
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await app({**scope, "headers": raw, "client": ("127.0.0.1", 1), "http_version": "1.1"}, receive, send)
+            await turns.unread.recorded()
+
+        await stream(to_the_end=False, idle=not read)
+        assert store.load_session("s").trajectories() == []
+        if read:
+            await stream(to_the_end=True, idle=True)
+        assert len(store.load_session("s").trajectories()) == read
+
+    with SqliteStore.open(tmp_path) as store:
+        asyncio.run(main(store))
 
 
 def test_abandoned_retry_after_a_restart_marks_uncontinued_replies(served: Served) -> None:

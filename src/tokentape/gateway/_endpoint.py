@@ -210,6 +210,7 @@ class Endpoint:
                     await asyncio.sleep(0)
                 line.engine_requests = started.engine_requests
                 line.reply_id, line.replayed = started.reply_id, started.replayed
+                turns.unread.sending(line)
                 encoder = decoded.encoder(started)
                 if started.overridden:
                     headers["X-Tokentape-Overridden"] = pins.header(started.overridden)

@@ -62,6 +62,8 @@ class OpenSession:
     """For each turn, the kinds of bridges on its branch that were drawn for checks."""
     delivered: set[str] = field(default_factory=set)
     """Ids of the replies in `answers` that a client has received."""
+    sending: list[str] = field(default_factory=list)
+    """Ids of the replies that are being sent, one per request."""
     unmarked: set[int] = field(default_factory=set)
     """Turns with a changed unread mark that is not recorded yet."""
     answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
@@ -298,7 +300,7 @@ class SessionCache:
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
         for opened in list(takewhile(lambda opened: opened.used_at < cutoff, self._open.values())):
-            if not opened.calls and not opened.unmarked and not opened.lock.locked():
+            if not (opened.calls or opened.sending or opened.unmarked or opened.lock.locked()):
                 self.drop(opened)
         if most and sum(opened.session.info.owner == owner for opened in self._open.values()) >= most:
             oldest = next(opened for opened in self._open.values() if opened.session.info.owner == owner)
@@ -334,11 +336,19 @@ class UnreadMarks:
         an export, and at shutdown."""
         self._refused: set[tuple[str, int]] = set()
 
+    def sending(self, line: RequestLog) -> None:
+        """Keep the session of a request with a reply in memory until `answered` is called."""
+        opened = self._sessions.in_memory(line.session_id)
+        if opened is not None:
+            opened.sending.append(line.reply_id)
+
     def answered(self, line: RequestLog, *, complete: bool) -> None:
         """Note that a request with a reply has ended. `complete` is whether the whole reply was sent."""
         opened = self._sessions.in_memory(line.session_id)
         if opened is None:
             return
+        if line.reply_id in opened.sending:
+            opened.sending.remove(line.reply_id)
         if complete:
             opened.delivered.add(line.reply_id)
             answer = opened.answers.get(line.reply_id)
