@@ -155,7 +155,7 @@ async def test_the_asynchronous_client_warns_too(gateway_url: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "good", None])
-def test_a_reward_that_is_no_finite_number_is_refused(client: tokentape.Client, value: Any) -> None:
+def test_reward_that_is_not_finite_is_refused(client: tokentape.Client, value: Any) -> None:
     session = client.session()
     with pytest.raises(InvalidRequest, match=f"^reward must be a finite number, got {value!r}$"):
         session.reward(value)

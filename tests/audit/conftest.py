@@ -1,4 +1,4 @@
-"""Audits make a new tokenizer per test: what is proved of its twin and certified is tried elsewhere.
+"""Audits make a new tokenizer per test; proofs of its twin and certificates are tested elsewhere.
 
 Fewer conversations are compared, too; the catalogue of known bugs is tried with all.
 """

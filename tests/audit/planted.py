@@ -1,4 +1,4 @@
-"""Completions of the tiny model, what it says of them by a plain forward pass, and records of them that are wrong."""
+"""Completions of the tiny model, their logprobs by a plain forward pass, and wrong records of them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def perturbed(model: Any, size: float) -> Any:
     other = copy.deepcopy(model)
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for one in other.parameters():
-            if one.ndim == 2:
-                one.add_(size * one.std() * torch.randn(one.shape, generator=noise))
+        for parameter in other.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(size * parameter.std() * torch.randn(parameter.shape, generator=noise))
     return other
 
 
@@ -66,7 +66,7 @@ def distribution(rows: np.ndarray, rule: Rule) -> np.ndarray:
 def sampled(model_dir: Path, renderer: Renderer, rule: Rule, count: int = 10) -> list[Trajectory]:
     """Trajectories of one turn, sampled by the embedded engine, with the model's own logprobs and saying so."""
 
-    async def one(engine: TransformersEngine, seed: int) -> Trajectory:
+    async def sample_one(engine: TransformersEngine, seed: int) -> Trajectory:
         prompt = renderer.render([{"role": "user", "content": QUESTIONS[seed % len(QUESTIONS)]}]).ids
         params = SamplingParams(
             TOKENS, rule.temperature, min_p=rule.min_p, top_k=rule.top_k, top_p=rule.top_p, seed=seed
@@ -97,7 +97,7 @@ def sampled(model_dir: Path, renderer: Renderer, rule: Rule, count: int = 10) ->
     async def all_of_them() -> list[Trajectory]:
         engine = TransformersEngine.open(model_dir)
         try:
-            return list(await asyncio.gather(*(one(engine, seed) for seed in range(count))))
+            return list(await asyncio.gather(*(sample_one(engine, seed) for seed in range(count))))
         finally:
             await engine.close()
 
@@ -107,16 +107,16 @@ def sampled(model_dir: Path, renderer: Renderer, rule: Rule, count: int = 10) ->
 def recorded(
     trajectories: Sequence[Trajectory], model: Any, rule: Rule, of: TokenDistribution, *, version: str = "0"
 ) -> list[Trajectory]:
-    """The trajectories with what a model says of them under a rule as recorded logprobs, and the claim `of`."""
+    """The trajectories with a model's logprobs under a rule as recorded ones, and the claim `of`."""
     out = []
-    for one in trajectories:
-        start, end = int(one.completion_starts[0]), len(one.token_ids)
-        rows = distribution(forward(model, one.token_ids)[start - 1 : end - 1], rule)
-        logprobs = one.logprobs.copy()
-        logprobs[start:] = rows[np.arange(end - start), one.token_ids[start:]]
+    for trajectory in trajectories:
+        start, end = int(trajectory.completion_starts[0]), len(trajectory.token_ids)
+        rows = distribution(forward(model, trajectory.token_ids)[start - 1 : end - 1], rule)
+        logprobs = trajectory.logprobs.copy()
+        logprobs[start:] = rows[np.arange(end - start), trajectory.token_ids[start:]]
         out.append(
             replace(
-                one,
+                trajectory,
                 logprobs=logprobs,
                 logprobs_of=(of,),
                 weight_versions=(version,),
@@ -127,11 +127,11 @@ def recorded(
 
 
 def changed_id(at: Callable[[Trajectory], int]) -> Callable[[Trajectory], Trajectory]:
-    """Makes a trajectory say that another id was at a place."""
+    """Changes the recorded id at one position of a trajectory."""
 
-    def change(one: Trajectory) -> Trajectory:
-        ids = one.token_ids.copy()
-        ids[at(one)] = (ids[at(one)] + 7) % 3900
-        return replace(one, token_ids=ids)
+    def change(trajectory: Trajectory) -> Trajectory:
+        ids = trajectory.token_ids.copy()
+        ids[at(trajectory)] = (ids[at(trajectory)] + 7) % 3900
+        return replace(trajectory, token_ids=ids)
 
     return change

@@ -27,7 +27,7 @@ TEXTS = st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=7).map(b"".
 
 
 class Drawn:
-    """Another distribution behind every prefix, drawn from a hash of it."""
+    """A different distribution after every prefix, drawn from a hash of it."""
 
     def __init__(self, ids: int = 9) -> None:
         self._ids = ids
@@ -68,7 +68,7 @@ def covers(text: bytes) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("text", [b"a", b"b", b"ab", b"aba", b"abab", b"babba"])
-def test_bytes_that_a_completion_begins_with_are_the_sum_of_their_cover_encodings(text: bytes) -> None:
+def test_prefix_probability_is_the_sum_over_cover_encodings(text: bytes) -> None:
     found = bytes_logprob(MODEL, text, SPELLINGS)
     assert found.exact
     assert found.lower == found.upper
@@ -77,7 +77,7 @@ def test_bytes_that_a_completion_begins_with_are_the_sum_of_their_cover_encoding
 
 
 @pytest.mark.parametrize("text", [b"a", b"b", b"ab", b"aba", b"abab", b"babba"])
-def test_bytes_that_a_completion_is_are_the_sum_of_what_spells_them(text: bytes) -> None:
+def test_text_probability_is_the_sum_over_its_spellings(text: bytes) -> None:
     found = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=[STOP])
     exact = [(*ids, STOP) for ids in SEQUENCES if spelled(ids) == text]
     assert found.exact
@@ -86,8 +86,8 @@ def test_bytes_that_a_completion_is_are_the_sum_of_what_spells_them(text: bytes)
 
 
 @given(TEXTS)
-def test_what_begins_with_bytes_goes_on_or_stops(text: bytes) -> None:
-    """P(x…) is P(xa…) + P(xb…) + P(x and then a token that is no text), at every length."""
+def test_prefix_probability_is_that_of_continuing_or_stopping(text: bytes) -> None:
+    """P(x…) is P(xa…) + P(xb…) + P(x and then a token that is not text), at every length."""
     whole = bytes_logprob(MODEL, text, SPELLINGS).lower
     longer = [bytes_logprob(MODEL, text + byte, SPELLINGS).lower for byte in (b"a", b"b")]
     ended = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=[STOP, NOTHING]).lower
@@ -95,7 +95,7 @@ def test_what_begins_with_bytes_goes_on_or_stops(text: bytes) -> None:
 
 
 @given(TEXTS, st.integers(1, 12), st.booleans())
-def test_a_search_that_was_cut_short_bounds_the_sum_on_both_sides(text: bytes, most: int, ends: bool) -> None:
+def test_limited_search_bounds_the_sum_on_both_sides(text: bytes, most: int, ends: bool) -> None:
     stop_ids = [STOP] if ends else []
     exact = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=stop_ids)
     cut = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=stop_ids, max_evaluations=most)
@@ -151,7 +151,9 @@ def test_a_real_model_sums_over_the_spellings_of_a_short_text(tiny: Transformers
     def all_spellings(rest: bytes) -> list[tuple[int, ...]]:
         if not rest:
             return [()]
-        return [(one, *more) for one, length in spellings.within(rest) for more in all_spellings(rest[length:])]
+        return [
+            (token_id, *more) for token_id, length in spellings.within(rest) for more in all_spellings(rest[length:])
+        ]
 
     sums = [tiny.logprobs_of([*ids, stop]).sum() for ids in all_spellings(text) for stop in tokenizer.eos_ids]
     assert found.exact
@@ -173,7 +175,7 @@ def test_drift_is_priced(tiny: TransformersModel, tokenizer: Tokenizer) -> None:
     spellings = Spellings.of(tokenizer)
     canonical = tokenizer.encode_plain(" the pears")
     (stop, *_) = sorted(tokenizer.eos_ids)
-    cut = [one for char in " the pears" for one in tokenizer.encode_plain(char)]
+    cut = [token_id for char in " the pears" for token_id in tokenizer.encode_plain(char)]
     assert cut != canonical
     kept = price(tiny, [*canonical, stop], tokenizer, spellings, stop_ids=tokenizer.eos_ids, max_evaluations=64)
     drifted = price(tiny, [*cut, stop], tokenizer, spellings, stop_ids=tokenizer.eos_ids, max_evaluations=64)

@@ -52,18 +52,18 @@ class Pairs:
             while at < len(ids) and ends[at] <= start:
                 inside.append(ids[at])
                 at += 1
-            if not inside or ends[at - 1] != start or not self.of_word(word, inside):
+            if not inside or ends[at - 1] != start or not self.is_canonical_word(word, inside):
                 return False
         return at == len(ids)
 
-    def of_word(self, word: str, ids: list[int]) -> bool:
+    def is_canonical_word(self, word: str, ids: list[int]) -> bool:
         if self.whole_words and word in self.vocab:
             return ids == [self.vocab[word]]
-        alone = all(self.merged((one,)) for one in ids)
+        alone = all(self.merged((token_id,)) for token_id in ids)
         return alone and all(self.merged(pair) for pair in pairwise(ids))
 
     def merged(self, ids: tuple[int, ...]) -> bool:
-        joined = "".join(self.bare.id_to_token(one) for one in ids)
+        joined = "".join(self.bare.id_to_token(token_id) for token_id in ids)
         return [token.id for token in self.bare.model.tokenize(joined)] == list(ids)
 
 
@@ -84,7 +84,7 @@ def test_the_meter_and_the_pairs_agree(family: str, data: st.DataObject) -> None
     drifted = bool(
         measure_drift([IdRow("a", np.array(ids, np.int32), (Span(0, len(ids)),))], tokenizer).completions.changed
     )
-    assert drifted != pairs(family).canonical(ids, [tokenizer.token_bytes(one) for one in ids])
+    assert drifted != pairs(family).canonical(ids, [tokenizer.token_bytes(own_id) for own_id in ids])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +92,7 @@ def test_the_pairs_find_a_single_split(family: str) -> None:
     tokenizer = load_tokenizer(family)
     whole = tokenizer.encode_plain("They were unbelievable rights.")
     assert canonical(family, tokenizer, whole)
-    at = next(n for n, one in enumerate(whole) if len(tokenizer.token_bytes(one)) > 4)
+    at = next(n for n, token_id in enumerate(whole) if len(tokenizer.token_bytes(token_id)) > 4)
     piece = tokenizer.token_bytes(whole[at]).decode()
     halves = tokenizer.encode_plain(piece[:3]) + tokenizer.encode_plain(piece[3:])
     split = whole[:at] + halves + whole[at + 1 :]
@@ -100,4 +100,4 @@ def test_the_pairs_find_a_single_split(family: str) -> None:
 
 
 def canonical(family: str, tokenizer: Tokenizer, ids: list[int]) -> bool:
-    return pairs(family).canonical(ids, [tokenizer.token_bytes(one) for one in ids])
+    return pairs(family).canonical(ids, [tokenizer.token_bytes(token_id) for token_id in ids])

@@ -61,13 +61,13 @@ def test_every_format_has_the_findings(
     )
     log = json.loads(ci_report("sarif", "tokentape x", "model", rules, cases))
     jsonschema.validate(log, SARIF)
-    assert [(one["ruleId"], one["level"]) for one in log["runs"][0]["results"]] == results
+    assert [(result["ruleId"], result["level"]) for result in log["runs"][0]["results"]] == results
     lines = ci_report("github", "tokentape x", "model", rules, cases).splitlines()
     assert [line.split(" ")[0] for line in lines] == [f"::{level}" for _, level in results]
     assert "\x07" not in str(log)
 
 
-def test_a_finding_says_both_sides_and_what_to_do() -> None:
+def test_finding_names_both_sides_and_what_to_do() -> None:
     text = audit_cases(AUDIT)[0].findings[0].text
     assert all(part in text for part in ("A: [1]", "B: [2]", "fix: Use one file.", "3 texts: words"))
 
@@ -94,7 +94,7 @@ def test_tokens_are_shown_as_what_they_spell(token: str, decoder: object, text: 
     assert as_text(token, facts) == text
 
 
-def test_annotations_are_one_line_each_and_stop_at_some_number() -> None:
+def test_annotations_are_single_lines_and_limited_in_number() -> None:
     found = [CiFinding("merges", "error", "a:b", f"line\n{n}%") for n in range(30)]
     lines = ci_report("github", "t", "p", RULES, [CiCase("c", found)]).splitlines()
     assert lines[0] == "::error file=p,line=1,title=a%3Ab::line%0A0%25"

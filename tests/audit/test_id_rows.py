@@ -50,10 +50,10 @@ def test_files_of_trajectories_give_the_same_rows(stored: StoredSession, tmp_pat
     rows, expected = list(iter_rows(path)), list(session_rows(stored))
     assert [row.name for row in rows] == [row.name for row in expected]
     assert spans(rows) == spans(expected)
-    for row, one in zip(rows, expected, strict=True):
-        assert np.array_equal(row.ids, one.ids)
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert np.array_equal(row.ids, expected_row.ids)
         assert row.provenance is not None
-        assert np.array_equal(row.provenance, one.provenance)
+        assert np.array_equal(row.provenance, expected_row.provenance)
 
 
 def test_metadata_and_payloads_of_trajectories_are_not_read(stored: StoredSession, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_somebody_elses_files_are_read_by_the_usual_names(tmp_path: Path, suffix: str) -> None:
+def test_files_of_other_tools_are_read_by_common_names(tmp_path: Path, suffix: str) -> None:
     masked = write(tmp_path / f"a{suffix}", [{"uid": "x", "input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 1, 0, 1]}])
     (row,) = iter_rows(masked)
     assert (row.name, row.ids.tolist(), spans([row])) == ("x", [1, 2, 3, 4, 5], [[(1, 3), (4, 5)]])
@@ -155,7 +155,7 @@ def test_a_trajectory_is_read_from_a_line(tmp_path: Path) -> None:
         (own_row(provenance=[2, 77]), "a trajectory is corrupt"),
     ],
 )
-def test_what_is_no_row_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_row_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"[1]\n{line}\n")
     with pytest.raises(InvalidRequest, match=f"line 2.*{message}"):

@@ -43,7 +43,7 @@ def over_sessions(changed: npt.NDArray[Any], turns: npt.NDArray[Any]) -> Rate:
 
 
 def over_turns(changed: npt.NDArray[Any], turns: npt.NDArray[Any]) -> Rate:
-    """The interval that takes each turn for a sample of its own."""
+    """The interval that treats each turn as an independent sample."""
     single = np.repeat([1, 0], [changed.sum(), (turns - changed).sum()])
     return rate_of(np.stack([single, np.ones_like(single)], 1))
 
@@ -94,8 +94,8 @@ def test_there_is_no_interval_below_50_sessions() -> None:
     assert "no interval" in found.interval
 
 
-def test_where_nothing_changed_sessions_count_and_not_turns() -> None:
-    """The rule of three: with none in n, up to 3 / n is likely; Wilson's interval says a little more."""
+def test_sessions_count_and_not_turns_if_nothing_changed() -> None:
+    """The rule of three: with none in n, up to 3 / n is likely; Wilson's interval is slightly wider."""
     found = shares_of(*[(0, 1000)] * 60)
     assert found.low == 0.0
     assert found.high is not None

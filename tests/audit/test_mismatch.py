@@ -1,4 +1,4 @@
-"""Recorded logprobs that are right are told nothing of; of each kind of wrong ones the cause is named."""
+"""Correct recorded logprobs give no finding; for each kind of wrong ones, the cause is named."""
 
 from __future__ import annotations
 
@@ -55,10 +55,12 @@ def compared(
 ) -> Mismatch:
     """What an engine that tells `top` alternatives finds."""
     scorer, found = ForwardPass(model), Mismatch(precision, 4000)
-    for one in trajectories:
-        start = int(one.completion_starts[0])
-        asked = min(found.top_for(one, sampling), top)
-        found.add(one, one.loss_mask, start, scorer.score(one.token_ids, start, asked), sampling)
+    for trajectory in trajectories:
+        start = int(trajectory.completion_starts[0])
+        alternatives = min(found.top_for(trajectory, sampling), top)
+        found.add(
+            trajectory, trajectory.loss_mask, start, scorer.score(trajectory.token_ids, start, alternatives), sampling
+        )
     for doubt in list(found.doubts()):
         found.look(doubt, scorer.score(doubt.trajectory.token_ids[: doubt.end], doubt.start, min(top, LOOK_TOP)))
     return found
@@ -71,31 +73,27 @@ def cause(found: Mismatch) -> Attribution:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
-def test_nothing_is_named_where_the_record_is_what_it_says(
-    plain: list[Trajectory], model: Any, temperature: float
-) -> None:
+def test_no_cause_is_named_for_a_correct_record(plain: list[Trajectory], model: Any, temperature: float) -> None:
     found = compared(recorded(plain, model, Rule(temperature), heated(temperature)), model)
     assert (found.causes(), dict(found.not_comparable)) == ((), {})
-    assert found.numbers().tokens == sum(int(one.loss_mask.sum()) for one in plain)
+    assert found.numbers().tokens == sum(int(trajectory.loss_mask.sum()) for trajectory in plain)
     assert found.numbers().max < 1e-4
 
 
-def test_a_truncated_distribution_is_compared_where_it_is_known_how_it_was_cut(
-    cut: list[Trajectory], model: Any
-) -> None:
+def test_truncated_distribution_is_compared_if_its_cut_is_known(cut: list[Trajectory], model: Any) -> None:
     right = recorded(cut, model, CUT, replace(OWN, truncation=True))
     found = compared(right, model, sampling={0: {"top_p": 0.9}})
     assert found.causes() == ()
     assert found.numbers().max < 1e-4
     unknown = compared(right, model)
     assert unknown.numbers().tokens == 0
-    assert unknown.not_comparable.total() == sum(int(one.loss_mask.sum()) for one in cut)
+    assert unknown.not_comparable.total() == sum(int(trajectory.loss_mask.sum()) for trajectory in cut)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.4])
 @pytest.mark.parametrize("top", [TOP, SERVER_TOP])
-def test_a_temperature_that_the_record_does_not_say(
+def test_temperature_missing_from_the_record_is_found(
     plain: list[Trajectory], model: Any, temperature: float, top: int
 ) -> None:
     found = cause(compared(recorded(plain, model, Rule(temperature), OWN), model, top=top))
@@ -105,7 +103,7 @@ def test_a_temperature_that_the_record_does_not_say(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
-def test_a_temperature_that_the_record_says_wrongly(plain: list[Trajectory], model: Any, temperature: float) -> None:
+def test_wrong_temperature_in_the_record_is_found(plain: list[Trajectory], model: Any, temperature: float) -> None:
     found = cause(compared(recorded(plain, model, RAW, heated(temperature)), model))
     assert (found.causes, found.expected) == (("temperature",), f"temperature {temperature}")
 
@@ -113,14 +111,14 @@ def test_a_temperature_that_the_record_says_wrongly(plain: list[Trajectory], mod
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("top", [TOP, SERVER_TOP])
 @pytest.mark.parametrize("rule", [CUT, Rule(1.0, top_p=0.93)], ids=str)
-def test_a_truncation_that_is_not_told(cut: list[Trajectory], model: Any, rule: Rule, top: int) -> None:
-    inside = [one for one in recorded(cut, model, rule, OWN) if np.isfinite(one.logprobs).all()]
+def test_unrecorded_truncation_is_found(cut: list[Trajectory], model: Any, rule: Rule, top: int) -> None:
+    inside = [trajectory for trajectory in recorded(cut, model, rule, OWN) if np.isfinite(trajectory.logprobs).all()]
     found = cause(compared(inside, model, top=top))
     assert found.causes == ("truncation",)
 
 
 @pytest.mark.slow
-def test_both_at_once(model_dir: Path, renderer: Renderer, model: Any) -> None:
+def test_temperature_and_truncation_together_are_found(model_dir: Path, renderer: Renderer, model: Any) -> None:
     rule = Rule(1.4, top_p=0.9)
     wrong = recorded(sampled(model_dir, renderer, rule), model, rule, OWN)
     assert cause(compared(wrong, model)).causes == ("temperature", "truncation")
@@ -129,56 +127,57 @@ def test_both_at_once(model_dir: Path, renderer: Renderer, model: Any) -> None:
     assert "too few alternatives" in few.detail
 
 
-def test_other_weights(plain: list[Trajectory], model: Any) -> None:
+def test_different_weights_are_found(plain: list[Trajectory], model: Any) -> None:
     assert cause(compared(recorded(plain, perturbed(model, 0.3), RAW, OWN), model)).causes == ("weights",)
 
 
-def test_lower_precision_is_not_told_from_slightly_other_weights(plain: list[Trajectory], model: Any) -> None:
+def test_lower_precision_looks_like_slightly_different_weights(plain: list[Trajectory], model: Any) -> None:
     for other in (copy.deepcopy(model).to(torch.bfloat16), perturbed(model, 0.01)):
         assert cause(compared(recorded(plain, other, RAW, OWN), model)).causes == ("kernels", "weights")
 
 
-def test_other_weights_of_one_version(plain: list[Trajectory], model: Any) -> None:
+def test_different_weights_of_one_version_are_found(plain: list[Trajectory], model: Any) -> None:
     later = recorded(plain[5:], perturbed(model, 0.05), RAW, OWN, version="1")
     found = cause(compared([*recorded(plain[:5], model, RAW, OWN), *later], model))
     assert (found.causes, found.weight_version) == (("weights",), "1")
 
 
-def test_other_ids_within_a_completion(plain: list[Trajectory], model: Any) -> None:
-    change = changed_id(lambda one: int(one.completion_starts[0]) + 10)
+def test_changed_ids_within_a_completion_are_found(plain: list[Trajectory], model: Any) -> None:
+    change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]) + 10)
     right = recorded(plain, model, RAW, OWN)
     assert cause(compared([*map(change, right[:3]), *right[3:]], model)).causes == ("ids",)
     assert cause(compared([*map(change, right)], model)).causes == ("ids",)
 
 
-def test_other_ids_in_front_of_some_completions(plain: list[Trajectory], model: Any) -> None:
-    change = changed_id(lambda one: int(one.completion_starts[0]) - 8)
+def test_changed_ids_before_some_completions_are_found(plain: list[Trajectory], model: Any) -> None:
+    change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]) - 8)
     right = recorded(plain, model, RAW, OWN)
     wrong = [*map(change, right[:3]), *right[3:]]
     assert cause(compared(wrong, model)).causes == ("ids",)
     unknown = [
-        replace(one, weight_spans=tuple((start, end, "unknown") for start, end, _ in one.weight_spans)) for one in wrong
+        replace(trajectory, weight_spans=tuple((start, end, "unknown") for start, end, _ in trajectory.weight_spans))
+        for trajectory in wrong
     ]
     assert cause(compared(unknown, model)).causes == ("ids", "weights")
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
-def test_rounding_of_bfloat16_is_no_cause_and_a_temperature_is(
+def test_bfloat16_rounding_is_not_a_cause_but_a_temperature_is(
     plain: list[Trajectory], model: Any, temperature: float
 ) -> None:
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     right = recorded(plain, rounded, Rule(temperature), heated(temperature))
     assert compared(right, model, precision="bfloat16").causes() == ()
     if temperature != 1.0:
-        wrong = [replace(one, logprobs_of=(OWN,)) for one in right]
+        wrong = [replace(trajectory, logprobs_of=(OWN,)) for trajectory in right]
         assert cause(compared(wrong, model, precision="bfloat16")).causes == ("temperature",)
 
 
 @pytest.mark.slow
-def test_ids_and_weights_are_told_apart_in_bfloat16(plain: list[Trajectory], model: Any) -> None:
+def test_ids_and_weights_are_distinguished_in_bfloat16(plain: list[Trajectory], model: Any) -> None:
     rounded = copy.deepcopy(model).to(torch.bfloat16)
-    change = changed_id(lambda one: int(one.completion_starts[0]) + 10)
+    change = changed_id(lambda trajectory: int(trajectory.completion_starts[0]) + 10)
     other = [*map(change, recorded(plain, rounded, RAW, OWN))]
     assert cause(compared(other, model, precision="bfloat16")).causes == ("ids",)
     off = recorded(plain, perturbed(model, 0.3).to(torch.bfloat16), RAW, OWN)

@@ -66,7 +66,7 @@ def test_a_premium_without_translations_is_refused(renderer: Renderer, baseline:
 
 
 @given(st.text(min_size=1, max_size=30).filter(str.strip))
-def test_what_scripts_take_is_what_the_text_takes(renderer: Renderer, text: str) -> None:
+def test_tokens_of_scripts_add_up_to_those_of_the_text(renderer: Renderer, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -98,7 +98,7 @@ def test_a_long_line_costs_as_much_per_letter_as_a_short_one() -> None:
     assert long < 60 * short  # 16 times if linear, 256 times if quadratic
 
 
-def test_scripts_are_told_by_letters() -> None:
+def test_scripts_are_recognized_by_letters() -> None:
     assert [script_of(char) for char in "aéяαあ漢한アابדไत"] == [
         *("Latin", "Latin", "Cyrillic", "Greek", "Hiragana", "Han", "Hangul", "Katakana"),
         *("Arabic", "Arabic", "Hebrew", "Thai", "Devanagari"),
@@ -122,7 +122,7 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_a_count(renderer: Renderer,
     assert (row.name, row.characters) == ("x?", 4)
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         list(read_corpus([tmp_path / "a.txt"]))
@@ -156,15 +156,13 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(model_dir: Path, c
     assert {row["lines"] for row in rows} == {1}
 
 
-def test_a_page_that_can_not_be_written_is_refused_before_anything_is_counted(
-    model_dir: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_unwritable_page_is_refused_before_counting(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     done = command(model_dir, "--corpus", corpus, "--html", tmp_path / "none" / "a.html")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "none" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--baseline", "fr"], ["--baseline"]])
-def test_arguments_that_make_no_sense_are_usage_errors(model_dir: Path, corpus: Path, arguments: list[str]) -> None:
+def test_invalid_arguments_are_usage_errors(model_dir: Path, corpus: Path, arguments: list[str]) -> None:
     assert command(model_dir, "--corpus", corpus, *arguments).exit_code == 2
     assert command("nowhere", "--corpus", corpus).exit_code == 2

@@ -1,4 +1,4 @@
-"""A report is one whole file: nothing is loaded, nothing runs, and nothing that somebody wrote becomes a tag."""
+"""A report is one self-contained file: it loads nothing, runs nothing, and text in it never becomes a tag."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_text_stays_text_on_a_page(text: str) -> None:
 
 
 @given(st.one_of(st.just(HOSTILE), st.text(st.characters(), min_size=1, max_size=20)))
-def test_text_does_not_steer_a_terminal(text: str) -> None:
+def test_terminal_escapes_in_text_are_escaped(text: str) -> None:
     console = Console(file=io.StringIO(), width=200, force_terminal=False, highlight=False)
     everything(text).print(console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_ids_that_differ_are_marked() -> None:
     assert "[7, <mark>8</mark>, 9]" in page
 
 
-def test_bars_say_their_values_and_intervals() -> None:
+def test_bars_show_their_values_and_intervals() -> None:
     plot = Report("t", [Bars([Bar("a", 0.25, 0.1, 0.5), Bar("b", 0.0)], "share")]).html()
     assert "<title>a: 0.25 share, from 0.1 to 0.5</title>" in plot
     assert ">0.25</text>" in plot
@@ -167,7 +167,7 @@ def test_an_axis_has_a_few_round_numbers_up_to_its_end(highest: float) -> None:
     assert ticks[-2] < highest <= ticks[-1] * (1 + 1e-6)
 
 
-def test_json_has_shares_of_rates_and_null_for_what_is_no_number() -> None:
+def test_json_has_shares_of_rates_and_null_for_nan() -> None:
     rate = Rate(1, 4, 0.1, 0.6, 60)
     assert json.loads(json_text({"rate": rate, 1: (math.nan, "a")})) == {
         "rate": {"changed": 1, "total": 4, "low": 0.1, "high": 0.6, "clusters": 60, "share": 0.25},

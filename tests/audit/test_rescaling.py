@@ -34,14 +34,14 @@ def best(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_all_alternatives_give_the_number_itself(rule: Rule) -> None:
+def test_all_alternatives_give_the_exact_number(rule: Rule) -> None:
     rows = raw(1, 2.0)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, len(rows))
     own, expected = (of[np.arange(len(rows)), ids] for of in (rows, distribution(rows, rule)))
     value, error = under(own, best(rows, VOCABULARY), rule, VOCABULARY)
-    told = np.isfinite(error)
-    assert told.mean() > 0.9
-    np.testing.assert_allclose(value[told], expected[told], atol=1e-5)
+    known = np.isfinite(error)
+    assert known.mean() > 0.9
+    np.testing.assert_allclose(value[known], expected[known], atol=1e-5)
 
 
 @settings(max_examples=40)
@@ -51,25 +51,25 @@ def test_all_alternatives_give_the_number_itself(rule: Rule) -> None:
     st.floats(0.3, 8),
     st.integers(1, VOCABULARY),
 )
-def test_a_few_alternatives_give_it_within_their_bounds(rule: Rule, seed: int, sharpness: float, count: int) -> None:
+def test_some_alternatives_give_bounds(rule: Rule, seed: int, sharpness: float, count: int) -> None:
     rows = raw(seed, sharpness)
     value, error = under(rows[:, 0], best(rows, count), rule, VOCABULARY)
     expected = distribution(rows, rule)[:, 0]
-    told = np.isfinite(error)
-    possible = told & np.isfinite(expected)
+    known = np.isfinite(error)
+    possible = known & np.isfinite(expected)
     with np.errstate(invalid="ignore"):
         apart = np.abs(value - expected)
-    assert (np.isneginf(value) == np.isneginf(expected))[told].all()
+    assert (np.isneginf(value) == np.isneginf(expected))[known].all()
     assert (apart[possible] <= error[possible] + 1e-4).all()
 
 
-def test_a_cut_beyond_the_alternatives_is_not_told() -> None:
+def test_cut_beyond_the_alternatives_is_unknown() -> None:
     rows = np.full((1, VOCABULARY), -np.log(VOCABULARY))
     assert np.isinf(under(rows[:, 0], best(rows, 10), Rule(top_p=0.9), VOCABULARY)[1]).all()
     assert np.isfinite(under(rows[:, 0], best(rows, 10), Rule(top_k=4), VOCABULARY)[1]).all()
 
 
-def test_without_alternatives_only_the_raw_number_is_told() -> None:
+def test_only_the_raw_number_is_known_without_alternatives() -> None:
     none = np.empty((1, 0))
     assert under([-1.0], none, RAW, 10)[1].tolist() == [0.0]
     assert np.isinf(under([-1.0], none, Rule(0.6), 10)[1]).all()
@@ -89,9 +89,9 @@ def test_without_alternatives_only_the_raw_number_is_told() -> None:
         (None, None, "does not say"),
     ],
 )
-def test_what_the_record_says_decides_what_is_compared(
+def test_record_decides_which_logprobs_are_compared(
     of: TokenDistribution | None, sampling: dict[str, float] | None, expected: Rule | str
 ) -> None:
-    one = make_trajectory(logprobs_of=(of,))
-    (found,) = recorded_rules(one, None if sampling is None else {0: sampling})
+    trajectory = make_trajectory(logprobs_of=(of,))
+    (found,) = recorded_rules(trajectory, None if sampling is None else {0: sampling})
     assert found == expected if isinstance(expected, Rule) else expected in str(found)

@@ -26,7 +26,7 @@ from tokentape.types import MediaSpan, TokenIds, TurnColumn
 
 
 class CountingScorer:
-    """Scores every id with minus its value over 1000; fails at the call whose number is given."""
+    """Scores every id with minus its value over 1000; fails at the call with the given number."""
 
     def __init__(self, fails_at: int | None = None, error: Exception | None = None) -> None:
         self.info = EngineInfo("counting", "1", "m", 4000, 10_000, "raw_logprobs", frozenset())
@@ -52,7 +52,7 @@ class CountingScorer:
 
 
 def go_on(base_url: str, store: SqliteStore, session_id: str, turns: int) -> None:
-    """Ask another question behind the first `turns` turns of a session."""
+    """Ask another question after the first `turns` turns of a session."""
     known = store.load_session(session_id).turns[:turns]
     history: Any = [message for turn in known for message in (*turn.messages, turn.reply)]
     with OpenAI(base_url=base_url, api_key="none", max_retries=0) as agent:
@@ -83,8 +83,8 @@ def recorded(store: SqliteStore) -> SqliteStore:
     return store
 
 
-def scored(store: SqliteStore, scorer: Any, **asked: Any) -> ScoreReport:
-    settings = {"column": "teacher", "precision": None, "concurrency": 1} | asked
+def scored(store: SqliteStore, scorer: Any, **options: Any) -> ScoreReport:
+    settings = {"column": "teacher", "precision": None, "concurrency": 1} | options
     again = settings.pop("again", False)
     sessions = recorded_sessions(store, settings["column"], again=again)
     return asyncio.run(score_sessions(sessions, scorer, lambda columns: store.write(*columns), **settings))
@@ -98,24 +98,28 @@ def test_each_sampled_token_is_scored_once(recorded: SqliteStore) -> None:
     scorer = CountingScorer()
     report = scored(recorded, scorer)
     assert (report.sessions, report.turns, report.had_it) == (3, turns_of(recorded), 0)
-    assert report.tokens == sum(len(turn.completion_ids) for one in recorded.iter_sessions() for turn in one.turns)
+    assert report.tokens == sum(
+        len(turn.completion_ids) for session in recorded.iter_sessions() for turn in session.turns
+    )
     branches = recorded.load_session("b").trajectories()
-    assert [one.turns for one in branches] == [(0, 1, 2), (0, 3)]
+    assert [branch.turns for branch in branches] == [(0, 1, 2), (0, 3)]
     # One call per branch, each from its first turn that no branch before has.
     expected, seen = [], set[int]()
-    for one in branches:
-        new = next(n for n, turn in enumerate(one.turns) if turn not in seen)
-        expected.append((len(one.token_ids), int(one.completion_starts[new])))
-        seen.update(one.turns)
+    for path in branches:
+        new = next(n for n, turn in enumerate(path.turns) if turn not in seen)
+        expected.append((len(path.token_ids), int(path.completion_starts[new])))
+        seen.update(path.turns)
     assert scorer.calls[1:-1] == expected
     for stored in recorded.iter_sessions(per_token=True):
-        for one in stored.trajectories():
+        for trajectory in stored.trajectories():
             np.testing.assert_allclose(
-                one.columns["teacher"][one.loss_mask], -one.token_ids[one.loss_mask] / 1000, rtol=1e-6
+                trajectory.columns["teacher"][trajectory.loss_mask],
+                -trajectory.token_ids[trajectory.loss_mask] / 1000,
+                rtol=1e-6,
             )
 
 
-def test_a_run_that_was_cut_off_goes_on(recorded: SqliteStore) -> None:
+def test_interrupted_run_resumes(recorded: SqliteStore) -> None:
     with pytest.raises(EngineUnavailable):
         scored(recorded, CountingScorer(fails_at=1))
     scorer = CountingScorer()
@@ -133,26 +137,26 @@ def test_only_new_turns_of_a_session_are_scored(gateway_url: str, recorded: Sqli
     scorer = CountingScorer()
     report = scored(recorded, scorer)
     assert (report.turns, report.had_it) == (1, turns_of(recorded) - 1)
-    (one,) = recorded.load_session("a").trajectories()
-    assert scorer.calls == [(len(one.token_ids), one.completion_starts[3])]
+    (trajectory,) = recorded.load_session("a").trajectories()
+    assert scorer.calls == [(len(trajectory.token_ids), trajectory.completion_starts[3])]
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_so_many_sessions_are_scored_at_a_time(recorded: SqliteStore, concurrency: int) -> None:
+def test_number_of_concurrent_sessions_is_limited(recorded: SqliteStore, concurrency: int) -> None:
     scorer = CountingScorer()
     scored(recorded, scorer, concurrency=concurrency)
     assert scorer.most == concurrency
 
 
-def test_what_an_engine_refuses_is_counted_and_the_rest_is_scored(recorded: SqliteStore) -> None:
+def test_turns_refused_by_the_engine_are_counted_and_the_rest_scored(recorded: SqliteStore) -> None:
     report = scored(recorded, CountingScorer(fails_at=0, error=InvalidRequest("too long", "ids")))
     assert dict(report.not_scored) == {"too long": 3}
     assert report.turns == turns_of(recorded) - 3
 
 
-def test_turns_behind_an_image_are_not_scored(recorded: SqliteStore) -> None:
-    (one,) = recorded.load_session("a").trajectories()
-    seen = replace(one, media=(MediaSpan(int(one.completion_ends[0]) + 1, 1, "", ""),))
+def test_turns_after_an_image_are_not_scored(recorded: SqliteStore) -> None:
+    (trajectory,) = recorded.load_session("a").trajectories()
+    seen = replace(trajectory, media=(MediaSpan(int(trajectory.completion_ends[0]) + 1, 1, "", ""),))
     written: list[TurnColumn] = []
 
     async def write(columns: Sequence[TurnColumn]) -> None:
@@ -164,7 +168,7 @@ def test_turns_behind_an_image_are_not_scored(recorded: SqliteStore) -> None:
     assert ([column.turn for column in written], report.not_scored.total()) == ([0], 2)
 
 
-def test_the_sampler_itself_finds_what_was_recorded(recorded: SqliteStore, model_dir: Path) -> None:
+def test_scoring_with_the_sampler_gives_the_recorded_logprobs(recorded: SqliteStore, model_dir: Path) -> None:
     sessions = recorded_sessions(recorded, "sampler")
     report = asyncio.run(
         open_and_score(
@@ -181,7 +185,9 @@ def test_the_sampler_itself_finds_what_was_recorded(recorded: SqliteStore, model
     assert report.numeric.max < 1e-4
     model = load(model_dir)
     for stored in recorded.iter_sessions(per_token=True):
-        for one in stored.trajectories():
-            rows = forward(model, one.token_ids)
-            at = np.flatnonzero(one.loss_mask)
-            np.testing.assert_allclose(one.columns["sampler"][at], rows[at - 1, one.token_ids[at]], atol=1e-4)
+        for trajectory in stored.trajectories():
+            rows = forward(model, trajectory.token_ids)
+            at = np.flatnonzero(trajectory.loss_mask)
+            np.testing.assert_allclose(
+                trajectory.columns["sampler"][at], rows[at - 1, trajectory.token_ids[at]], atol=1e-4
+            )

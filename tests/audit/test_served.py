@@ -1,4 +1,4 @@
-"""What is found out of a server: its ids, how likely its model finds a text, what it calls its model."""
+"""What a server reveals: its ids, the likelihood of a text, the name of its model."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def scored(server: StandIn, renderer: Renderer, info: EngineInfo = INFO) -> Chec
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    """The tiny model's words with other ids: all that are no control tokens in reverse order."""
+    """The tiny model's words with different ids: all except control tokens in reverse order."""
     folder = tmp_path_factory.mktemp("reversed")
     for file in MODEL.iterdir():
         if file.suffix in (".json", ".jinja"):
             (folder / file.name).write_bytes(file.read_bytes())
     spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    controls = {one["content"] for one in spec["added_tokens"]}
+    controls = {token["content"] for token in spec["added_tokens"]}
     words = [word for word in spec["model"]["vocab"] if word not in controls]
     ids = [spec["model"]["vocab"][word] for word in words]
     spec["model"]["vocab"].update(zip(words, reversed(ids), strict=True))
@@ -95,12 +95,12 @@ def as_we_do(renderer: Renderer) -> Callable[[dict[str, Any]], list[int]]:
     return answer
 
 
-def test_a_server_that_tokenizes_and_renders_as_we_do_is_fine(renderer: Renderer) -> None:
+def test_server_with_the_same_tokenizer_and_template_passes(renderer: Renderer) -> None:
     with running(tokenizing(as_we_do(renderer))) as url:
         assert [finding.status for finding in examined(url, renderer)] == ["ok", "ok"]
 
 
-def test_a_server_with_another_tokenizer_fails_with_the_text_and_where_it_differs(renderer: Renderer) -> None:
+def test_server_with_another_tokenizer_fails_with_text_and_position(renderer: Renderer) -> None:
     with running(tokenizing(lambda body: [*as_we_do(renderer)(body), 7])) as url:
         tokenizer, template = examined(url, renderer)
     assert (tokenizer.status, template.status) == ("fail", "warn")
@@ -109,7 +109,7 @@ def test_a_server_with_another_tokenizer_fails_with_the_text_and_where_it_differ
     assert "agents that call the server directly" in template.advice
 
 
-def test_a_server_that_shows_tools_otherwise_is_told_apart(renderer: Renderer) -> None:
+def test_server_that_renders_tools_differently_is_found(renderer: Renderer) -> None:
     ours = as_we_do(renderer)
 
     def with_strict(body: dict[str, Any]) -> list[int]:
@@ -122,7 +122,7 @@ def test_a_server_that_shows_tools_otherwise_is_told_apart(renderer: Renderer) -
     assert "a question with a tool" in template.found
 
 
-def test_a_server_that_says_nothing_is_not_compared(renderer: Renderer) -> None:
+def test_server_without_endpoints_is_not_compared(renderer: Renderer) -> None:
     with running(Starlette()) as url:
         assert ["not compared" in finding.found for finding in examined(url, renderer)] == [True, True]
 
@@ -154,7 +154,7 @@ def test_a_plain_text_is_noise_to_a_model_of_other_ids(renderer: Renderer, other
     assert f"at least {MARGIN} expected" in finding.found
 
 
-def test_a_server_that_does_not_tell_likelihoods_is_not_scored(renderer: Renderer) -> None:
+def test_server_without_likelihoods_is_not_scored(renderer: Renderer) -> None:
     assert scored(StandIn(renderer), renderer).status == "warn"
 
 
@@ -165,7 +165,7 @@ def test_a_server_with_little_context_is_not_scored(renderer: Renderer) -> None:
     assert server.scored == 0
 
 
-def test_other_ids_repeat_where_the_text_does_and_keep_to_the_vocabulary() -> None:
+def test_replaced_ids_keep_repetitions_and_stay_in_the_vocabulary() -> None:
     import numpy as np
 
     ids = np.array([9, *range(50), *range(50), 3999], np.int32)
@@ -177,7 +177,7 @@ def test_other_ids_repeat_where_the_text_does_and_keep_to_the_vocabulary() -> No
     assert (tail != changed).mean() > 0.9
 
 
-def test_ids_that_the_server_may_not_have_are_not_sent_to_it(renderer: Renderer, other: Renderer) -> None:
+def test_ids_that_the_server_may_lack_are_not_sent(renderer: Renderer, other: Renderer) -> None:
     server = StandIn(other, language_model(other), name="model")
 
     async def run() -> list[CheckResult]:
@@ -241,7 +241,7 @@ STEP = FolderModel(frozenset({"/runs/7/step_100"}), {"max_position_embeddings": 
         ({"Qwen/Qwen3-8B"}, CACHED, {"model_type": "qwen3"}, "ok"),
     ],
 )
-def test_what_names_tell(names: set[str], folder: FolderModel, more: dict[str, Any], status: str) -> None:
+def test_model_names_are_compared(names: set[str], folder: FolderModel, more: dict[str, Any], status: str) -> None:
     assert same_name(ServedAs(frozenset(names), frozenset(names), **more), folder).status == status
 
 

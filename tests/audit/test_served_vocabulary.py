@@ -27,7 +27,7 @@ from tokentape.gateway._serve import running
 
 Spec = dict[str, Any]
 SMALL_FOLDERS = sorted(path.parent for path in SMALL.glob("*/tokenizer.json"))
-# The one with the fewest entries is quick, and of a kind with bytes that stand for themselves.
+# The smallest vocabulary is quick, and of the kind that has byte tokens.
 REAL_FOLDERS = [
     pytest.param(
         path.parent, marks=[pytest.mark.real, *([] if path.parent.name == "mistral_v3_spm" else [pytest.mark.slow])]
@@ -42,10 +42,10 @@ class Server:
     def __init__(self, spec: Spec, *, decodes: bool = True) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
         self.decodes = decodes
-        self.asked = 0
+        self.requests = 0
 
     async def handle(self, request: Request) -> Response:
-        self.asked += 1
+        self.requests += 1
         body = await request.json()
         if request.url.path == "/tokenize":
             text = body.get("prompt", body.get("content"))
@@ -73,36 +73,36 @@ def compared(server: Server, folder: Path, kind: str = "vllm") -> Outcome:
         return asyncio.run(run())
 
 
-def swapped(spec: Spec, one: str, other: str) -> Spec:
+def swapped(spec: Spec, left: str, right: str) -> Spec:
     vocab = spec["model"]["vocab"]
-    vocab[one], vocab[other] = vocab[other], vocab[one]
+    vocab[left], vocab[right] = vocab[right], vocab[left]
     return spec
 
 
-@pytest.mark.parametrize("folder", [*SMALL_FOLDERS, *REAL_FOLDERS], ids=lambda one: one.name)
+@pytest.mark.parametrize("folder", [*SMALL_FOLDERS, *REAL_FOLDERS], ids=lambda folder: folder.name)
 def test_the_same_tokenizer_has_the_same_vocabulary(folder: Path) -> None:
     server = Server(spec_of(folder))
     assert compared(server, folder) == ("ok", "")
-    assert server.asked <= 40
+    assert server.requests <= 40
 
 
 def test_two_exchanged_entries_are_found_with_a_text_and_both_ids() -> None:
     spec = spec_of(SMALL / "qwen3")
-    one, other = ("".join(merge) for merge in spec["model"]["merges"][-2:])
-    ids = [spec["model"]["vocab"][entry] for entry in (one, other)]
-    status, found = compared(Server(swapped(spec, one, other)), SMALL / "qwen3")
+    left, right = ("".join(merge) for merge in spec["model"]["merges"][-2:])
+    ids = [spec["model"]["vocab"][entry] for entry in (left, right)]
+    status, found = compared(Server(swapped(spec, left, right)), SMALL / "qwen3")
     assert status == "fail"
     assert f"[{ids[0]}] here and [{ids[1]}] at the server" in found
 
 
-def test_exchanged_parts_of_characters_are_found_though_no_text_has_them() -> None:
+def test_swapped_parts_of_characters_are_found_although_no_text_has_them() -> None:
     spec = spec_of(SMALL / "qwen3")
     vocab = spec["model"]["vocab"]
     parts = [entry for entry in vocab if len(entry) == 1 and entry in "ÀÁõö÷øùúûüýþÿðñòóô"]
     known = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    one, other = [p for p in parts if p in "óô"]
-    assert not {vocab[one], vocab[other]} & set(known.encode("óô", add_special_tokens=False).ids)
-    status, found = compared(Server(swapped(spec, one, other)), SMALL / "qwen3")
+    left, right = [p for p in parts if p in "óô"]
+    assert not {vocab[left], vocab[right]} & set(known.encode("óô", add_special_tokens=False).ids)
+    status, found = compared(Server(swapped(spec, left, right)), SMALL / "qwen3")
     assert status == "fail"
     assert "at the server" in found
 
@@ -122,18 +122,18 @@ def test_a_moved_text_token_is_found() -> None:
     spec = spec_of(SMALL / "gemma3")
     tokens = {token["content"]: token for token in spec["added_tokens"]}
     assert Tokenizer.load(SMALL / "gemma3").control("▁▁▁▁") is None
-    one, other = tokens["▁▁▁"], tokens["▁▁▁▁"]
-    one["content"], other["content"] = other["content"], one["content"]
+    shorter, longer = tokens["▁▁▁"], tokens["▁▁▁▁"]
+    shorter["content"], longer["content"] = longer["content"], shorter["content"]
     status, found = compared(Server(swapped(spec, "▁▁▁", "▁▁▁▁")), SMALL / "gemma3")
     assert (status, "at the server" in found) == ("fail", True)
 
 
-def test_what_the_server_does_not_decode_is_not_known() -> None:
+def test_ids_that_the_server_does_not_decode_are_unknown() -> None:
     status, found = compared(Server(spec_of(SMALL / "qwen3"), decodes=False), SMALL / "qwen3")
     assert (status, "can't decode" in found) == ("warn", True)
 
 
-def test_llama_cpp_may_split_a_text_otherwise_if_its_ids_mean_the_same() -> None:
+def test_llama_cpp_may_split_a_text_differently_if_the_ids_mean_the_same() -> None:
     spec = spec_of(SMALL / "qwen3")
     swap = swapped(spec_of(SMALL / "qwen3"), *("".join(merge) for merge in spec["model"]["merges"][-2:]))
     del spec["model"]["merges"][-1]
@@ -141,7 +141,7 @@ def test_llama_cpp_may_split_a_text_otherwise_if_its_ids_mean_the_same() -> None
     assert compared(Server(swap), SMALL / "qwen3", "llamacpp")[0] == "fail"
 
 
-def test_a_server_is_asked_once_while_it_can_not_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_server_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer.load(MODEL)
     size = renderer.tokenizer.vocab_size
     long_texts: list[str] = []
@@ -160,7 +160,7 @@ def test_a_server_is_asked_once_while_it_can_not_have_changed(monkeypatch: pytes
 
     server = Counting(renderer, root=str(MODEL))
 
-    async def asked(generation: int, started: str = "", context: int = 4096) -> bool:
+    async def asks_the_server(generation: int, started: str = "", context: int = 4096) -> bool:
         monkeypatch.setattr(HttpClient, "generation", generation)
         server.started, server.max_model_len = started, context
         before = len(long_texts)
@@ -172,8 +172,18 @@ def test_a_server_is_asked_once_while_it_can_not_have_changed(monkeypatch: pytes
         nonlocal http
         http = HttpClient(url)
         try:
-            known = [await asked(1), await asked(1), await asked(2), await asked(2, context=4097)]
-            return [*known, await asked(2, "1.5e9"), await asked(3, "1.5e9"), await asked(4, "1.6e9")]
+            known = [
+                await asks_the_server(1),
+                await asks_the_server(1),
+                await asks_the_server(2),
+                await asks_the_server(2, context=4097),
+            ]
+            return [
+                *known,
+                await asks_the_server(2, "1.5e9"),
+                await asks_the_server(3, "1.5e9"),
+                await asks_the_server(4, "1.6e9"),
+            ]
         finally:
             await http.close()
 

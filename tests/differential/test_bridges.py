@@ -215,7 +215,7 @@ def test_every_difference_is_explained(comparisons: dict[tuple[str, str, str], C
     assert differing == explained
 
 
-def test_where_a_peer_differs_the_template_does_not_have_it(
+def test_template_contradicts_a_peer_that_differs(
     comparisons: dict[tuple[str, str, str], Comparison],
 ) -> None:
     assert [case for case, c in comparisons.items() if c.theirs != c.ours and c.template_has_theirs] == []

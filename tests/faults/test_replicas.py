@@ -190,7 +190,7 @@ def test_workers_stopped_by_sigterm(model_dir: Path, upstream: Upstream, tmp_pat
 
 @pytest.mark.faults
 @needs_strace
-def test_worker_whose_disk_fails_once(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
+def test_worker_with_one_disk_failure(model_dir: Path, upstream: Upstream, tmp_path: Path) -> None:
     """It acknowledges nothing any more, and is replaced by a worker that has read the disk."""
     command = serve_command(model_dir, upstream, tmp_path / "data", "--workers", "2")
     # Of each process by itself: one of its first flushes fails.

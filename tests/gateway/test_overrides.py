@@ -11,11 +11,11 @@ from tests.gateway.test_turns import Talk, user
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import TemplateRefused
 
-ONE, TWO = "one<|im_end|>", "two<|im_end|>"
+FIRST_REPLY, SECOND_REPLY = "one<|im_end|>", "two<|im_end|>"
 
 
-def test_its_bridge_continues_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(overridden(renderer, Chat), tmp_path, [ONE, TWO])
+def test_bridge_of_an_override_continues_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(overridden(renderer, Chat), tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
@@ -25,7 +25,7 @@ def test_its_bridge_continues_the_exact_ids(renderer: Renderer, tmp_path: Path) 
 
 
 def test_without_a_bridge_a_branch_starts(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(overridden(renderer, Reluctant), tmp_path, [ONE, TWO])
+    talk = Talk(overridden(renderer, Reluctant), tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (None, "template_rewrites")
@@ -34,7 +34,7 @@ def test_without_a_bridge_a_branch_starts(renderer: Renderer, tmp_path: Path) ->
 def test_a_bridge_that_changes_the_context_is_refused_and_nothing_is_recorded(
     renderer: Renderer, tmp_path: Path
 ) -> None:
-    talk = Talk(overridden(renderer, Short), tmp_path, [ONE, TWO])
+    talk = Talk(overridden(renderer, Short), tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     with pytest.raises(TemplateRefused, match="does not keep the context"):
         talk.say(user("a"), first.reply, user("b"))

@@ -162,7 +162,7 @@ def error_in(api: str, answer: httpx2.Response) -> tuple[str, str | None]:
 
 @pytest.mark.usefixtures("no_errors_logged")
 @pytest.mark.parametrize(("api", "wrong", "param", "text"), REFUSED)
-def test_a_refusal_says_what_was_found_and_expected(
+def test_refusal_names_found_and_expected_values(
     gateway_url: str, api: str, wrong: dict[str, Any], param: str, text: str
 ) -> None:
     answer = httpx2.post(f"{gateway_url}/sessions/s/v1/{api}", json={**BODIES[api], **wrong})

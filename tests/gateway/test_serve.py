@@ -32,7 +32,7 @@ def test_host_that_others_can_reach_is_refused(host: str) -> None:
         serve(APP, host=host)
 
 
-def test_host_that_is_no_address_is_refused() -> None:
+def test_host_that_is_not_an_address_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not an IP address"):
         serve(APP, host="example.org")
 

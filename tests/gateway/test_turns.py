@@ -26,8 +26,8 @@ from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, _rows
 from tokentape.types import Provenance, SessionInfo, Turn
 
-ONE = "<think>\nfirst thought\n</think>\n\nfirst answer<|im_end|>"
-TWO = "second answer<|im_end|>"
+FIRST_REPLY = "<think>\nfirst thought\n</think>\n\nfirst answer<|im_end|>"
+SECOND_REPLY = "second answer<|im_end|>"
 
 
 def user(text: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Talk:
 
 
 def test_sampled_ids_stay_in_context_although_the_template_drops_them(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
@@ -75,7 +75,7 @@ def test_sampled_ids_stay_in_context_although_the_template_drops_them(renderer: 
 
 
 def test_shared_turn_data_is_in_memory_once(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert first.setup is second.setup
@@ -83,7 +83,7 @@ def test_shared_turn_data_is_in_memory_once(renderer: Renderer, tmp_path: Path) 
 
 
 def test_template_history_starts_a_branch_with_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO], history="template")
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY], history="template")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (None, "template_history")
@@ -95,14 +95,14 @@ def test_template_history_starts_a_branch_with_the_exact_ids(renderer: Renderer,
 
 
 def test_append_only_template_history_starts_no_branch(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, ["first answer<|im_end|>", TWO], history="template")
+    talk = Talk(renderer, tmp_path, ["first answer<|im_end|>", SECOND_REPLY], history="template")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
 
 
 def test_edited_history_keeps_the_exact_sampled_ids(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a, edited"), first.reply, user("b"))
     assert (second.parent, second.fork) == (None, "edited_history")
@@ -114,7 +114,7 @@ def test_edited_history_keeps_the_exact_sampled_ids(renderer: Renderer, tmp_path
 def test_replies_are_looked_up_once_for_an_edited_history(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO, ONE])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY, FIRST_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     looked_up = Mock(side_effect=PromptBuilder._sampled_replies)
@@ -125,14 +125,14 @@ def test_replies_are_looked_up_once_for_an_edited_history(
 
 
 def test_a_cut_short_reply_is_spliced_and_closed(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, ["first ans", TWO])
+    talk = Talk(renderer, tmp_path, ["first ans", SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("edited"), first.reply, user("b"))
     assert "first ans<|im_end|>\n<|im_start|>user\nb" in talk.text(second.added_ids.tolist())
 
 
 def test_reasoning_that_was_cut_short_is_closed_where_it_is_spliced(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, ["<think>\nstill thinking", TWO])
+    talk = Talk(renderer, tmp_path, ["<think>\nstill thinking", SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("edited"), first.reply, user("b"))
     text = talk.text(second.added_ids.tolist())
@@ -141,7 +141,7 @@ def test_reasoning_that_was_cut_short_is_closed_where_it_is_spliced(renderer: Re
 
 
 def test_reply_after_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, ONE.replace("first", "other"), TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, FIRST_REPLY.replace("first", "other"), SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     (third,) = talk.say(user("a"), first.reply, user("b, edited"), second.reply, user("c"))
@@ -156,7 +156,7 @@ def test_reply_after_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp_path: P
 
 def test_equal_replies_of_a_branch_each_keep_their_own_ids(renderer: Renderer, tmp_path: Path) -> None:
     # The same text in two splits: equal as messages, but distinguished by their position.
-    talk = Talk(renderer, tmp_path, ["answer<|im_end|>", "ok<|im_end|>", "answer<|im_end|>", TWO])
+    talk = Talk(renderer, tmp_path, ["answer<|im_end|>", "ok<|im_end|>", "answer<|im_end|>", SECOND_REPLY])
     talk.engine.split_next = True
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
@@ -172,7 +172,7 @@ OTHER_STOP = "first answer<|endoftext|>"
 
 
 def test_stop_token_missing_from_the_template_ends_the_turn(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [OTHER_STOP, TWO])
+    talk = Talk(renderer, tmp_path, [OTHER_STOP, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (0, None)
@@ -183,7 +183,7 @@ def test_stop_token_missing_from_the_template_ends_the_turn(renderer: Renderer, 
 def test_stop_mismatch_fork_starts_a_branch_with_the_template_stop(
     renderer: Renderer, tmp_path: Path, history: History
 ) -> None:
-    talk = Talk(renderer, tmp_path, [OTHER_STOP, TWO], history=history, stop_mismatch="fork")
+    talk = Talk(renderer, tmp_path, [OTHER_STOP, SECOND_REPLY], history=history, stop_mismatch="fork")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     assert (second.parent, second.fork) == (None, "other_stop" if history == "sampled" else "template_history")
@@ -194,7 +194,7 @@ def test_stop_mismatch_fork_starts_a_branch_with_the_template_stop(
 
 
 def test_template_stop_starts_no_branch(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [OTHER_STOP, ONE, TWO], stop_mismatch="fork")
+    talk = Talk(renderer, tmp_path, [OTHER_STOP, FIRST_REPLY, SECOND_REPLY], stop_mismatch="fork")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     (third,) = talk.say(user("a"), first.reply, user("b"), second.reply, user("c"))
@@ -213,7 +213,7 @@ def test_full_rendering_does_not_block_other_calls(
         return render(*args, **more)
 
     monkeypatch.setattr(Renderer, "render", noting)
-    talk = Talk(renderer, tmp_path, [ONE, OTHER_STOP, TWO], stop_mismatch="fork")
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, OTHER_STOP, SECOND_REPLY], stop_mismatch="fork")
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"))
     (third,) = talk.say(user("a"), first.reply, user("b"), second.reply, user("c"))
@@ -225,7 +225,7 @@ def test_full_rendering_does_not_block_other_calls(
 def test_telemetry_that_fails_loses_no_turn(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
 
     def failing(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -243,7 +243,7 @@ def test_telemetry_that_fails_loses_no_turn(
 def test_call_ends_only_after_its_sampled_ids_are_recorded(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_after: int | None, cause: str
 ) -> None:
-    talk = Talk(renderer, tmp_path, [ONE])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY])
     talk.engine.fail_after, talk.engine.error = fail_after, EngineError("broken")
     talk.engine.stall_after = 3
     write = SqliteStore.write
@@ -278,7 +278,7 @@ def test_call_ends_only_after_its_sampled_ids_are_recorded(
 
 
 def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY])
     (turn,) = talk.say(user("a"), {"role": "assistant", "content": "not mine"}, user("b"))
     assert turn.fork is None
     assistant_ids = turn.added_ids[turn.added_provenance == Provenance.ASSISTANT]
@@ -288,7 +288,7 @@ def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Rende
 def test_common_first_messages_are_rendered_once(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO, ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY, FIRST_REPLY, SECOND_REPLY])
     renderings: list[Any] = []
     render = renderer.render
 
@@ -315,7 +315,7 @@ def test_common_first_messages_are_stored_and_compressed_once(
 ) -> None:
     compressed, deflate = list[Any](), _rows._deflate
     monkeypatch.setattr(_rows, "_deflate", lambda value: compressed.append(value) or deflate(value))
-    talk = Talk(renderer, tmp_path, [ONE] * 3)
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY] * 3)
     (first,), (second,) = (talk.say(user("a"), session=name) for name in ("s", "t"))
     (other,) = talk.say(user("b"), session="u")
     assert first.messages is second.messages
@@ -326,14 +326,14 @@ def test_common_first_messages_are_stored_and_compressed_once(
 
 def test_other_tools_start_a_new_branch(renderer: Renderer, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("a"), first.reply, user("b"), tools=(tool,))
     assert (second.parent, second.fork) == (None, "new_setup")
 
 
 def test_choices_are_recorded_together_as_siblings(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY, SECOND_REPLY])
     assert len(talk.say(user("a"), n=2)) == 2
     assert [(turn.seq, turn.parent, turn.fork) for turn in talk.recorded()] == [(0, None, None), (1, None, "sibling")]
 
@@ -349,7 +349,7 @@ def test_if_one_choice_fails_all_are_recorded_as_aborted(renderer: Renderer, tmp
 
 
 def test_a_context_without_room_for_a_reply_is_refused(renderer: Renderer, tmp_path: Path) -> None:
-    talk = Talk(renderer, tmp_path, [ONE])
+    talk = Talk(renderer, tmp_path, [FIRST_REPLY])
     talk.engine.info = replace(talk.engine.info, max_context=5)
     with pytest.raises(InvalidRequest, match="> 4"):
         talk.say(user("a"))

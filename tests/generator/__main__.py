@@ -55,7 +55,7 @@ def find_causes(results: list[Mapping[str, Any]] | list[dict[str, Any]], known: 
     while pending := unexplained(results, causes):
         result, kind = min(pending, key=lambda pair: len(pair[0]["cause"]))
         case = case_of(result["seed"], result["index"])
-        # A few conversations will do, but for what is said of all of them together.
+        # A few conversations suffice, except for checks over all of them.
         shown = {finding["conversation"] for finding in result["findings"] if finding["kind"] == kind}
         few = None if kind.startswith("needless") else sorted(shown)[:3]
         found = reduce(case, kind, lambda tried, few=few: examine(tried, count, numbers=few).kinds)
@@ -67,7 +67,7 @@ def find_causes(results: list[Mapping[str, Any]] | list[dict[str, Any]], known: 
 
 
 def summary(results: list[dict[str, Any]], causes: list[Cause]) -> str:
-    """A table of what was compared, and of findings by kind and by cause."""
+    """A table of comparisons, and of findings by kind and by cause."""
     compared: Counter[str] = Counter()
     for result in results:
         compared.update(result["counts"])

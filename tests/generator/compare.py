@@ -1,4 +1,4 @@
-"""Compare messages and texts, apart from differences that mean nothing."""
+"""Compare messages and texts, ignoring differences without meaning."""
 
 from __future__ import annotations
 

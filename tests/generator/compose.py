@@ -279,7 +279,7 @@ class _Writer:
     def result(self) -> str:
         if self.on["beside"] != "after_results":
             return self.bare_result()
-        # What was said beside the calls is written after the last of their results.
+        # The text next to the calls is written after the last of their results.
         prior = "{% set ns.prior = '' %}{% for q in messages %}{% if q.tool_calls and loop.index0 < HERE %}"
         prior += "{% set ns.prior = q.content or '' %}{% endif %}{% endfor %}"
         last = "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"

@@ -1,4 +1,4 @@
-"""How composed templates write tool calls, and what they call them by in results. All strings are Jinja."""
+"""How composed templates write tool calls, and how results refer to them. All strings are Jinja."""
 
 from __future__ import annotations
 

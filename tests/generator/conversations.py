@@ -107,7 +107,7 @@ class ConversationMaker:
         arguments_as_text: bool,
         typed: bool,
     ) -> None:
-        """`typed`: calls are written so that null differs from the word, whatever the schema says."""
+        """`typed`: calls are written so that null differs from the word, independent of the schema."""
         self.rng = rng
         self.constants = [text for text in constants if not any(control in text for control in controls)]
         self.controls = list(controls)
@@ -120,7 +120,7 @@ class ConversationMaker:
 
     def conversation(self, number: int) -> Conversation:
         rng = self.rng
-        # As many random numbers are drawn whatever the template has, so that a reduced case keeps its conversations.
+        # The number of random draws does not depend on the template, so that a reduced case keeps its conversations.
         chance, which, role = rng.random(), rng.random(), rng.random()
         if self.constants and chance < 0.5:
             self.constant = self.constants[int(which * len(self.constants))]

@@ -16,7 +16,7 @@ QUESTION: Message = {"role": "user", "content": "What is it?"}
 _ANSWER: Message = {"role": "assistant", "content": "It is this."}
 _SYSTEM: Message = {"role": "system", "content": "Be kind."}
 _FEWEST = 14
-"""Renderings below which nothing is said."""
+"""The number of renderings below which no result is given."""
 _REPLIES = 2
 """Replies that are tried after every history."""
 
@@ -52,7 +52,7 @@ def has_shortest(name: str, conversations: Sequence[Conversation]) -> bool:
 
 
 def histories_with(constants: Sequence[str]) -> Iterator[list[Message]]:
-    """Histories in which each of these strings, which a template looks for, is said by everybody in turn."""
+    """Histories in which each role in turn uses each of these strings, which a template looks for."""
     for constant in constants[:32]:
         for text in (constant, f"so {constant} then"):
             yield [{"role": "system", "content": text}, QUESTION]
@@ -66,7 +66,7 @@ def histories_with(constants: Sequence[str]) -> Iterator[list[Message]]:
 def depends_on_constants(
     reference: Reference, conversation: Conversation, constants: Sequence[str], *, tools: bool
 ) -> str:
-    """Why new messages that say what a template looks for are written otherwise after others that do; empty if not."""
+    """Why new messages with a string that a template looks for depend on earlier ones with it; empty if they do not."""
     for constant in constants[:32]:
         histories: list[Sequence[Message]] = [[{"role": "user", "content": constant}, _ANSWER, QUESTION]]
         for history in AFTER_RESULTS[::2] if tools else ():

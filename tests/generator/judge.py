@@ -1,4 +1,4 @@
-"""Compare the product with the oracle on one case's conversations, and say where the product's claims are false."""
+"""Compare the product with the oracle on one case's conversations, and report its false claims."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass
 class Judge:
-    """Judges one case. `counts` says how often what was compared, also where nothing was found."""
+    """Judges one case. `counts` holds the number of comparisons by kind, also without findings."""
 
     reference: Reference
     product: Product
@@ -53,7 +53,7 @@ class Judge:
     counts: Counter[str] = field(default_factory=Counter)
 
     def judge(self, conversations: Sequence[Conversation], constants: Sequence[str]) -> None:
-        """Judge all conversations, then what the certificate says of all of them together.
+        """Judge all conversations, then the certificate's claims about all of them together.
 
         `constants` are strings that the template looks for.
         """
@@ -68,7 +68,7 @@ class Judge:
         self.findings.append(Finding(kind, conversation.number, detail[:400]))
 
     def _called(self, kind: str, conversation: Conversation, call: Callable[[], Any]) -> Any:
-        """What a call of the product returns; None if it raises what it should not raise."""
+        """The result of a call of the product; None if it raises an unexpected error."""
         try:
             return call()
         except TemplateRefused:
@@ -276,7 +276,7 @@ class Judge:
         expected: Sequence[tuple[str, list[int] | None]],
         history: Sequence[Message] | None,
     ) -> str:
-        """How the product's bridge differs from what is expected; empty if it does not."""
+        """How the product's bridge differs from the expected one; empty if it does not."""
         try:
             ids = self.product.bridge(
                 turn.ids, conversation.reply, conversation.new, conversation.tools, history, self._before(conversation)
@@ -337,7 +337,7 @@ class Judge:
             self._found("false claim of parsing", conversation, f"{problem}; {turn.text[:160]!r}")
 
     def _truncated(self, conversation: Conversation, turn: SampledTurn) -> None:
-        """Cut the turn at a random token: no exception, no lost message, and what was open is closed."""
+        """Cut the turn at a random token: no exception, no lost message, and open parts are closed."""
         if len(turn.ids) < 3:
             return
         cut = turn.ids[: self.rng_of(f"cut {conversation.number}").randrange(1, len(turn.ids) - 1)]
@@ -345,7 +345,7 @@ class Judge:
         self._after_any(conversation, cut)
 
     def _after_any(self, conversation: Conversation, cut: list[int]) -> None:
-        """Go on after ids that are no whole turn."""
+        """Continue after ids that are not a whole turn."""
         try:
             reply = self.product.parse(cut, conversation.tools, self._before(conversation))
         except Exception as error:
@@ -395,7 +395,7 @@ class Judge:
             at < max((full.rfind(word) for word in words_in(list(conversation.history))), default=0)
             or 0 <= followed <= at
         ):
-            return  # The template leaves the reply out, and others say the same.
+            return  # The template omits the reply, and other messages have the same text.
         tail = full[at + len(content) :]
         sampled = self.reference.decode(cut)
         after = sampled.rpartition(content)[2] if content in sampled else ""
@@ -440,7 +440,7 @@ class Judge:
         close = self.reference.first_control(expected)
         if close is None:
             return False
-        # White space before it is the end of what was sampled.
+        # Whitespace before it is the end of the completion.
         closed = expected[: close[0] + len(close[1])].lstrip()
         allowed = [closed + ended, closed + after, *([ended] if ended.lstrip().startswith(closed) else [])]
         return squeezed(text) in map(squeezed, allowed)

@@ -34,7 +34,7 @@ def shipped() -> Mapping[str, Path]:
 
 @cache
 def beside() -> Mapping[str, Path]:
-    """Templates beside the repository by name, where there are any."""
+    """Templates outside the repository by name, if present."""
     trial = sorted((REAL.parent / "trial" / "templates").glob("*.jinja"))
     return {**_named(REAL, "real/"), **{f"trial/{path.stem}": path for path in trial}}
 
@@ -112,7 +112,7 @@ def _last_token(source: str) -> str:
 
 
 def mutate(source: str, name: str, rng: random.Random) -> str:
-    """`source` with one change of this kind, or as it is if there is no place for one."""
+    """`source` with one change of this kind, or unchanged if there is no place for one."""
     return MUTATIONS[name](source, rng)
 
 

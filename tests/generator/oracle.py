@@ -70,7 +70,7 @@ class Reference:
         spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         self.added = {token["content"]: token for token in spec["added_tokens"]}
         self.eos_ids = set(json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"])
-        # What callers must not be able to make: special tokens, the template's own, and what is spelled like one.
+        # Tokens that callers must not be able to produce: special ones, the template's own, and lookalikes.
         self.controls = {
             content
             for content, token in self.added.items()
@@ -99,7 +99,7 @@ class Reference:
         return found
 
     def template_message(self, message: Message) -> Message:
-        """The message as the template gets it: as parts where the template shows these, but no text as it is."""
+        """The message as the template gets it: as parts if the template shows only parts and no plain text."""
         prepared, content = joined(message), message.get("content")
         if self._parts_only and content is not None:
             prepared["content"] = [{"type": "text", "text": prepared["content"]}]
@@ -131,7 +131,7 @@ class Reference:
         return Ids(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids: added tokens as they are spelled, the ids between them as `tokenizers` decodes them."""
+        """Text of ids: added tokens by their spelling, the ids between them as `tokenizers` decodes them."""
         spelled = {token["id"]: content for content, token in self.added.items() if content.strip(" \n\t▁")}
         texts: list[str] = []
         run: list[int] = []
@@ -159,7 +159,7 @@ class Reference:
     def spells_control(self, value: Any) -> bool:
         """Whether callers' texts spell a control token."""
         written = json.dumps(value, ensure_ascii=False)
-        # A token with a quotation mark in it is spelled otherwise in JSON (Gemma 4).
+        # A token that contains a quotation mark is spelled differently in JSON (Gemma 4).
         return self._any_control.search(written) is not None or json.dumps(self.neutral(value)) != json.dumps(value)
 
     def neutral(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Products with a planted fault each: what the oracle has to find."""
+"""Products with one planted fault each, which the oracle must find."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OtherPrompt(Product):
 
 
 class EncodesEverything(Product):
-    """Encodes callers' texts as the template's own: what they spell becomes control."""
+    """Encodes callers' texts like the template's own, so they can become control tokens."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         text = self.renderer.tokenizer.decode(super().render(messages, tools))
@@ -74,7 +74,7 @@ class EncodesEverything(Product):
 
 
 class RefusesTools(Product):
-    """Refuses whatever follows a call."""
+    """Refuses everything after a call."""
 
     def strategy(self, history: Any, reply: Message, new: Any, tools: Any) -> str:
         if reply.get("tool_calls"):
@@ -149,7 +149,7 @@ class DropsNewlineOfTheCut(Product):
 
 
 def _is_reasoning(reply: Message) -> bool:
-    """Whether a reply was cut short before anything else was said."""
+    """Whether a reply was cut short before any other output."""
     return bool(reply.get("reasoning_content")) and not reply.get("content") and not reply.get("tool_calls")
 
 

@@ -46,14 +46,14 @@ class Product:
         return [int(i) for i in self.renderer.render(messages, self._setup(tools), sampled=arrays).ids]
 
     def stop_ids(self, tools: Sequence[Message]) -> set[int]:
-        """The ids that end turns; without tools where the template refuses a plain question beside these."""
+        """The ids that end turns; without tools if the template refuses a plain question with tools."""
         try:
             return set(self.renderer.stop_ids(self._setup(tools)))
         except TemplateRefused:
             return set(self.renderer.stop_ids(self._setup(())))
 
     def row(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Message]) -> Continuation | None:
-        """What the certificate says of such a continuation."""
+        """The certificate's entry for such a continuation."""
         system = any(message["role"] in ("system", "developer") for message in history)
         return self.certificate.continuation(continuation_name(new, tools=bool(tools), system=system))
 
@@ -87,12 +87,12 @@ class Product:
         return self.certificate.reasoning or ("", "")
 
     def left_in_reasoning(self, prompt: str, turn: str) -> bool:
-        """Whether the prompt ends with what the certificate says opens reasoning, and the turn does not close it."""
+        """Whether the prompt ends with the certificate's start of reasoning, and the turn does not close it."""
         opening, close = self.reasoning
         return bool(opening.strip()) and prompt.rstrip().endswith(opening.strip()) and close.strip() not in turn
 
     def parses(self, checks: Sequence[str]) -> bool:
-        """Whether the certificate says that turns of these kinds are read back."""
+        """Whether the certificate claims that turns of these kinds parse back."""
         held = {check.name: check.holds for check in self.certificate.parsing}
         return all(held.get(check) is True for check in checks)
 

@@ -19,7 +19,7 @@ class SampledTurn:
     stop: str
     """The stop token that it ends with; empty if it has none."""
     own: bool
-    """It is what the template itself writes after the prompt."""
+    """Whether the template itself writes it after the prompt."""
     halted: bool
     """The template writes a stop token within the turn that the folder does not declare."""
     after_word: str
@@ -83,7 +83,7 @@ def sampled_turn(
     elif following is not None and not any(
         w in full[full_word_end : following[0]] for w in words_in(list(conversation.new))
     ):
-        # No token of its own ends the turn: the model stops at the header of the next message.
+        # No separate token ends the turn: the model stops at the header of the next message.
         at, stop = following
         after = full[full_word_end : at + len(stop)]
         turn_end = word_end

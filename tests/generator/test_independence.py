@@ -15,7 +15,7 @@ from tests.generator.vocabularies import write_model
 
 
 def of_case(folder: Path, *causes: str) -> tuple[Reference, list[Conversation], str]:
-    """A case's template as transformers renders it, conversations that a user's message goes on with, and its word."""
+    """A case's template as transformers renders it, conversations continued by a user message, and its word."""
     case = only(draw(1, 0), list(causes))
     template = compose(case)
     made = conversations(case.random, template.source, [], range(40))

@@ -18,7 +18,7 @@ from tests.generator.options import only
 
 TEMPLATES = 50
 BESIDE = ("base=real/", "base=trial/")
-"""How the causes begin that need templates from beside the repository."""
+"""The prefix of causes that need templates from outside the repository."""
 
 
 def _parameters() -> list[object]:

@@ -1,4 +1,4 @@
-"""The oracle finds planted faults, and none where there is none."""
+"""The oracle finds planted faults, and none without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def sound(case: Case) -> Result:
-    """What is found with the product as it is."""
+    """The findings for the unmodified product."""
     return examine(case, 12)
 
 
@@ -109,7 +109,7 @@ def test_last_copy_of_a_repeated_conversation_counts() -> None:
     assert end_of_reply(text, reply, new) == text.index("<end>")
 
 
-def test_appending_is_taken_literally(plain: Path) -> None:
+def test_appending_means_exact_prefixes(plain: Path) -> None:
     reference = Reference(plain, {})
     end = "<|im_end|>"
     assert appends(reference, end, f"{end}cd.", f"{end}cd.{end}ef", "cd.") == ""

@@ -75,7 +75,7 @@ def _trained(case: Case, first: Sequence[str]) -> dict[str, Any]:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
         # Pieces are learned within words and runs of spaces, as SentencePiece learns them; encoding splits nothing.
-        # Runs that are tokens of their own (user-defined symbols) are learned apart from words.
+        # Runs that are separate tokens (user-defined symbols) are learned separately from words.
         runs = case.options["spaces"] == "underline_runs"
         split = tokenizers.Regex("▁?[^▁\n]+|▁+|\n+" if runs else "▁*[^▁\n]+|▁+|\n+")
         tokenizer.pre_tokenizer = pre_tokenizers.Split(split, "isolated")
@@ -103,7 +103,7 @@ def _trained(case: Case, first: Sequence[str]) -> dict[str, Any]:
 
 
 def tokenizer_json(case: Case, template: Template) -> dict[str, Any]:
-    """A tokenizer.json with the template's control tokens and what the case's options ask for."""
+    """A tokenizer.json with the template's control tokens and the case's options."""
     on, rng = case.options, case.random("tokens")
     # transformers adds the tokens that a configuration names to a vocabulary that lacks them.
     kept = (template.eos, template.bos, *template.other_ends)
@@ -142,7 +142,7 @@ def tokenizer_json(case: Case, template: Template) -> dict[str, Any]:
 
 
 def _left_as_text(case: Case, token: str) -> bool:
-    """Whether the vocabulary lacks what the template writes like a token: tags are spelled out then."""
+    """Whether the vocabulary lacks the tags that the template writes like tokens, so that they are spelled out."""
     bare = case.options["flags"] == "mixed" and not token.startswith(("<|", "<｜", "<s"))
     return bare and case.random(f"text {token}").random() < 0.2
 

@@ -167,12 +167,12 @@ def test_canonical_json_reads_back_and_is_ascii(value: Any) -> None:
     assert canonical_json(json.loads(text)) == text
 
 
-def test_canonical_json_does_not_depend_on_the_order_of_keys_or_the_kind_of_mapping() -> None:
+def test_canonical_json_is_independent_of_key_order_and_mapping_type() -> None:
     assert canonical_json({"a": {"c": 1, "b": (2,)}}) == canonical_json({"a": MappingProxyType({"b": [2], "c": 1})})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"bytes", {1: 0, "a": 0}, np.int32(1)])
-def test_what_is_not_json_is_refused(value: object) -> None:
+def test_values_that_are_not_json_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest):
         canonical_json({"value": [value]} if not isinstance(value, dict) else value)
 

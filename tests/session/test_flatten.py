@@ -101,7 +101,7 @@ def test_branch_without_a_column_on_any_turn_lacks_it() -> None:
     assert (dict(first.columns), list(second.columns)) == ({}, ["advantages"])
 
 
-def test_trained_turns_are_those_whose_loss_mask_is_set() -> None:
+def test_trained_turns_have_a_set_loss_mask() -> None:
     assert [turn.seq for turn in trained_turns(fork(), 1)] == [0, 1]
     assert [turn.seq for turn in trained_turns(fork(), 2)] == [2]
 

@@ -62,7 +62,7 @@ def test_a_split_word_is_counted_classed_and_shown(tokenizer: Tokenizer) -> None
     assert (report.same_count, report.more_tokens, report.fewer_tokens) == (0, 0, 1)
 
 
-def test_only_what_was_sampled_is_measured(tokenizer: Tokenizer) -> None:
+def test_only_sampled_tokens_are_measured(tokenizer: Tokenizer) -> None:
     user, answer = split(tokenizer, "<|im_start|>wh·at<|im_end|>"), split(tokenizer, "12<|im_end|>")
     report = measure_drift([row("a", user, answer, sampled=(1,))], tokenizer)
     assert counted(report.tokens) == (0, len(answer))
@@ -70,13 +70,13 @@ def test_only_what_was_sampled_is_measured(tokenizer: Tokenizer) -> None:
 
 def test_a_completion_that_begins_within_a_token_of_the_joined_text_has_no_seam(tokenizer: Tokenizer) -> None:
     base = row("a", split(tokenizer, "They co"), split(tokenizer, "st 12."), sampled=(1,))
-    behind_control = row("b", split(tokenizer, "They<|im_end|>"), split(tokenizer, "st 12."), sampled=(1,))
+    after_control = row("b", split(tokenizer, "They<|im_end|>"), split(tokenizer, "st 12."), sampled=(1,))
     held = row("c", split(tokenizer, "They"), split(tokenizer, " cost 12."), sampled=(1,))
-    report = measure_drift([base, behind_control, held], tokenizer)
+    report = measure_drift([base, after_control, held], tokenizer)
     assert (counted(report.seams), report.tokens.changed) == ((1, 2), 0)
 
 
-def test_half_a_character_at_an_end_is_unknown_and_in_the_middle_drift() -> None:
+def test_half_a_character_is_unknown_at_an_end_and_drift_in_the_middle() -> None:
     tokenizer = load_tokenizer("qwen3")
     by_bytes = {tokenizer.token_bytes(i): i for i in range(256)}
     halves = [by_bytes[byte] for byte in (b"\xf0", b"\x9f")]
@@ -85,22 +85,22 @@ def test_half_a_character_at_an_end_is_unknown_and_in_the_middle_drift() -> None
     assert (cut.unknown_tokens, counted(cut.tokens), cut.completions.changed) == (2, (0, len(text)), 0)
     within = measure_drift([row("a", [*text, *halves, *text])], tokenizer)
     assert (within.unknown_tokens, within.other_text) == (0, 1)
-    assert {one.name for one in within.artifacts} == {"partial-utf8"}
+    assert {artifact.name for artifact in within.artifacts} == {"partial-utf8"}
 
 
 @pytest.mark.parametrize("text", ["Hello there", " Hello there", "      indented"])
-def test_a_space_that_the_tokenizer_adds_is_no_drift(text: str) -> None:
+def test_space_added_by_the_tokenizer_is_not_drift(text: str) -> None:
     tokenizer = load_tokenizer("mistral_v3_spm")
-    at_start, behind_control = tokenizer.encode_plain(text), tokenizer.encode_after_control(text).ids
-    report = measure_drift([row("a", at_start), row("b", behind_control)], tokenizer)
+    at_start, after_control = tokenizer.encode_plain(text), tokenizer.encode_after_control(text).ids
+    report = measure_drift([row("a", at_start), row("b", after_control)], tokenizer)
     assert counted(report.completions) == (0, 2)
 
 
-def test_another_normal_form_is_told() -> None:
+def test_different_normal_form_is_reported() -> None:
     tokenizer = load_tokenizer("qwen3")
     ids = tokenizer.encode_plain("caf") + tokenizer.encode_plain("e") + split_bytes(tokenizer, "\u0301")
     report = measure_drift([row("a", ids)], tokenizer)
-    assert (report.other_text, [one.name for one in report.artifacts]) == (1, ["normal-form"])
+    assert (report.other_text, [artifact.name for artifact in report.artifacts]) == (1, ["normal-form"])
 
 
 def split_bytes(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -111,21 +111,29 @@ def split_bytes(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_regions_scripts_and_labels_are_strata(tokenizer: Tokenizer) -> None:
     text = "<think>\nhm· co·st\n</think>\n\nSo ```x· = 1``` then<tool_call>{}</tool_call>"
     report = measure_drift([row("a", split(tokenizer, text), turn="2", temperature="1")], tokenizer)
-    found = {(one.dimension, one.value): one for one in report.strata}
+    found = {(stratum.dimension, stratum.value): stratum for stratum in report.strata}
     assert {value for dimension, value in found if dimension == "region"} == {"prose", "reasoning", "code", "tool call"}
     assert found["region", "reasoning"].tokens.changed == len(split(tokenizer, " co·st"))
     assert found["turn", "2"].completions is not None
     assert counted(found["temperature", "1"].tokens) == counted(report.tokens)
     for dimension in ("region", "script"):
-        parts = [one.tokens for (name, _), one in found.items() if name == dimension]
-        assert (sum(one.changed for one in parts), sum(one.total for one in parts)) == counted(report.tokens)
+        parts = [stratum.tokens for (name, _), stratum in found.items() if name == dimension]
+        assert (sum(part.changed for part in parts), sum(part.total for part in parts)) == counted(report.tokens)
 
 
 def test_values_beyond_the_limit_are_counted_together(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "VALUES", 2)
     rows = [row(str(n), split(tokenizer, "ab"), weights=f"step-{n}") for n in range(5)]
-    found = {one.value: one.completions for one in measure_drift(rows, tokenizer).strata if one.dimension == "weights"}
-    assert {value: one.total for value, one in found.items() if one} == {"step-0": 1, "step-1": 1, "other": 3}
+    found = {
+        stratum.value: stratum.completions
+        for stratum in measure_drift(rows, tokenizer).strata
+        if stratum.dimension == "weights"
+    }
+    assert {value: completions.total for value, completions in found.items() if completions} == {
+        "step-0": 1,
+        "step-1": 1,
+        "other": 3,
+    }
 
 
 def test_a_drifted_turn_costs_a_row_where_another_follows(tokenizer: Tokenizer) -> None:
@@ -135,7 +143,7 @@ def test_a_drifted_turn_costs_a_row_where_another_follows(tokenizer: Tokenizer) 
     assert report.cost == Cost(1, 2, total, total + len(drifted), 2 * len(split(tokenizer, " co·st")))
 
 
-def test_a_model_tells_the_change_of_logprob(tokenizer: Tokenizer) -> None:
+def test_model_gives_the_change_of_logprob(tokenizer: Tokenizer) -> None:
     def forward(ids: TokenIds) -> np.ndarray:
         return np.concatenate([[np.nan], np.full(len(ids) - 1, -1.0)]).astype(np.float32)
 
@@ -159,13 +167,13 @@ def test_batches_do_not_change_the_sums(tokenizer: Tokenizer, monkeypatch: pytes
 
 
 def sums(report: DriftReport) -> DriftReport:
-    """The report without what is drawn at random."""
+    """The report without its randomly drawn parts."""
     rate = replace(report.tokens, low=0, high=0)
-    return replace(report, tokens=rate, strata=tuple(replace(one, tokens=rate) for one in report.strata))
+    return replace(report, tokens=rate, strata=tuple(replace(stratum, tokens=rate) for stratum in report.strata))
 
 
 @given(st.lists(st.lists(st.integers(4, 3999), max_size=12), max_size=6))
-def test_it_counts_what_a_slow_meter_counts(tokenizer: Tokenizer, completions: list[list[int]]) -> None:
+def test_meter_agrees_with_a_slow_meter(tokenizer: Tokenizer, completions: list[list[int]]) -> None:
     rows = [row(str(n), ids) for n, ids in enumerate(completions)]
     report = measure_drift(rows, tokenizer)
     expected = changed = tokens = 0
@@ -174,7 +182,7 @@ def test_it_counts_what_a_slow_meter_counts(tokenizer: Tokenizer, completions: l
         try:
             again = tokenizer.encode_plain(text.decode())
         except UnicodeDecodeError:
-            return  # what is unknown has tests of its own
+            return  # unknown tokens have their own tests
         if b"".join(map(tokenizer.token_bytes, again)) != text:
             return
         tokens += len(ids)
@@ -185,10 +193,10 @@ def test_it_counts_what_a_slow_meter_counts(tokenizer: Tokenizer, completions: l
 
 
 def places(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[int, int]]:
-    return [(sum(len(tokenizer.token_bytes(one)) for one in ids[: n + 1]), ids[n]) for n in range(len(ids))]
+    return [(sum(len(tokenizer.token_bytes(token_id)) for token_id in ids[: n + 1]), ids[n]) for n in range(len(ids))]
 
 
-def test_the_page_holds_what_the_report_says(tokenizer: Tokenizer) -> None:
+def test_page_shows_the_numbers_of_the_report(tokenizer: Tokenizer) -> None:
     report = measure_drift([row("<b>", split(tokenizer, "They· co·st"), turn="1")], tokenizer)
     page = drift_layout(report, "runs/x").html()
     assert "intra-word" in page

@@ -46,24 +46,24 @@ def row_of(number: int, made: tuple[list[list[str]], list[str]], tokenizer: Toke
 
 @given(made=st.lists(texts(), max_size=12), cuts=st.lists(st.integers(0, 12), max_size=3))
 @settings(max_examples=examples(25))
-def test_parts_merged_in_order_are_the_whole(
+def test_merging_parts_in_order_gives_the_whole_report(
     tokenizer: Tokenizer, made: list[tuple[list[list[str]], list[str]]], cuts: list[int]
 ) -> None:
-    rows = [row_of(number, one, tokenizer) for number, one in enumerate(made)]
+    rows = [row_of(number, ids, tokenizer) for number, ids in enumerate(made)]
     ends = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
     with pytest.MonkeyPatch.context() as patch:
-        # Small enough for several batches and for values that have no place of their own.
+        # Small enough for several batches and for values that are counted together.
         patch.setattr(drift, "BATCH_TOKENS", 100)
         patch.setattr(drift, "VALUES", 3)
         whole = measure_drift(rows, tokenizer)
         tally, worker = DriftTally(), RowMeter(tokenizer)
         for start, end in pairwise(ends):
-            for one in pickle.loads(pickle.dumps(list(worker.measure(rows[start:end])))):
-                tally.add(one)
+            for part in pickle.loads(pickle.dumps(list(worker.measure(rows[start:end])))):
+                tally.add(part)
         assert tally.report(tokenizer.sha256) == whole
 
 
-def test_row_groups_one_by_one_are_the_file(tmp_path: Path) -> None:
+def test_measuring_row_groups_equals_measuring_the_file(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -31,7 +31,7 @@ def test_each_byte_has_the_region_of_its_delimiters(text: str, regions: str) -> 
     if found is None:
         assert set(regions) == {"p"}
     else:
-        assert [REGIONS[code] for code in found.tolist()] == [names[one] for one in regions]
+        assert [REGIONS[code] for code in found.tolist()] == [names[region] for region in regions]
 
 
 def test_a_token_has_the_region_that_it_begins_in() -> None:

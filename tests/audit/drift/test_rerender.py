@@ -20,7 +20,7 @@ def setup(renderer: Renderer) -> Setup:
 
 
 def two_turns(renderer: Renderer, setup: Setup, completion: list[int], reply: Message) -> StoredSession:
-    """A session whose second turn was bridged behind `completion`."""
+    """A session whose second turn was bridged after `completion`."""
     question, again = ({"role": "user", "content": text} for text in ("What do pears cost?", "And plums?"))
     added = renderer.render([question], setup)
     first = make_turn(
@@ -47,7 +47,7 @@ def rerendered(renderer: Renderer, stored: StoredSession, most: int = 10) -> Rer
     return meter.report()
 
 
-def test_a_canonical_answer_is_rendered_as_it_was(renderer: Renderer, setup: Setup) -> None:
+def test_canonical_answer_renders_unchanged(renderer: Renderer, setup: Setup) -> None:
     ids = renderer.tokenizer.encode_plain("They cost 12.<|im_end|>")
     found = rerendered(renderer, two_turns(renderer, setup, ids, {"role": "assistant", "content": "They cost 12."}))
     assert found is not None
@@ -55,7 +55,7 @@ def test_a_canonical_answer_is_rendered_as_it_was(renderer: Renderer, setup: Set
     assert found.sampled_tokens == len(ids)
 
 
-def test_dropped_reasoning_and_other_ids_are_told_apart(renderer: Renderer, setup: Setup) -> None:
+def test_dropped_reasoning_and_changed_ids_are_distinguished(renderer: Renderer, setup: Setup) -> None:
     encode = renderer.tokenizer.encode_plain
     answer = {"role": "assistant", "content": "They cost 12."}
     split = encode("They") + encode(" co") + encode("st") + encode(" 12.<|im_end|>")
@@ -69,7 +69,7 @@ def test_dropped_reasoning_and_other_ids_are_told_apart(renderer: Renderer, setu
     assert found.first_kinds == {"reasoning": 1}
 
 
-def test_what_begins_otherwise_already_is_told_and_not_counted(renderer: Renderer, setup: Setup) -> None:
+def test_renderings_that_already_differ_are_reported_and_not_counted(renderer: Renderer, setup: Setup) -> None:
     ids = renderer.tokenizer.encode_plain("They cost 12.<|im_end|>")
     stored = two_turns(renderer, setup, ids, {"role": "assistant", "content": "They cost 12."})
     first = replace(stored.turns[0], messages=({"role": "user", "content": "What do plums cost?"},))
@@ -78,7 +78,7 @@ def test_what_begins_otherwise_already_is_told_and_not_counted(renderer: Rendere
     assert (found.unlike_roots, found.turns.changed) == (1, 0)
 
 
-def test_no_more_turns_are_rendered_than_asked_for(renderer: Renderer, setup: Setup) -> None:
+def test_number_of_rendered_turns_is_limited(renderer: Renderer, setup: Setup) -> None:
     ids = renderer.tokenizer.encode_plain("They cost 12.<|im_end|>")
     stored = two_turns(renderer, setup, ids, {"role": "assistant", "content": "They cost 12."})
     assert rerendered(renderer, stored, most=0) is None

@@ -1,4 +1,4 @@
-"""Each kind of change of a tokenizer or template, made to real ones, is told by its name; none is silent."""
+"""Each kind of change to a real tokenizer or template is reported by name."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def copy_of(folder: Path, into: Path) -> Path:
     return Path(shutil.copytree(folder, into / "model"))
 
 
-def test_what_did_not_change_is_silent(tiny_lock: Lock, tiny: Path) -> None:
+def test_unchanged_parts_are_not_reported(tiny_lock: Lock, tiny: Path) -> None:
     report = examine(tiny_lock, tiny, strict=True)
     assert (report.ok, report.changes, report.notes) == (True, (), ())
     assert report.inputs == len(tiny_lock.goldens) > 40
 
 
-def test_a_lock_is_read_as_it_was_written(tiny_lock: Lock, tmp_path: Path) -> None:
+def test_lock_round_trips(tiny_lock: Lock, tmp_path: Path) -> None:
     write_lock(tiny_lock, tmp_path / "a.lock")
     again = read_lock(tmp_path / "a.lock")
     assert again == tiny_lock
@@ -105,16 +105,14 @@ def test_a_damaged_lock_is_refused(tiny_lock: Lock, tmp_path: Path, damage: Edit
         read_lock(tmp_path / "a.lock")
 
 
-def test_an_added_token_that_is_not_special_any_more_is_told_by_name(tiny_lock: Lock, tiny: Path) -> None:
+def test_added_token_that_lost_special_is_named(tiny_lock: Lock, tiny: Path) -> None:
     edited(tiny, lambda spec: spec["added_tokens"][0].update(special=False))
     report = examine(tiny_lock, tiny)
     assert "added tokens" in changed(report)
     assert f"{tiny_lock.components.added_tokens[0].content!r} is no longer special" in str(report)
 
 
-def test_an_edited_template_is_told_with_its_line_and_the_conversation_that_shows_it(
-    tiny_lock: Lock, tiny: Path
-) -> None:
+def test_edited_template_is_reported_with_line_and_conversation(tiny_lock: Lock, tiny: Path) -> None:
     template = tiny / "chat_template.jinja"
     template.write_text("{{ '' }}" + template.read_text(encoding="utf-8") + "x", encoding="utf-8")
     report = examine(tiny_lock, tiny)
@@ -127,7 +125,7 @@ def test_an_edited_template_is_told_with_its_line_and_the_conversation_that_show
     assert "template" in shown.cause
 
 
-def test_a_replaced_piece_is_told_by_its_block_and_the_text_that_shows_it(tiny_lock: Lock, tiny: Path) -> None:
+def test_replaced_piece_is_reported_with_block_and_text(tiny_lock: Lock, tiny: Path) -> None:
     def swap(spec: dict[str, Any]) -> None:
         vocab = spec["model"]["vocab"]
         vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
@@ -155,7 +153,7 @@ def test_merges_that_changed_are_named(tiny_lock: Lock, tiny: Path) -> None:
     assert merges.found == f"1 gone: {names[1]!r}; 1 moved: {names[0]!r}"
 
 
-def test_another_end_of_sequence_id_is_told(tiny_lock: Lock, tiny: Path) -> None:
+def test_different_eos_id_is_reported(tiny_lock: Lock, tiny: Path) -> None:
     report = examine(
         tiny_lock, edited(tiny, lambda spec: spec.update(eos_token_id=[0, 1, 5]), "generation_config.json")
     )
@@ -164,7 +162,7 @@ def test_another_end_of_sequence_id_is_told(tiny_lock: Lock, tiny: Path) -> None
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "change", "part", "said"),
+    ("name", "change", "part", "message"),
     [
         ("tokenizer_config.json", {"extra_special_tokens": ["price"]}, "loading", "extra_special_tokens was not set"),
         (
@@ -178,24 +176,24 @@ def test_another_end_of_sequence_id_is_told(tiny_lock: Lock, tiny: Path) -> None
         ("tokenizer_config.json", {"model_max_length": 512}, "configuration", "model_max_length was 2048, is 512"),
     ],
 )
-def test_files_beside_the_tokenizer_are_compared(
-    tiny_lock: Lock, tiny: Path, name: str, change: dict[str, Any], part: str, said: str
+def test_other_tokenizer_files_are_compared(
+    tiny_lock: Lock, tiny: Path, name: str, change: dict[str, Any], part: str, message: str
 ) -> None:
     if not (tiny / name).is_file():
         (tiny / name).write_text("{}", encoding="utf-8")
     report = examine(tiny_lock, edited(tiny, lambda settings: settings.update(change), name))
     assert set(changed(report)) == {part}
-    assert said in str(report)
+    assert message in str(report)
 
 
-def test_a_template_by_another_name_is_compared(tiny_lock: Lock, tiny: Path) -> None:
+def test_named_template_is_compared(tiny_lock: Lock, tiny: Path) -> None:
     (tiny / "additional_chat_templates").mkdir()
     (tiny / "additional_chat_templates" / "rag.jinja").write_text("x", encoding="utf-8")
     (change,) = examine(tiny_lock, tiny).changes
     assert (change.what, change.found) == ("template", "the template named rag is new")
 
 
-def test_a_file_that_transformers_does_not_read_is_not_written(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+def test_file_that_transformers_ignores_is_not_recorded(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     loading = {str(tmp_path / "victim"): {"x": 1}, "tokenizer_config.json": {"add_bos_token": True}}
     examine(replace(tiny_lock, components=replace(tiny_lock.components, loading=loading)), tiny)
     assert not (tmp_path / "victim").exists()
@@ -208,7 +206,7 @@ def test_settings_that_make_the_same_tokenizer_are_a_note(tiny_lock: Lock, tiny:
     assert any("loads the same tokenizer from both" in note for note in report.notes)
 
 
-def test_an_older_lock_says_what_it_does_not_hold(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+def test_older_lock_reports_what_it_lacks(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     written = json.loads(tiny_lock.to_text())
     del written["components"]["loading"]
     (tmp_path / "old.lock").write_text(json.dumps(written), encoding="utf-8")
@@ -216,10 +214,10 @@ def test_an_older_lock_says_what_it_does_not_hold(tiny_lock: Lock, tiny: Path, t
     report = examine(read_lock(tmp_path / "old.lock"), tiny)
     assert report.ok
     assert "which this older lock does not contain" in report.not_compared[0]
-    assert [one.skipped for one in lock_cases(report) if one.skipped]
+    assert [case.skipped for case in lock_cases(report) if case.skipped]
 
 
-def test_a_lock_without_the_length_of_texts_says_so(tiny_lock: Lock, tiny: Path) -> None:
+def test_lock_without_text_lengths_is_noted(tiny_lock: Lock, tiny: Path) -> None:
     held = dict(tiny_lock.components.configuration or {})
     del held["tokenizer_config.json model_max_length"]
     report = examine(replace(tiny_lock, components=replace(tiny_lock.components, configuration=held)), tiny)
@@ -227,13 +225,13 @@ def test_a_lock_without_the_length_of_texts_says_so(tiny_lock: Lock, tiny: Path)
     assert report.not_compared == ("model_max_length, which this older lock does not contain",)
 
 
-def test_other_template_kwargs_are_told_although_files_are_the_same(tiny_lock: Lock, tiny: Path) -> None:
+def test_different_template_kwargs_are_reported_for_the_same_files(tiny_lock: Lock, tiny: Path) -> None:
     report = examine(tiny_lock, tiny, {"enable_thinking": False})
     assert changed(report)[0] == "template kwargs"
     assert 'were {}, are {"enable_thinking": false}' in str(report)
 
 
-def test_other_bytes_with_the_same_meaning_are_a_note_and_with_strict_a_failure(tiny_lock: Lock, tiny: Path) -> None:
+def test_equivalent_bytes_are_a_note_and_fail_only_with_strict(tiny_lock: Lock, tiny: Path) -> None:
     edited(tiny, lambda spec: None)
     report = examine(tiny_lock, tiny)
     assert report.ok
@@ -241,9 +239,7 @@ def test_other_bytes_with_the_same_meaning_are_a_note_and_with_strict_a_failure(
     assert changed(examine(tiny_lock, tiny, strict=True)) == ["versions and files"]
 
 
-def test_another_library_version_with_the_same_ids_is_a_note_and_with_strict_a_failure(
-    tiny_lock: Lock, tiny: Path, tmp_path: Path
-) -> None:
+def test_library_version_is_a_note_and_fails_only_with_strict(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "old.lock"
     path.write_text(tiny_lock.to_text().replace(f'"jinja2": "{tiny_lock.versions["jinja2"]}"', '"jinja2": "2.0"'))
     old = read_lock(path)
@@ -254,7 +250,7 @@ def test_another_library_version_with_the_same_ids_is_a_note_and_with_strict_a_f
 
 
 @pytest.mark.parametrize("certifier", [None, "0" * 64])
-def test_what_another_certifier_found_is_a_note_and_with_strict_a_failure(
+def test_other_certifier_result_is_a_note_and_fails_only_with_strict(
     tiny_lock: Lock, tiny: Path, certifier: str | None
 ) -> None:
     certificate = {**tiny_lock.certificate, "injection-safe": "no"}
@@ -271,7 +267,7 @@ def test_what_another_certifier_found_is_a_note_and_with_strict_a_failure(
     assert "certificate" in changed(examine(old, tiny, {"enable_thinking": False}))
 
 
-def test_another_certifier_is_no_excuse_where_a_setting_changed_that_parsing_reads(tiny_lock: Lock, tiny: Path) -> None:
+def test_changed_parsing_setting_fails_despite_another_certifier(tiny_lock: Lock, tiny: Path) -> None:
     certificate = {**tiny_lock.certificate, "parsing call": "does not come back"}
     old = replace(tiny_lock, certificate=certificate, certifier="0" * 64)
     edited(tiny, lambda config: config.update(response_template={"fields": {}}), "tokenizer_config.json")
@@ -279,32 +275,32 @@ def test_another_certifier_is_no_excuse_where_a_setting_changed_that_parsing_rea
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_tokenizer_json_that_its_library_can_not_read_is_refused(tiny_lock: Lock, tiny: Path, encoding: str) -> None:
+def test_unreadable_tokenizer_json_is_refused(tiny_lock: Lock, tiny: Path, encoding: str) -> None:
     source = tiny / "tokenizer.json"
     source.write_text(source.read_text(encoding="utf-8"), encoding=encoding)
     with pytest.raises(TokenizerUnusable):
         examine(tiny_lock, tiny)
 
 
-def test_pieces_that_hold_line_ends_and_exchange_their_ids_change_the_vocabulary() -> None:
+def test_swapped_ids_of_newline_pieces_change_the_vocabulary() -> None:
     model = {"type": "BPE", "merges": []}
-    one, other, plain = (
+    left, right, plain = (
         spec_parts({"model": {**model, "vocab": {piece: number for number, piece in enumerate(pieces)}}})["vocabulary"]
         for pieces in (["a", "\n", "\n\n"], ["a", "\n\n", "\n"], ["a", "b", "c"])
     )
-    assert one != other
+    assert left != right
     # Other vocabularies keep the digests that locks have.
     assert plain == (hashlib.sha256(b"a\nb\nc").hexdigest()[:12],)
 
 
-def test_a_template_that_only_processors_read_is_named_and_not_called_unchanged(tiny_lock: Lock, tiny: Path) -> None:
+def test_processor_only_template_is_named_and_not_called_unchanged(tiny_lock: Lock, tiny: Path) -> None:
     (tiny / "chat_template.json").write_text("{}")
     report = examine(tiny_lock, tiny)
     assert report.ok
     assert report.notes == ("chat_template.json is new, which transformers processors read: it was not compared",)
 
 
-def test_a_lock_without_the_certifier_is_read_and_written_as_it_was(tiny_lock: Lock, tmp_path: Path) -> None:
+def test_lock_without_the_certifier_round_trips(tiny_lock: Lock, tmp_path: Path) -> None:
     old = replace(tiny_lock, certifier=None)
     write_lock(old, tmp_path / "old.lock")
     assert "certifier" not in json.loads((tmp_path / "old.lock").read_text(encoding="utf-8"))
@@ -319,7 +315,7 @@ def test_a_changed_certificate_names_changes_only_if_there_are_some(tiny_lock: L
     assert "    usual cause: the changes above\n" in f"{found[True]}\n"
 
 
-def test_other_ids_with_the_same_parts_are_blamed_on_the_library(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+def test_different_ids_of_equal_parts_are_blamed_on_the_library(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     written = json.loads(tiny_lock.to_text())
     written["goldens"][0]["ids"][3] += 1
     written["versions"]["tokenizers"] = "0.1"
@@ -331,7 +327,7 @@ def test_other_ids_with_the_same_parts_are_blamed_on_the_library(tiny_lock: Lock
 
 
 @pytest.mark.parametrize("found", [0, 2])
-def test_a_lock_of_another_format_is_refused_with_what_to_do(tiny_lock: Lock, tmp_path: Path, found: int) -> None:
+def test_lock_of_another_format_is_refused_with_advice(tiny_lock: Lock, tmp_path: Path, found: int) -> None:
     path = tmp_path / "other.lock"
     path.write_text(tiny_lock.to_text().replace('"format": 1', f'"format": {found}'), encoding="utf-8")
     with pytest.raises(InvalidRequest, match=f"format {found}, but this version of tokentape reads format 1"):
@@ -339,14 +335,14 @@ def test_a_lock_of_another_format_is_refused_with_what_to_do(tiny_lock: Lock, tm
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "components": {}}'])
-def test_what_is_no_lock_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_a_lock_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "not.lock"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InvalidRequest, match="lockfile"):
         read_lock(path)
 
 
-def test_check_raises_what_the_report_says(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+def test_check_raises_the_text_of_the_report(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokentape.lock"
     write_lock(tiny_lock, path)
     tokentape.check(path, tiny)
@@ -366,7 +362,7 @@ def test_check_without_anything_to_compare_is_refused(tiny_lock: Lock, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_dropped_normalizer_is_told_with_the_text_that_shows_it(lock: Lock, qwen: Path, tmp_path: Path) -> None:
+def test_dropped_normalizer_is_reported_with_a_text(lock: Lock, qwen: Path, tmp_path: Path) -> None:
     report = examine(lock, edited(copy_of(qwen, tmp_path), lambda spec: spec.update(normalizer=None)))
     part, shown = (next(c for c in report.changes if c.what == what) for what in ("normalizer", "golden ids"))
     assert part.found == "was NFC, is none"
@@ -376,7 +372,7 @@ def test_a_dropped_normalizer_is_told_with_the_text_that_shows_it(lock: Lock, qw
 
 
 @pytest.mark.slow
-def test_another_pattern_of_the_pre_tokenizer_is_told(lock: Lock, qwen: Path, tmp_path: Path) -> None:
+def test_different_pre_tokenizer_pattern_is_reported(lock: Lock, qwen: Path, tmp_path: Path) -> None:
     def three_digits(spec: dict[str, Any]) -> None:
         step = spec["pre_tokenizer"]["pretokenizers"][0]
         step["pattern"]["Regex"] = step["pattern"]["Regex"].replace(r"\p{N}|", r"\p{N}{1,3}|")
@@ -386,7 +382,7 @@ def test_another_pattern_of_the_pre_tokenizer_is_told(lock: Lock, qwen: Path, tm
     assert ".pretokenizers[0].pattern.Regex" in report.changes[0].found
 
 
-def test_another_models_tokenizer_is_told(lock: Lock, qwen: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_is_reported(lock: Lock, qwen: Path, tmp_path: Path) -> None:
     folder = copy_of(qwen, tmp_path)
     shutil.copy(SMALL / "glm4_5" / "tokenizer.json", folder / "tokenizer.json")
     report = examine(lock, folder)
@@ -471,7 +467,7 @@ def test_a_processor_is_compared_by_its_tokenizer(tiny_lock: Lock, model_dir: Pa
     "family",
     [slow_unless(name, "qwen2_5") for name in FAMILIES + REAL_FAMILIES],
 )
-def test_every_family_is_as_locked_in_its_folder_and_in_transformers(family: str, tmp_path: Path) -> None:
+def test_every_family_matches_its_lock_in_folder_and_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_path(family) / name, tmp_path / name)

@@ -13,7 +13,7 @@ from tokentape.audit._lock.lockfile import packed_merges, unpacked_merges
 
 def test_merges_come_back() -> None:
     model = json.loads((SMALL / "qwen3" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    merges = [tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in model["merges"]]
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     packed = packed_merges(model["vocab"], merges)
     assert packed is not None
     assert unpacked_merges(packed, model["vocab"]) == merges
@@ -26,7 +26,7 @@ def test_merges_that_make_no_piece_are_not_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "said"),
+    ("now", "expected"),
     [
         ("ab bc cd", ""),
         ("ab cd", "1 gone: 'b c'"),
@@ -35,6 +35,6 @@ def test_merges_that_make_no_piece_are_not_packed() -> None:
         ("", "3 gone: 'a b', 'b c', 'c d'"),
     ],
 )
-def test_differences_are_named(now: str, said: str) -> None:
+def test_differences_are_named(now: str, expected: str) -> None:
     was = [("a", "b"), ("b", "c"), ("c", "d")]
-    assert merges_apart(was, [(one[0], one[1]) for one in now.split()]) == said
+    assert merges_apart(was, [(merge[0], merge[1]) for merge in now.split()]) == expected

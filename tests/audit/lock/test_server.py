@@ -35,21 +35,21 @@ def models(owner: str) -> JSONResponse:
 
 
 def tokenizing(renderer: Renderer, lock: Lock, *, bos: int | None = None) -> dict[str, Any]:
-    """A vLLM that tokenizes with `renderer`, with one more token in front of conversations if `bos` is given."""
-    asked = {(str(list(golden.messages)), bool(golden.tools)): golden for golden in lock.goldens if golden.messages}
+    """A vLLM that tokenizes with `renderer`, with one more token before conversations if `bos` is set."""
+    goldens = {(str(list(golden.messages)), bool(golden.tools)): golden for golden in lock.goldens if golden.messages}
 
     def tokenize(body: dict[str, Any]) -> Response:
         assert body["model"] == "tiny"
         if "prompt" in body:
             special = body["add_special_tokens"]
             return JSONResponse({"tokens": renderer.tokenizer.encode_plain(body["prompt"], add_special_tokens=special)})
-        ids = golden_ids(renderer, {}, asked[str(body["messages"]), "tools" in body])
+        ids = golden_ids(renderer, {}, goldens[str(body["messages"]), "tools" in body])
         return JSONResponse({"tokens": ids if bos is None or ids is None else [bos, *ids]})
 
     return {"/v1/models": models("vllm"), "/tokenize": tokenize}
 
 
-def test_a_server_with_the_same_tokenizer_is_as_locked(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
+def test_server_with_the_same_tokenizer_matches_the_lock(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
     server.reset(tokenizing(renderer, lock))
     observed = asyncio.run(observe_server(lock, server.url))
     report = compare(lock, observed, {})
@@ -58,7 +58,7 @@ def test_a_server_with_the_same_tokenizer_is_as_locked(server: FakeServer, rende
     assert report.not_compared == ("parts, template and certificate: a server returns only ids",)
 
 
-def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
+def test_extra_bos_token_is_reported(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
     first = next(golden for golden in lock.goldens if golden.messages).ids
     assert first is not None
     server.reset(tokenizing(renderer, lock, bos=first[0]))
@@ -66,7 +66,7 @@ def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, rend
     assert change.cause.startswith("two beginning-of-sequence tokens")
 
 
-def test_a_server_that_tells_nothing_is_not_taken_for_unchanged(server: FakeServer, lock: Lock) -> None:
+def test_server_without_information_is_not_called_unchanged(server: FakeServer, lock: Lock) -> None:
     server.reset({"/v1/models": models("vllm")})
     with pytest.raises(InvalidRequest, match="nothing to compare"):
         asyncio.run(observe_server(lock, server.url))
@@ -78,7 +78,7 @@ def test_a_server_of_an_unknown_kind_is_refused(server: FakeServer, lock: Lock) 
         asyncio.run(observe_server(lock, server.url))
 
 
-def test_a_gateway_is_asked_for_its_texts(gateway_url: str, lock: Lock) -> None:
+def test_gateway_is_checked_by_its_texts(gateway_url: str, lock: Lock) -> None:
     observed = asyncio.run(observe_server(lock, gateway_url))
     report = compare(lock, observed, {})
     assert report.ok
@@ -86,7 +86,7 @@ def test_a_gateway_is_asked_for_its_texts(gateway_url: str, lock: Lock) -> None:
     assert any("the server does not render them" in what for what in report.not_compared)
 
 
-def test_no_kwargs_are_other_kwargs_than_those_of_the_lock(
+def test_missing_kwargs_differ_from_those_of_the_lock(
     server: FakeServer, renderer: Renderer, model_dir: Path, tmp_path: Path
 ) -> None:
     made = make_lock(model_dir, template_kwargs={"shout": True})

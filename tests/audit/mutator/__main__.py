@@ -1,4 +1,4 @@
-"""Run mutants of the models that are here: a JSON line for each, and a summary. A run that was cut off goes on.
+"""Run mutants of the models that are here: a JSON line for each, and a summary. An interrupted run resumes.
 
 python -m tests.audit.mutator --count 500 --out mutants.jsonl
 python -m tests.audit.mutator --model tiny --seed 17 --count 1 --keep out      # one case, with its folders
@@ -74,7 +74,7 @@ def case(base: Base, seed: int) -> dict[str, Any]:
     line |= {
         "judged_on": base.model.name,
         "areas": list(verdict.areas),
-        "effects": [str(one) for one in verdict.effects],
+        "effects": [str(effect) for effect in verdict.effects],
         "skewed": verdict.skewed,
         "findings": verdict.findings,
         "checked": verdict.checked,
@@ -94,7 +94,7 @@ def _by_command(base: Base, skewed: bool | None) -> list[str]:
 
 
 def isolated(base: Base, seed: int, seconds: float) -> dict[str, Any]:
-    """Run a case in a process of its own, since a file may make a library panic or loop. `seconds` are of CPU."""
+    """Run a case in its own process, since a file may make a library panic or loop. `seconds` are of CPU."""
     read, write = os.pipe()
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     with warnings.catch_warnings():  # Python 3.12 warns of threads, of which a child that tokenizes alone needs none
@@ -105,8 +105,8 @@ def isolated(base: Base, seed: int, seconds: float) -> dict[str, Any]:
         try:
             os.close(read)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
-            for one in filter(None, (base, base.twin)):
-                one.prefix = f"{seed}-"
+            for model in filter(None, (base, base.twin)):
+                model.prefix = f"{seed}-"
             line = case(base, seed)
             with os.fdopen(write, "w") as out:
                 json.dump(line, out)
@@ -182,7 +182,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of a run."""
     mutants = [line for line in lines if "changes" in line]
     differing = [line for line in mutants if line["effects"]]
-    complaints = Counter(one for line in lines for one in line["complaints"])
+    complaints = Counter(complaint for line in lines for complaint in line["complaints"])
     return {
         "mutants": len(mutants),
         "harmless": sum("harmless" in line for line in lines),
@@ -206,11 +206,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines; seeds that are in it are not run again")
     parser.add_argument("--seconds", type=float, default=300, help="the CPU that a case may take")
     parser.add_argument("--keep", type=Path, help="an empty folder in which the models are left")
-    given = parser.parse_args()
-    seeds = range(given.seed, given.seed + given.count)
-    lines = run(given.model or names(), seeds, given.out, given.seconds, given.keep)
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.count)
+    lines = run(options.model or names(), seeds, options.out, options.seconds, options.keep)
     print(json.dumps(summary(lines), indent=2, ensure_ascii=False))
-    new = unknown(one for line in lines for one in line["complaints"])
+    new = unknown(complaint for line in lines for complaint in line["complaints"])
     print(f"complaints that are not known: {new}" if new else "every complaint is known")
     raise SystemExit(1 if new else 0)
 

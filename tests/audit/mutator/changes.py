@@ -39,7 +39,7 @@ class Change:
 
 
 def apply(model: Model, changes: Sequence[Change]) -> Model:
-    """Return the model with all changes made, sharing what is unchanged with the one given."""
+    """Return the model with all changes applied. Unchanged parts are shared with the original."""
     docs = dict(model.docs)
     for change in changes:
         if not change.path and change.op == "remove":
@@ -52,7 +52,7 @@ def apply(model: Model, changes: Sequence[Change]) -> Model:
 
 
 def value_at(doc: Any, path: Path) -> Any:
-    """Return what stands at a path."""
+    """Return the value at a path."""
     for key in path:
         doc = doc[key]
     return doc
@@ -82,9 +82,9 @@ def _changed(doc: Any, path: Path, change: Change) -> Any:
         case "rename":
             return {change.value if key == path[0] else key: value for key, value in doc.items()}
         case "swap":
-            one, other = change.value
+            first, second = change.value
             copy = doc.copy()
-            copy[one], copy[other] = doc[other], doc[one]
+            copy[first], copy[second] = doc[second], doc[first]
             return copy
         case "splice":
             at, old, new = change.value

@@ -13,6 +13,6 @@ from tests.audit.mutator.judge import Base
 def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     base = Base(load(TINY), tmp_path_factory.mktemp("models"))
     if settings.get_current_profile_name() == "same":
-        # What a mutant changes is in texts of its own, besides these.
+        # The changes of a mutant are covered by separate texts.
         base.view.texts = base.view.texts[::5]
     return base

@@ -55,7 +55,7 @@ def draw(name: str, seed: int, changes: int = 1) -> tuple[Model, tuple[Change, .
             changed = apply(model, drawn)
         except (KeyError, IndexError):
             continue  # an earlier change took away what this one is about
-        if all(changed.docs.get(one.file) == model.docs.get(one.file) for one in drawn):
+        if all(changed.docs.get(change.file) == model.docs.get(change.file) for change in drawn):
             continue
         made += drawn
         model = changed
@@ -92,7 +92,7 @@ def _places_of(name: str) -> dict[str, dict[Path, list[tuple[str, Path]]]]:
 def _draw(model: Model, rng: random.Random) -> tuple[Change, ...] | None:
     found = _places_of(model.name)
     areas = sorted(found)
-    area = rng.choices(areas, [WEIGHTS.get(one, 0.5) for one in areas])[0]
+    area = rng.choices(areas, [WEIGHTS.get(name, 0.5) for name in areas])[0]
     if area == "template" and rng.random() < 0.2:
         return _variant(model, rng)
     file, path = rng.choice(found[area][rng.choice(sorted(found[area], key=str))])
@@ -182,7 +182,7 @@ def _merges(model: Model, merges: list[Any], rng: random.Random) -> tuple[Change
 def _competing(merges: list[Any], at: int) -> list[int]:
     """Merges that may want a piece that this one wants: a text with both gets other ids when they change places."""
     left, right = pair(merges[at])
-    return [n for n, one in enumerate(merges) if n != at and (pair(one)[0] == right or pair(one)[1] == left)]
+    return [n for n, merge in enumerate(merges) if n != at and (pair(merge)[0] == right or pair(merge)[1] == left)]
 
 
 def pair(merge: Any) -> tuple[str, str]:
@@ -204,15 +204,15 @@ def _vocabulary(model: Model, vocab: Any, rng: random.Random) -> tuple[Change, .
             ]
         )
     tokens = list(vocab)
-    one, other = rng.sample(tokens, 2)
+    left, right = rng.sample(tokens, 2)
     match rng.randrange(4):
         case 0 | 1:
-            return (Change(TOKENIZER, "swap", VOCAB, [one, other]),)
+            return (Change(TOKENIZER, "swap", VOCAB, [left, right]),)
         case 2:
-            new = rng.choice(strings(one, rng))
-            return None if new in vocab else (Change(TOKENIZER, "rename", (*VOCAB, one), new),)
+            new = rng.choice(strings(left, rng))
+            return None if new in vocab else (Change(TOKENIZER, "rename", (*VOCAB, left), new),)
         case _:
-            return (Change(TOKENIZER, "remove", (*VOCAB, one)),)
+            return (Change(TOKENIZER, "remove", (*VOCAB, left)),)
 
 
 def _variant(model: Model, rng: random.Random) -> tuple[Change, ...] | None:

@@ -81,7 +81,7 @@ STEPS = {
     "processors": "post_processor",
     "decoders": "decoder",
 }
-"""Lists of parts, with the slot that names what may stand in them."""
+"""Lists of parts, with the slot that names what they may hold."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Known:
 
 
 def other_values(key: str, value: Any, rng: random.Random, known: Known) -> list[Any]:
-    """Return values to put in place of one that stands under `key`."""
+    """Return values that may replace one under `key`."""
     found: list[Any] = []
     if key in ENUMS:
         found += ENUMS[key]
@@ -150,7 +150,7 @@ def strings(value: str, rng: random.Random) -> list[str]:
         value.lower(),
         *(unicodedata.normalize(form, value) for form in ("NFD", "NFKC")),
     ]
-    return [one for one in edited if one != value]
+    return [candidate for candidate in edited if candidate != value]
 
 
 _REGEX_EDITS: Sequence[tuple[str, str]] = (
@@ -185,7 +185,7 @@ def regexes(value: str, rng: random.Random) -> list[str]:
         at = rng.randrange(len(parts))
         found.append("|".join(parts[:at] + parts[at + 1 :]))
         found.append("|".join(_swapped(parts, rng)))
-    return [one for one in found if one != value]
+    return [candidate for candidate in found if candidate != value]
 
 
 def _alternatives(value: str) -> list[str]:
@@ -209,9 +209,9 @@ def _alternatives(value: str) -> list[str]:
 
 
 def _swapped(parts: Sequence[str], rng: random.Random) -> list[str]:
-    one, other = sorted(rng.sample(range(len(parts)), 2))
+    left, right = sorted(rng.sample(range(len(parts)), 2))
     copy = list(parts)
-    copy[one], copy[other] = copy[other], copy[one]
+    copy[left], copy[right] = copy[right], copy[left]
     return copy
 
 

@@ -80,13 +80,13 @@ def load(name: str) -> Model:
 
 
 def token_text(value: Any) -> str | None:
-    """Return what a `*_token` entry of tokenizer_config.json spells: it is a string or an object with `content`."""
+    """Return the text of a `*_token` entry of tokenizer_config.json: it is a string or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
 def added_ids(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of a tokenizer.json's added tokens by what they spell."""
+    """Return the ids of a tokenizer.json's added tokens by their text."""
     return {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
 
 

@@ -44,7 +44,7 @@ def escaped(model: Model, rng: random.Random) -> Model:
 
 
 def reordered(model: Model, rng: random.Random) -> Model:
-    """Keys of an object have no order; those of the model and of the file, which are few, are drawn anew."""
+    """Keys of an object have no order: shuffle those of the model and of the file, which are few."""
     file = _json_file(model, rng)
     doc = _shuffled(model.docs[file], rng)
     if file == TOKENIZER:
@@ -83,11 +83,11 @@ def merges_spelled(model: Model, rng: random.Random) -> Model | None:
     if not merges:
         return None
     if isinstance(merges[0], str):
-        other: list[Any] = [list(pair(one)) for one in merges]
-    elif any(" " in piece for one in merges for piece in one):
+        other: list[Any] = [list(pair(merge)) for merge in merges]
+    elif any(" " in piece for merge in merges for piece in merge):
         return None
     else:
-        other = [" ".join(one) for one in merges]
+        other = [" ".join(merge) for merge in merges]
     return _with(model, TOKENIZER, {**spec, "model": {**spec["model"], "merges": other}})
 
 
@@ -124,7 +124,7 @@ def token_object(model: Model, rng: random.Random) -> Model | None:
 
 
 def template_moved(model: Model, rng: random.Random) -> Model | None:
-    """The template in tokenizer_config.json instead of a file of its own, or the other way."""
+    """The template in tokenizer_config.json instead of its own file, or the reverse."""
     docs = dict(model.docs)
     config = docs[TOKENIZER_CONFIG]
     if TEMPLATE in docs:
@@ -137,7 +137,7 @@ def template_moved(model: Model, rng: random.Random) -> Model | None:
     return Model(model.name, docs)
 
 
-def one_stop_id(model: Model, rng: random.Random) -> Model | None:
+def single_stop_id(model: Model, rng: random.Random) -> Model | None:
     """A list of one end-of-sequence id as the id, or the other way."""
     file = rng.choice([file for file in (CONFIG, GENERATION) if file in model.docs])
     value = model.docs[file].get("eos_token_id")
@@ -149,7 +149,7 @@ def one_stop_id(model: Model, rng: random.Random) -> Model | None:
 
 
 def template_comment(model: Model, rng: random.Random) -> Model | None:
-    """A comment before the template that takes no white space away: a template's first text is what it was."""
+    """A comment before the template that removes no whitespace, so the template's first text is unchanged."""
     if TEMPLATE not in model.docs:
         return None
     return _with(model, TEMPLATE, "{# says nothing #}" + model.docs[TEMPLATE])
@@ -161,8 +161,8 @@ def library_version(model: Model, rng: random.Random) -> Model | None:
 
 
 REWRITINGS: Mapping[str, Callable[[Model, random.Random], Model | None]] = {
-    one.__name__: one
-    for one in (
+    mutation.__name__: mutation
+    for mutation in (
         copied,
         indented,
         escaped,
@@ -175,7 +175,7 @@ REWRITINGS: Mapping[str, Callable[[Model, random.Random], Model | None]] = {
         byte_decoder,
         token_object,
         template_moved,
-        one_stop_id,
+        single_stop_id,
         template_comment,
         library_version,
     )
@@ -183,4 +183,4 @@ REWRITINGS: Mapping[str, Callable[[Model, random.Random], Model | None]] = {
 """Rewritings by name; one returns None for a model to which it does not apply."""
 
 NOT_AS_LOCKED = frozenset({"wrapped", "empty_sequence", "offsets", "byte_decoder", "template_comment"})
-"""Those by which a part is not what a lock holds: `check` may say so."""
+"""Those that change a part of the lock, which `check` may report."""

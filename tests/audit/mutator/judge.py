@@ -1,4 +1,4 @@
-"""What an audit and a lock say of two folders, held against what the oracle found: complaints, where they are wrong."""
+"""Compare an audit and a lock of two folders with the oracle; each wrong result is a complaint."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Verdict:
     served: str | None
     """The kind of the server that is audited; None for a folder."""
     effects: list[Effect]
-    """What the oracle found; empty says that it found nothing."""
+    """The effects that the oracle found."""
     findings: list[tuple[str, str, str]] = field(default_factory=list)
-    """Kind, severity and cause of what the audit found."""
+    """Kind, severity and cause of each finding of the audit."""
     skewed: bool | None = None
     """None: the audit refused a folder."""
     checked: bool | None = None
@@ -77,7 +77,7 @@ class Verdict:
 
 
 class Base:
-    """A healthy folder, with what is made of it once."""
+    """A healthy folder, with objects that are built from it once."""
 
     def __init__(self, model: Model, root: Path) -> None:
         self.model, self.root = model, root
@@ -136,7 +136,7 @@ def judge_mutant(
     view = View(mutant, folder)
     areas = areas_between(base.model, mutant)
     verdict = Verdict(areas, served, effects(base.view, view, about(base.model, mutant, changes)))
-    if served and any(one.what.endswith("refused") for one in verdict.effects):
+    if served and any(effect.what.endswith("refused") for effect in verdict.effects):
         return verdict  # a server does not start with it
     if served:
         verdict.effects = shown(verdict.effects, base.view, view, served)
@@ -144,7 +144,7 @@ def judge_mutant(
         report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run, flipped=flipped)
     if report is not None:
         found = _without_those_of_serving(base, report, served)
-        if verdict.differs and not any(one.severity == "skew" for one in found):
+        if verdict.differs and not any(finding.severity == "skew" for finding in found):
             verdict.complaints += [f"{CLEAN}: {_area(areas, effect)}: {effect.what}" for effect in verdict.effects]
         for finding in found:
             verdict.complaints += _of_finding(base, view, finding, report, verdict)
@@ -159,7 +159,7 @@ def judge_mutant(
 def judge_harmless(
     base: Base, name: str, rewritten: Model, run: Audit | None = None, *, served: str | None = None
 ) -> Verdict:
-    """Compare a model with one that is written differently and does the same, in a folder or before a server of it."""
+    """Compare a model with an equivalent one that is written differently, in a folder or with a server of it."""
     folder = base.last = base.written(rewritten)
     view = View(rewritten, folder)
     verdict = Verdict(areas_between(base.model, rewritten), served, effects(base.view, view))
@@ -167,7 +167,7 @@ def judge_harmless(
     with serving(served, ServedView(view, served)) if served else nullcontext() as url:
         report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run)
     found = _without_those_of_serving(base, report, served) if report is not None else ()
-    if report is None or any(one.severity == "skew" for one in found):
+    if report is None or any(finding.severity == "skew" for finding in found):
         verdict.complaints.append(f"{ALARM}: {name}")
     _checked(base, folder, verdict)
     if not verdict.checked and name not in NOT_AS_LOCKED:
@@ -192,28 +192,31 @@ def _audited(
         return None
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of Rust's is no `Exception`
+    except BaseException as error:  # a Rust panic is not an `Exception`
         verdict.complaints.append(f"{CRASH}: {_area(verdict.areas)}: {type(error).__name__}")
         return None
     verdict.skewed = report.skewed
-    verdict.findings = [(one.kind, one.severity, one.cause) for one in report.findings]
+    verdict.findings = [(finding.kind, finding.severity, finding.cause) for finding in report.findings]
     return report
 
 
 def _without_those_of_serving(base: Base, report: AuditReport, served: str | None) -> Sequence[Skew]:
     """Return findings without those that are true of a server of the unchanged folder, as of a BOS that it adds."""
-    chats = [one for one in report.findings if one.severity == "skew" and isinstance(one.example, SkewChat)]
+    chats = [
+        finding for finding in report.findings if finding.severity == "skew" and isinstance(finding.example, SkewChat)
+    ]
     if served is None or not chats:
         return report.findings
     server = ServedView(base.view, served)
     with serving(served, server) as url:
         unchanged = audit(base.side, f"{served}:{url}").findings
     of_serving = {
-        (one.kind, one.cause)
-        for one in unchanged
-        if isinstance(one.example, SkewChat) and _prompt(base.view, one.example) != server.prompt(one.example)
+        (finding.kind, finding.cause)
+        for finding in unchanged
+        if isinstance(finding.example, SkewChat)
+        and _prompt(base.view, finding.example) != server.prompt(finding.example)
     }
-    return [one for one in report.findings if (one.kind, one.cause) not in of_serving]
+    return [finding for finding in report.findings if (finding.kind, finding.cause) not in of_serving]
 
 
 def _prompt(view: View, chat: SkewChat) -> list[int]:
@@ -228,7 +231,7 @@ def _checked(base: Base, folder: Path, verdict: Verdict) -> None:
         return
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of Rust's is no `Exception`
+    except BaseException as error:  # a Rust panic is not an `Exception`
         verdict.complaints.append(f"{CHECK_CRASH}: {_area(verdict.areas)}: {type(error).__name__}")
 
 
@@ -241,19 +244,19 @@ def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verd
         return []
     about_it = f"{finding.kind} for {_area(verdict.areas)}"
     if finding.kind == "unknown":
-        unstable = any(one.what == "unstable" for one in verdict.effects)
+        unstable = any(effect.what == "unstable" for effect in verdict.effects)
         nothing = not unstable and isinstance(finding.example, str) and _same(base.view, view, finding.example)
         return [f"{SHOWS_NOTHING}: {about_it}"] if nothing else []
     blamed = _blamed(finding)
     if verdict.served and blamed & BEFORE_MODEL:
         blamed |= BEFORE_MODEL
-    if any(one.what == "unstable" for one in verdict.effects):
+    if any(effect.what == "unstable" for effect in verdict.effects):
         # The kinds of false causes are a matter of chance here.
         false = not blamed & set(verdict.areas)
         return [f"{NOT_UNDONE}: a side that disagrees with itself, for {_area(verdict.areas)}"] if false else []
     if finding.example is None:
         complaints = [] if blamed & set(verdict.areas) else [f"{NOT_UNDONE}: {about_it}"]
-        if any(one.what in _BY_TEXT for one in verdict.effects) and blamed <= {"vocabulary", "added_tokens"}:
+        if any(effect.what in _BY_TEXT for effect in verdict.effects) and blamed <= {"vocabulary", "added_tokens"}:
             complaints.append(f"{NO_INPUT}: {about_it}")
         return complaints
     loaded = finding.cause.startswith(_LOADED)
@@ -262,11 +265,11 @@ def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verd
     everything = set[str]().union(*map(_blamed, report.findings))
     tried = [blamed] if len(verdict.areas) == 1 else [blamed, everything]
     for areas in tried:
-        for one, other in ((view, base.view), (base.view, view)):
-            made = exchange(one.model, other.model, areas)
-            if made.docs != one.model.docs:
+        for left, right in ((view, base.view), (base.view, view)):
+            made = exchange(left.model, right.model, areas)
+            if made.docs != left.model.docs:
                 exchanged = View(made, base.written(made))
-                if _same(other, exchanged, finding.example, loaded=loaded):
+                if _same(right, exchanged, finding.example, loaded=loaded):
                     return []
     return [f"{NOT_UNDONE}: {about_it}"]
 

@@ -1,4 +1,4 @@
-"""Complaints that are known today: one case for each, made from its changes, with the seed that drew it.
+"""Known complaints: one case for each, built from its changes, with the seed that drew it.
 
     python -m tests.audit.mutator.known mutants.jsonl      # adds what a run found and is not listed yet
 
@@ -32,7 +32,7 @@ def mended() -> dict[str, dict[str, Any]]:
 def unknown(complaints: Iterable[str]) -> list[str]:
     """Return complaints that are not known: one of several areas is known if it is known of one of them alone."""
     cases = known()
-    return sorted(one for one in set(complaints) if not any(alone in cases for alone in _alone(one)))
+    return sorted(complaint for complaint in set(complaints) if not any(alone in cases for alone in _alone(complaint)))
 
 
 def _alone(complaint: str) -> list[str]:

@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """Return what a call returns. Raises `Refused` for whatever it raises: Rust's panics are no `Exception`."""
+    """Return the result of a call. Raises `Refused` for any error; Rust panics are not an `Exception`."""
     try:
         return call()
     except FUNDAMENTAL:
@@ -60,7 +60,7 @@ def _try_apart(file: Path) -> None:
 
 
 class View:
-    """What plain `tokenizers` and transformers make of one model folder; what is asked twice is kept."""
+    """What plain `tokenizers` and transformers make of one model folder, with results cached."""
 
     def __init__(self, model: Model, folder: Path) -> None:
         self.model, self.folder = model, folder
@@ -87,7 +87,7 @@ class View:
     def vocabulary(self) -> list[str]:
         """The text of every id."""
         count = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        return self.decode([[one] for one in range(count)])
+        return self.decode([[token_id] for token_id in range(count)])
 
     @cached_property
     def texts(self) -> list[str]:
@@ -97,13 +97,13 @@ class View:
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         new = [text for text in dict.fromkeys(texts) if (text, special) not in self._ids]
         made = attempt(lambda: self.tokenizer.encode_batch_fast(new, add_special_tokens=special)) if new else []
-        self._ids.update(((text, special), one.ids) for text, one in zip(new, made, strict=True))
+        self._ids.update(((text, special), encoding.ids) for text, encoding in zip(new, made, strict=True))
         return [self._ids[text, special] for text in texts]
 
     def encode_anew(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         return [
-            one.ids
-            for one in attempt(lambda: self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special))
+            encoding.ids
+            for encoding in attempt(lambda: self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special))
         ]
 
     def decode(self, sequences: Sequence[Sequence[int]], *, skip: bool = False) -> list[str]:
@@ -136,7 +136,7 @@ class View:
 
     @cached_property
     def renderings(self) -> dict[str, str]:
-        """What the template writes for each conversation; what it raises is not told apart."""
+        """What the template writes for each conversation. All errors count as the same."""
         found = {}
         for name, messages, tools in conversations():
             for generate, kwargs in ((True, {}), (False, {}), (True, {"enable_thinking": False})):
@@ -172,50 +172,50 @@ def _of_ids(a: View, b: View, extra: Sequence[str]) -> Iterator[Effect]:
         return
     texts = list(dict.fromkeys([*extra, *a.texts, *b.vocabulary]))
     ours, theirs = a.encode(texts), b.encode(texts)
-    unlike = [(text, one, other) for text, one, other in zip(texts, ours, theirs, strict=True) if one != other]
+    unlike = [(text, left, right) for text, left, right in zip(texts, ours, theirs, strict=True) if left != right]
     if unlike:
-        text, one, other = min(unlike, key=lambda each: len(each[0]))
-        yield Effect("ids", f"{len(unlike)} of {len(texts)} texts, {text!r}: {one[:12]} and {other[:12]}")
+        text, our_ids, their_ids = min(unlike, key=lambda each: len(each[0]))
+        yield Effect("ids", f"{len(unlike)} of {len(texts)} texts, {text!r}: {our_ids[:12]} and {their_ids[:12]}")
     few = [text for text in texts if len(text) > 3][:: max(1, len(texts) // 2000)]
     if b.encode_anew(few) != b.encode_anew(few):
         yield Effect("unstable", "the same texts have other ids the second time")
         return
     some = [*extra[:50], *corpus()[:20], "", "a", "a b"]
-    for text, one, other in zip(some, a.encode(some, special=True), b.encode(some, special=True), strict=True):
-        if one != other and a.encode([text]) == b.encode([text]):
-            yield Effect("special ids", f"{text!r}: {one[:12]} and {other[:12]}")
+    for text, our_ids, their_ids in zip(some, a.encode(some, special=True), b.encode(some, special=True), strict=True):
+        if our_ids != their_ids and a.encode([text]) == b.encode([text]):
+            yield Effect("special ids", f"{text!r}: {our_ids[:12]} and {their_ids[:12]}")
             break
     yield from _of_lengths(a, b)
     yield from _of_decoding(a, b, [ids for ids in ours[:: max(1, len(ours) // 3000)] if ids])
 
 
 def _of_lengths(a: View, b: View) -> Iterator[Effect]:
-    asked = ["a b", " ".join(corpus()[:15])]
+    texts = ["a b", " ".join(corpus()[:15])]
     ours, theirs = (
-        [one.ids for one in view.as_loaded.encode_batch(asked, add_special_tokens=False)] for view in (a, b)
+        [encoding.ids for encoding in view.as_loaded.encode_batch(texts, add_special_tokens=False)] for view in (a, b)
     )
-    whole = a.encode(asked) == b.encode(asked)
+    whole = a.encode(texts) == b.encode(texts)
     if whole and ours != theirs:
         yield Effect("cut or padded", f"{list(map(len, ours))} and {list(map(len, theirs))} ids")
 
 
 def _of_decoding(a: View, b: View, sequences: Sequence[Sequence[int]]) -> Iterator[Effect]:
-    asked = [[one] for one in range(min(len(a.vocabulary), len(b.vocabulary)))] + list(sequences)
+    id_lists = [[token_id] for token_id in range(min(len(a.vocabulary), len(b.vocabulary)))] + list(sequences)
     for skip in (False, True):
-        both = zip(asked, a.decode(asked, skip=skip), b.decode(asked, skip=skip), strict=True)
-        unlike = [(ids, one, other) for ids, one, other in both if one != other]
+        both = zip(id_lists, a.decode(id_lists, skip=skip), b.decode(id_lists, skip=skip), strict=True)
+        unlike = [(ids, left, right) for ids, left, right in both if left != right]
         if unlike:
-            ids, one, other = min(unlike, key=lambda each: len(each[0]))
-            yield Effect("text of ids", f"{list(ids)[:12]}: {one[:60]!r} and {other[:60]!r}, special skipped: {skip}")
+            ids, ours, theirs = min(unlike, key=lambda each: len(each[0]))
+            yield Effect("text of ids", f"{list(ids)[:12]}: {ours[:60]!r} and {theirs[:60]!r}, special skipped: {skip}")
             return
 
 
 def _of_configs(a: View, b: View) -> Iterator[Effect]:
     for file in (GENERATION, CONFIG):
         ours, theirs = (view.model.docs.get(file) or {} for view in (a, b))
-        one, other = _id_set(ours.get("eos_token_id")), _id_set(theirs.get("eos_token_id"))
-        if one != other:
-            yield Effect("stop ids", f"{file}: {sorted(one)} and {sorted(other)}")
+        left, right = _id_set(ours.get("eos_token_id")), _id_set(theirs.get("eos_token_id"))
+        if left != right:
+            yield Effect("stop ids", f"{file}: {sorted(left)} and {sorted(right)}")
         for key in ("bos_token_id", "pad_token_id"):
             if None not in (ours.get(key), theirs.get(key)) and ours[key] != theirs[key]:
                 yield Effect("other ids of config", f"{file} {key}: {ours[key]} and {theirs[key]}")
@@ -227,7 +227,7 @@ def _of_configs(a: View, b: View) -> Iterator[Effect]:
 
 def _id_set(value: Any) -> frozenset[Any]:
     if isinstance(value, list):
-        return frozenset(json.dumps(one) for one in value)
+        return frozenset(json.dumps(token_id) for token_id in value)
     return frozenset() if value is None else frozenset([json.dumps(value)])
 
 
@@ -244,9 +244,9 @@ def _of_transformers(a: View, b: View, extra: Sequence[str]) -> Iterator[Effect]
     if changed == [TOKENIZER]:
         return
     for name in ("bos_token", "eos_token", "pad_token"):
-        one, other = (view.auto.special_tokens_map.get(name) for view in (a, b))
-        if one != other and (name != "pad_token" or None not in (one, other)):  # who only serves needs no padding
-            yield Effect("special tokens", f"{name}: {one!r} and {other!r}")
+        left, right = (view.auto.special_tokens_map.get(name) for view in (a, b))
+        if left != right and (name != "pad_token" or None not in (left, right)):  # who only serves needs no padding
+            yield Effect("special tokens", f"{name}: {left!r} and {right!r}")
     unlike = [name for name, text in a.renderings.items() if b.renderings[name] != text]
     if unlike:
         name = unlike[0]
@@ -255,20 +255,20 @@ def _of_transformers(a: View, b: View, extra: Sequence[str]) -> Iterator[Effect]
         return
     texts = [*extra[:50], *corpus()[:60], *a.renderings.values()]
     for text in texts:
-        one, other = (view.auto_ids(text) for view in (a, b))
-        if one != other:
-            yield Effect("auto ids", f"{text[:60]!r}: {one[:12]} and {other[:12]}")
+        left, right = (view.auto_ids(text) for view in (a, b))
+        if left != right:
+            yield Effect("auto ids", f"{text[:60]!r}: {left[:12]} and {right[:12]}")
             break
     for text in texts:
         ids = a.encode([text])[0]
-        one, other = (view.auto_text(ids) for view in (a, b))
-        if one != other:
-            yield Effect("text of ids", f"by transformers: {one[:60]!r} and {other[:60]!r}")
+        left, right = (view.auto_text(ids) for view in (a, b))
+        if left != right:
+            yield Effect("text of ids", f"by transformers: {left[:60]!r} and {right[:60]!r}")
             break
 
 
 def conversations() -> list[tuple[str, list[Any], list[Any]]]:
-    """Return conversations with their names and tools. They cover what templates commonly tell apart."""
+    """Return conversations with their names and tools. They cover the cases that templates commonly distinguish."""
     tool = {
         "type": "function",
         "function": {
@@ -283,7 +283,7 @@ def conversations() -> list[tuple[str, list[Any], list[Any]]]:
     }
     call = {"id": "abcdefgh1", "type": "function", "function": {"name": "look_up", "arguments": {"key": "ü", "n": 2}}}
     user, more = {"role": "user", "content": "  Is it so?\n"}, {"role": "user", "content": "And now?"}
-    said, system = {"role": "assistant", "content": " Yes.\n"}, {"role": "system", "content": "Be brief. "}
+    reply, system = {"role": "assistant", "content": " Yes.\n"}, {"role": "system", "content": "Be brief. "}
     thought = {"role": "assistant", "content": "No.", "reasoning_content": "Let me see."}
     inline = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nMaybe."}
     calls = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -294,14 +294,14 @@ def conversations() -> list[tuple[str, list[Any], list[Any]]]:
     plain: dict[str, list[Any]] = {
         "user": [user],
         "system": [system, user],
-        "turns": [user, said, more],
-        "three turns": [system, user, said, more, thought, user],
+        "turns": [user, reply, more],
+        "three turns": [system, user, reply, more, thought, user],
         "reasoning": [user, thought],
         "reasoning before": [user, inline, more, thought, user],
-        "answer": [user, said],
+        "answer": [user, reply],
         "parts": [parts],
         "calls": [user, calls, result],
-        "two calls": [system, user, two, result, second, said, more],
+        "two calls": [system, user, two, result, second, reply, more],
         "call last": [user, calls],
         "empty": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, user],
     }

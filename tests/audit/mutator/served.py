@@ -53,16 +53,16 @@ def _sent(view: View, kind: str, text: str) -> str:
 
 def shown(effects: Sequence[Effect], a: View, b: View, kind: str) -> list[Effect]:
     """Return the effects that requests to a server of `b` show: it has endpoints for texts, ids and conversations."""
-    kept = [one for one in effects if one.what in ("ids", "special ids", "unstable", "text of ids")]
-    kept = [one for one in kept if "skipped: True" not in one.shown and "by transformers" not in one.shown]
-    asked = [f"{name}, True, {{}}" for name, messages, _ in conversations() if _is_asked(messages)]
-    unlike = [name for name in asked if _rendered(a, name, kind) != _rendered(b, name, kind)]
-    return [*kept, Effect("rendering", f"{len(unlike)} of {len(asked)}, {unlike[0]}")] if unlike else kept
+    kept = [effect for effect in effects if effect.what in ("ids", "special ids", "unstable", "text of ids")]
+    kept = [effect for effect in kept if "skipped: True" not in effect.shown and "by transformers" not in effect.shown]
+    tried = [f"{name}, True, {{}}" for name, messages, _ in conversations() if _is_tried(messages)]
+    unlike = [name for name in tried if _rendered(a, name, kind) != _rendered(b, name, kind)]
+    return [*kept, Effect("rendering", f"{len(unlike)} of {len(tried)}, {unlike[0]}")] if unlike else kept
 
 
-def _is_asked(messages: Sequence[Any]) -> bool:
-    """Servers join parts before a template sees them, and llama.cpp goes on writing what an assistant said last."""
-    return messages[-1]["role"] != "assistant" and all(isinstance(one["content"], str) for one in messages)
+def _is_tried(messages: Sequence[Any]) -> bool:
+    """Servers join parts before a template sees them, and llama.cpp continues a final assistant message."""
+    return messages[-1]["role"] != "assistant" and all(isinstance(message["content"], str) for message in messages)
 
 
 def _rendered(view: View, name: str, kind: str) -> list[list[int]] | None:

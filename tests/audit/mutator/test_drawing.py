@@ -26,16 +26,16 @@ def test_every_draw_changes_the_files(changes: int) -> None:
         drawn, made = draw(TINY, seed, changes)
         assert areas_between(base, drawn)
         model = base
-        for one in made:
-            changed = apply(model, [one])
-            assert changed.docs.get(one.file) != model.docs.get(one.file), one
+        for change in made:
+            changed = apply(model, [change])
+            assert changed.docs.get(change.file) != model.docs.get(change.file), change
             model = changed
 
 
 def test_changes_read_from_json_make_the_same_files() -> None:
     for seed in SEEDS:
         model, changes = draw(TINY, seed, 2)
-        read = [Change.from_json(json.loads(json.dumps(one.to_json()))) for one in changes]
+        read = [Change.from_json(json.loads(json.dumps(change.to_json()))) for change in changes]
         assert apply(load(TINY), read).docs == model.docs
 
 
@@ -65,7 +65,7 @@ def test_every_value_has_a_place_with_an_area() -> None:
         assert (file, path) in paths
 
 
-def test_exchange_of_the_areas_that_differ_makes_the_other_model() -> None:
+def test_exchanging_all_differing_areas_makes_the_other_model() -> None:
     base = load(TINY)
     for seed in SEEDS:
         model, _ = draw(TINY, seed, 2)
@@ -74,7 +74,7 @@ def test_exchange_of_the_areas_that_differ_makes_the_other_model() -> None:
         assert exchange(model, base, areas).docs == base.docs
 
 
-def test_exchange_of_one_area_leaves_the_others() -> None:
+def test_exchanging_one_area_leaves_the_others() -> None:
     base = load(TINY)
     normalizer = Change(TOKENIZER, "set", ("normalizer",), None)
     setting = Change(TOKENIZER, "set", ("model", "ignore_merges"), True)

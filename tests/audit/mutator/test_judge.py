@@ -1,4 +1,4 @@
-"""Wrong audits are caught: one that always says clean, one that always alarms, and ones that name another part."""
+"""Wrong audits are caught: always clean, always skewed, or naming a wrong part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _judged(base: Base, change: Change, run: Audit | None = None, *, check: bool
     return judge_mutant(base, apply(base.model, [change]), [change], run, check=check)
 
 
-def _says(*findings: Skew) -> Audit:
+def _audit_with(*findings: Skew) -> Audit:
     return lambda a, b: replace(CLEAN, findings=findings)
 
 
@@ -43,8 +43,11 @@ def _finding(kind: Kind, example: str | None) -> Skew:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_of_a_changed_folder_is_judged_by_what_it_shows(base: Base, kind: str) -> None:
     served = {"check": False, "served": kind}
-    missed = judge_mutant(base, apply(base.model, [NO_NORMALIZER]), [NO_NORMALIZER], _says(), **served)
-    assert ([one.what for one in missed.effects], missed.complaints) == (["ids"], ["called clean: normalizer: ids"])
+    missed = judge_mutant(base, apply(base.model, [NO_NORMALIZER]), [NO_NORMALIZER], _audit_with(), **served)
+    assert ([effect.what for effect in missed.effects], missed.complaints) == (
+        ["ids"],
+        ["called clean: normalizer: ids"],
+    )
 
 
 @pytest.mark.slow
@@ -52,12 +55,12 @@ def test_a_server_of_a_changed_folder_is_judged_by_what_it_shows(base: Base, kin
 def test_an_audit_of_a_server_that_finds_the_change_has_no_complaint(base: Base, kind: str) -> None:
     mutant = apply(base.model, [NO_NORMALIZER])
     right = judge_mutant(base, mutant, [NO_NORMALIZER], check=False, served=kind)
-    assert ([one.what for one in right.effects], right.skewed, right.complaints) == (["ids"], True, [])
+    assert ([effect.what for effect in right.effects], right.skewed, right.complaints) == (["ids"], True, [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_ids_that_no_endpoint_of_a_server_gives_are_no_complaint(base: Base, kind: str) -> None:
+def test_stop_ids_without_a_server_endpoint_are_not_a_complaint(base: Base, kind: str) -> None:
     stop = Change(GENERATION, "set", ("eos_token_id",), 3991)
     hidden = judge_mutant(base, apply(base.model, [stop]), [stop], check=False, served=kind)
     assert (hidden.effects, hidden.skewed, hidden.complaints) == ([], False, [])
@@ -81,16 +84,16 @@ def test_an_audit_that_names_the_right_part_has_no_complaint(base: Base) -> None
         (Change(TEMPLATE, "splice", (), [0, "", "x"]), "called clean: template: rendering"),
     ],
 )
-def test_an_audit_that_always_says_clean_is_caught(base: Base, change: Change, complaint: str) -> None:
-    assert complaint in _judged(base, change, _says()).complaints
+def test_audit_that_always_reports_clean_is_caught(base: Base, change: Change, complaint: str) -> None:
+    assert complaint in _judged(base, change, _audit_with()).complaints
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["copied", *map(slow_unless, ("wrapped", "offsets"))])
-def test_an_audit_that_always_says_skewed_is_caught(base: Base, name: str) -> None:
+def test_audit_that_always_reports_skew_is_caught(base: Base, name: str) -> None:
     made = REWRITINGS[name](base.model, random.Random(1))
     assert made is not None
-    verdict = judge_harmless(base, name, made, _says(_finding("normalizer", "e\u0301")))
+    verdict = judge_harmless(base, name, made, _audit_with(_finding("normalizer", "e\u0301")))
     assert f"false alarm: {name}" in verdict.complaints
 
 
@@ -104,21 +107,21 @@ def test_an_audit_that_refuses_a_healthy_folder_is_caught(base: Base) -> None:
 
 
 @pytest.mark.parametrize("kind", ["merges", *map(slow_unless, ("added token", "template", "library"))])
-def test_a_cause_that_does_not_hold_when_undone_is_caught(base: Base, kind: Kind) -> None:
-    verdict = _judged(base, NO_NORMALIZER, _says(_finding(kind, "e\u0301")))
+def test_cause_that_fails_when_undone_is_caught(base: Base, kind: Kind) -> None:
+    verdict = _judged(base, NO_NORMALIZER, _audit_with(_finding(kind, "e\u0301")))
     assert verdict.complaints == [f"cause does not hold: {kind} for normalizer"]
 
 
 @pytest.mark.slow
 def test_an_input_on_which_the_sides_agree_is_caught(base: Base) -> None:
-    verdict = _judged(base, NO_NORMALIZER, _says(_finding("normalizer", "plain")))
+    verdict = _judged(base, NO_NORMALIZER, _audit_with(_finding("normalizer", "plain")))
     assert verdict.complaints == ["input shows no difference: normalizer for normalizer"]
 
 
 @pytest.mark.slow
 def test_a_vocabulary_that_differs_without_a_text_is_caught(base: Base) -> None:
     swap = Change(TOKENIZER, "swap", ("model", "vocab"), ["Ġthe", "Ġa"])
-    verdict = _judged(base, swap, _says(_finding("vocabulary", None)))
+    verdict = _judged(base, swap, _audit_with(_finding("vocabulary", None)))
     assert verdict.complaints == ["no input shown: vocabulary for vocabulary"]
 
 
@@ -130,14 +133,14 @@ def test_an_audit_that_raises_what_it_should_not_is_caught(base: Base) -> None:
 
 
 def test_a_check_that_always_passes_is_caught(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "examine", lambda lock, given: SimpleNamespace(ok=True))
+    monkeypatch.setattr(judge, "examine", lambda lock, folder: SimpleNamespace(ok=True))
     assert _judged(base, NO_NORMALIZER, check=True).complaints == ["check passes: normalizer: ids"]
 
 
 @pytest.mark.slow
 def test_a_check_that_never_passes_is_caught(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "examine", lambda lock, given: SimpleNamespace(ok=False))
-    verdict = judge_harmless(base, "copied", base.model, _says())
+    monkeypatch.setattr(judge, "examine", lambda lock, folder: SimpleNamespace(ok=False))
+    verdict = judge_harmless(base, "copied", base.model, _audit_with())
     assert verdict.complaints == ["check alarms: copied"]
 
 
@@ -150,8 +153,8 @@ def test_two_changes_are_undone_together(base: Base) -> None:
 
 
 @pytest.mark.slow
-def test_a_bos_that_llama_cpp_takes_off_is_no_difference(tmp_path: Path) -> None:
-    """Seed 180305 of Mistral Nemo: its tokenizer puts BOS before a text, whatever the template writes."""
+def test_bos_that_llama_cpp_strips_is_not_a_difference(tmp_path: Path) -> None:
+    """Seed 180305 of Mistral Nemo: its tokenizer always puts BOS before a text, independent of the template."""
     base = Base(load("small-mistral_nemo"), tmp_path)
     change = Change(TOKENIZER_CONFIG, "set", ("bos_token",), "<pad>")
     verdict = judge_mutant(base, apply(base.model, [change]), [change], check=False, served="llamacpp")

@@ -1,4 +1,4 @@
-"""Brute force finds what is known to differ, and nothing in what is known to be the same."""
+"""Brute force finds known differences, and none between equivalent models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chat.conftest import slow_unless
 def _effects(base: Base, *changes: Change) -> dict[str, str]:
     model = apply(base.model, changes)
     view = View(model, base.written(model))
-    return {one.what: one.shown for one in effects(base.view, view, about(base.model, model, changes))}
+    return {effect.what: effect.shown for effect in effects(base.view, view, about(base.model, model, changes))}
 
 
 def _set(*path: str, value: Any, file: str = TOKENIZER) -> Change:
@@ -60,16 +60,16 @@ def test_a_known_difference_is_found(base: Base, changes: list[Change], what: st
     assert what in _effects(base, *changes)
 
 
-def test_merges_that_compete_and_change_places_are_found_by_a_text_made_of_them(base: Base) -> None:
+def test_swapped_competing_merges_are_found_by_a_text(base: Base) -> None:
     merges = base.model.docs[TOKENIZER]["model"]["merges"]
-    at = next(n for n, one in enumerate(merges) if n > 500 and one[0] == "in")
-    rival = next(n for n, one in enumerate(merges) if n != at and one[1] == "in")
+    at = next(n for n, merge in enumerate(merges) if n > 500 and merge[0] == "in")
+    rival = next(n for n, merge in enumerate(merges) if n != at and merge[1] == "in")
     assert "ids" in _effects(base, Change(TOKENIZER, "swap", MERGES, [at, rival]))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [slow_unless(name, *sorted(REWRITINGS)[::3]) for name in sorted(REWRITINGS)])
-def test_what_is_only_written_differently_has_no_effect(base: Base, name: str) -> None:
+def test_different_spelling_of_the_same_file_has_no_effect(base: Base, name: str) -> None:
     made = REWRITINGS[name](base.model, random.Random(1))
     if made is None:
         return  # not every rewriting applies to every model
@@ -78,5 +78,5 @@ def test_what_is_only_written_differently_has_no_effect(base: Base, name: str) -
 
 def test_a_bare_model_without_template_and_configs_is_compared(base: Base) -> None:
     bare = Model(base.model.name, {TOKENIZER: base.model.docs[TOKENIZER], TOKENIZER_CONFIG: {}})
-    found = {one.what for one in effects(base.view, View(bare, base.written(bare)))}
+    found = {effect.what for effect in effects(base.view, View(bare, base.written(bare)))}
     assert found >= {"stop ids", "special tokens", "rendering"}

@@ -1,4 +1,4 @@
-"""A run goes on where it was cut off, and a mutant that ends or holds up its process is one line of it."""
+"""An interrupted run resumes, and a mutant that crashes or hangs its process is one line of the run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_two_folders_with_the_same_files_exit_with_0(base: Base, monkeypatch: py
 
 
 @pytest.mark.parametrize(("skewed", "wrong"), [(False, (1, 2, -9)), (True, (0, 2, -9)), (None, (0,))])
-def test_an_exit_code_that_is_not_what_the_report_says_is_a_complaint(
+def test_exit_code_that_contradicts_the_report_is_a_complaint(
     base: Base, monkeypatch: pytest.MonkeyPatch, skewed: bool | None, wrong: tuple[int, ...]
 ) -> None:
     for code in (0, 1, 2, -9):

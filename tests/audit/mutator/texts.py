@@ -1,4 +1,4 @@
-"""Texts that are encoded to find a difference: a corpus of its own, and texts made from what was changed.
+"""Texts that are encoded to find a difference: a separate corpus, and texts made from the changes.
 
 Nothing here is taken from the battery of the audit.
 """
@@ -110,8 +110,8 @@ def concatenations(texts: Sequence[str], count: int = 3000) -> list[str]:
 def about(a: Model, b: Model, changes: Sequence[Change]) -> list[str]:
     """Return texts made from the entries, tokens and strings that were changed."""
     found: dict[str, None] = {}
-    for said in (*_strings(changes), *_entries(a, changes)):
-        for spelled in {said, _spelled(said)}:
+    for string in (*_strings(changes), *_entries(a, changes)):
+        for spelled in {string, _spelled(string)}:
             if spelled and len(spelled) <= _LONGEST:
                 found |= dict.fromkeys(_around(spelled))
     for text in _merge_texts(a, b):
@@ -151,12 +151,12 @@ def _within(value: Any) -> Iterator[str]:
         case str():
             yield value
         case Mapping():
-            for key, one in value.items():
+            for key, item in value.items():
                 yield key
-                yield from _within(one)
+                yield from _within(item)
         case list() | tuple():
-            for one in value:
-                yield from _within(one)
+            for inner in value:
+                yield from _within(inner)
 
 
 def _merge_texts(a: Model, b: Model) -> Iterator[str]:
@@ -165,7 +165,14 @@ def _merge_texts(a: Model, b: Model) -> Iterator[str]:
     if ours is theirs or not isinstance(ours, list) or not isinstance(theirs, list):
         return
     ranks, others = ({pair(m): n for n, m in enumerate(merges) if _is_pair(m)} for merges in (ours, theirs))
-    first = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    first = next(
+        (
+            n
+            for n, (ours_merge, theirs_merge) in enumerate(zip(ours, theirs, strict=False))
+            if ours_merge != theirs_merge
+        ),
+        None,
+    )
     if first is None:
         return
     moved = [m for m in {*ranks, *others} if abs(ranks.get(m, 1 << 40) - others.get(m, 1 << 40)) > 1]
@@ -174,8 +181,8 @@ def _merge_texts(a: Model, b: Model) -> Iterator[str]:
         low, high = sorted((ranks.get((left, right), 1 << 40), others.get((left, right), 1 << 40)))
         rivals = [m for m, rank in ranks.items() if low <= rank <= high and (m[0] == right or m[1] == left)]
         random.Random(left + right).shuffle(rivals)
-        for one, other in rivals[:_MOST_WITNESSES]:
-            yield _spelled(left + right + other if one == right else one + left + right)
+        for before, after in rivals[:_MOST_WITNESSES]:
+            yield _spelled(left + right + after if before == right else before + left + right)
 
 
 def _is_pair(merge: Any) -> bool:

@@ -68,7 +68,7 @@ AREAS_OF_KIND: Mapping[str, tuple[str, ...]] = {
         ("template",),
     ),
 }
-"""The areas that a finding of a kind blames. `library` says that no file differs; `unknown` blames nothing."""
+"""The areas that a finding of a kind blames. `library` means that no file differs; `unknown` blames nothing."""
 
 
 def area_of(file: str, path: Path) -> str:
@@ -85,13 +85,13 @@ def areas_between(a: Model, b: Model) -> tuple[str, ...]:
     """Return the areas in which two models differ."""
     found: dict[str, None] = {}
     for file in dict.fromkeys([*a.docs, *b.docs]):
-        one, other = a.docs.get(file), b.docs.get(file)
-        if one == other:
+        left, right = a.docs.get(file), b.docs.get(file)
+        if left == right:
             continue
         if file == TEMPLATE:
             found["template"] = None
             continue
-        own, others = dict(_parts(one or {})), dict(_parts(other or {}))
+        own, others = dict(_parts(left or {})), dict(_parts(right or {}))
         unlike = [path for path in own.keys() | others.keys() if own.get(path, ...) != others.get(path, ...)]
         found |= dict.fromkeys(sorted(area_of(file, path) for path in unlike))
     return tuple(found)
@@ -115,13 +115,13 @@ def _exchanged(file: str, ours: Any, theirs: Any, areas: Collection[str]) -> Any
     own, others = dict(_parts(ours or {})), dict(_parts(theirs or {}))
     made: dict[str, Any] = {}
     for path in dict.fromkeys([*own, *others]):
-        given = others if area_of(file, path) in areas else own
-        if path not in given:
+        source = others if area_of(file, path) in areas else own
+        if path not in source:
             continue
         within = made
         for step in path[:-1]:
             within = within.setdefault(step, {})
-        within[path[-1]] = given[path]
+        within[path[-1]] = source[path]
     return made or (None if ours is None or theirs is None else {})
 
 
@@ -129,6 +129,6 @@ def _parts(doc: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The entries of a file; those of the model and of a nested configuration one by one."""
     for key, value in doc.items():
         if key in ("model", "text_config") and isinstance(value, Mapping):
-            yield from (((key, name), one) for name, one in value.items())
+            yield from (((key, name), entry) for name, entry in value.items())
         else:
             yield (key,), value

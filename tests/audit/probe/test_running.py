@@ -1,4 +1,4 @@
-"""Trials run, resumed and banned, on an engine whose choices are written down, and on the real embedded one."""
+"""Trials run, resumed and banned, on an engine with scripted choices and on the real embedded one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def setup_of(renderer: Renderer) -> Setup:
 def ids_of(renderer: Renderer, *pieces: str) -> list[int]:
     end = renderer.tokenizer.control("<|im_end|>")
     assert end is not None
-    return [*(one for piece in pieces for one in renderer.tokenizer.encode_plain(piece)), end.id]
+    return [*(token_id for piece in pieces for token_id in renderer.tokenizer.encode_plain(piece)), end.id]
 
 
 def written(renderer: Renderer, *completions: Sequence[str], alternatives: bool = True) -> Written:
@@ -91,9 +91,9 @@ def written(renderer: Renderer, *completions: Sequence[str], alternatives: bool 
     return Written([ids_of(renderer, *pieces) for pieces in completions], start, alternatives=alternatives)
 
 
-def run(engine: Engine, renderer: Renderer, settings: ProbeSettings, *asked: Trial) -> list[ProbeResult]:
+def run(engine: Engine, renderer: Renderer, settings: ProbeSettings, *trials_to_run: Trial) -> list[ProbeResult]:
     async def collect() -> list[ProbeResult]:
-        async with aclosing(run_trials(asked, engine, renderer, setup_of(renderer), settings)) as results:
+        async with aclosing(run_trials(trials_to_run, engine, renderer, setup_of(renderer), settings)) as results:
             return [result async for result in results]
 
     return asyncio.run(collect())
@@ -104,14 +104,14 @@ SPLIT = ("The law protects the", " ", "rights", " of people.")
 REPLACED = ("The law protects the", " lives", " of people.")
 
 
-def test_a_phantom_edit_is_found_and_nothing_banned_unasked(qwen: Renderer) -> None:
+def test_phantom_edit_is_found_and_nothing_is_banned_by_default(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
     (result,) = run(engine, qwen, ProbeSettings(), RIGHTS)
     assert (result.outcome.kind, result.outcome.artifact, result.banned, engine.calls) == ("phantom", "tail", None, 1)
     assert list(result.completion) == ids_of(qwen, *PHANTOM)
 
 
-def test_with_its_ids_banned_decoding_goes_on_with_the_likeliest_other_id(qwen: Renderer) -> None:
+def test_banned_ids_are_replaced_by_the_likeliest_other_id(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
     (result,) = run(engine, qwen, ProbeSettings(ban=True), RIGHTS)
     assert result.outcome.kind == "phantom"
@@ -130,7 +130,7 @@ def test_bans_at_one_place_add_up(qwen: Renderer) -> None:
     assert len({at for at, _ in result.bans}) == 1
 
 
-def test_a_phantom_edit_without_another_way_stays_one(qwen: Renderer) -> None:
+def test_phantom_edit_without_an_alternative_stays(qwen: Renderer) -> None:
     (result,) = run(written(qwen, PHANTOM), qwen, ProbeSettings(ban=True), RIGHTS)
     assert result.banned is not None
     assert result.banned.kind == "phantom"
@@ -151,39 +151,39 @@ def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Rend
     found = summarise(results)
     assert (found.trials, found.strict.changed, found.strict.total) == (2, 1, 1)
     assert (found.outcomes["phantom"].share, found.outcomes["phantom"].clusters) == (0.5, 1)
-    assert [(name, one.changed) for name, one in found.classes.items()] == [("tail", 1)]
-    assert [(name, one.changed) for name, one in found.banned.items()] == [("replaced", 1)]
+    assert [(name, counts.changed) for name, counts in found.classes.items()] == [("tail", 1)]
+    assert [(name, counts.changed) for name, counts in found.banned.items()] == [("replaced", 1)]
     shown = probe_layout(header(engine, qwen, setup_of(qwen), ProbeSettings(ban=True)), results, qwen.tokenizer).html()
     assert str(list(results[0].outcome.found)) in shown
 
 
-def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) -> None:
-    asked = list(trials(read_texts()[:3]))
+def test_interrupted_probe_resumes(qwen: Renderer, tmp_path: Path) -> None:
+    planned = list(trials(read_texts()[:3]))
     engine = written(qwen, REPLACED)
     made = header(engine, qwen, setup_of(qwen), ProbeSettings())
     path = tmp_path / "probe.jsonl"
     with ProbeFile(path, made) as keeping:
-        for result in run(engine, qwen, ProbeSettings(), *asked[:4]):
+        for result in run(engine, qwen, ProbeSettings(), *planned[:4]):
             keeping.add(result)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     with ProbeFile(path, made) as keeping:
         assert whole.startswith(path.read_bytes())
         assert path.read_bytes().endswith(b"\n")
-        left = keeping.missing(asked)
+        left = keeping.missing(planned)
         assert len(left) == 3
         for result in run(engine, qwen, ProbeSettings(), *left):
             keeping.add(result)
     with ProbeFile(path, made) as keeping:
         results = keeping.results
     assert json.loads(path.read_text().splitlines()[0]) == made
-    assert sorted(result.trial.name for result in results) == sorted(one.name for one in asked)
+    assert sorted(result.trial.name for result in results) == sorted(planned_trial.name for planned_trial in planned)
     with pytest.raises(InvalidRequest, match=r"results of a different probe \(temperature differ\)"):
         ProbeFile(path, {**made, "temperature": 1.0})
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": 1, "se'])
-def test_a_first_line_that_was_cut_off_is_written_anew(tmp_path: Path, content: str) -> None:
+def test_truncated_first_line_is_rewritten(tmp_path: Path, content: str) -> None:
     path = tmp_path / "probe.jsonl"
     path.write_text(content)
     with ProbeFile(path, {"format": 1, "seed": 0}):
@@ -191,7 +191,7 @@ def test_a_first_line_that_was_cut_off_is_written_anew(tmp_path: Path, content: 
 
 
 @pytest.mark.parametrize("content", ["what somebody noted", '{"mine": 1}'])
-def test_a_line_that_is_no_head_of_results_is_not_written_over(tmp_path: Path, content: str) -> None:
+def test_file_without_a_results_header_is_not_overwritten(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="only line is not a header"):
@@ -199,7 +199,7 @@ def test_a_line_that_is_no_head_of_results_is_not_written_over(tmp_path: Path, c
     assert path.read_text() == content
 
 
-def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> None:
+def test_results_before_an_engine_failure_are_kept(qwen: Renderer) -> None:
     engine = written(qwen, REPLACED)
     sample = engine.sample
 
@@ -212,8 +212,8 @@ def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> Non
     seen = []
 
     async def collect() -> None:
-        asked = list(trials(read_texts()[:3]))
-        async with aclosing(run_trials(asked, engine, qwen, setup_of(qwen), ProbeSettings(concurrency=1))) as results:
+        planned = list(trials(read_texts()[:3]))
+        async with aclosing(run_trials(planned, engine, qwen, setup_of(qwen), ProbeSettings(concurrency=1))) as results:
             async for result in results:
                 seen.append(result)
 
@@ -222,7 +222,7 @@ def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> Non
     assert len(seen) == 2
 
 
-def test_the_built_in_sentences_hold_their_word_once() -> None:
+def test_built_in_sentences_contain_their_word_once() -> None:
     texts = read_texts()
     assert len(texts) > 30
     for before, target, after in texts:
@@ -230,7 +230,7 @@ def test_the_built_in_sentences_hold_their_word_once() -> None:
         assert before.split()
         assert after.split()
         assert target not in before + after
-    assert len({one.name for one in trials(texts, repetitions=2)}) == 4 * len(texts)
+    assert len({trial.name for trial in trials(texts, repetitions=2)}) == 4 * len(texts)
 
 
 def test_sentences_of_a_file_are_read_in_three_ways(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def command(*arguments: object) -> CliResult:
     return CliRunner().invoke(app, ["probe", *map(str, arguments)])
 
 
-def test_the_command_probes_a_gateway_and_goes_on(gateway_url: str, model_dir: Path, tmp_path: Path) -> None:
+def test_command_probes_a_gateway_and_resumes(gateway_url: str, model_dir: Path, tmp_path: Path) -> None:
     output, report = tmp_path / "probe.jsonl", tmp_path / "probe.html"
     served = ("--engine", "vllm", "--engine-url", gateway_url, "--max-tokens", 16, "-o", output, "--ban")
     done = command(model_dir, *served, "--limit", 3, "--html", report)
@@ -275,9 +275,7 @@ def test_the_command_probes_a_gateway_and_goes_on(gateway_url: str, model_dir: P
     assert len(output.read_text(encoding="utf-8").splitlines()) == 5
 
 
-def test_a_page_that_can_not_be_written_is_refused_before_anything_is_asked(
-    gateway_url: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_unwritable_page_is_refused_before_any_request(gateway_url: str, model_dir: Path, tmp_path: Path) -> None:
     served = ("--engine", "vllm", "--engine-url", gateway_url, "--max-tokens", 4, "--limit", 1)
     done = command(model_dir, *served, "--html", tmp_path / "none" / "a.html")
     assert (done.exit_code, done.stdout) == (1, "")
@@ -288,5 +286,5 @@ def test_a_page_that_can_not_be_written_is_refused_before_anything_is_asked(
     "arguments",
     [["--engine", "vllm"], ["--repetitions", "2"], ["--ban", "--temperature", "1"], ["--kwargs", "[]"]],
 )
-def test_arguments_that_make_no_sense_are_usage_errors(model_dir: Path, arguments: list[str]) -> None:
+def test_invalid_arguments_are_usage_errors(model_dir: Path, arguments: list[str]) -> None:
     assert command(model_dir, *arguments).exit_code == 2

@@ -1,4 +1,4 @@
-"""Known bugs rebuilt on real tokenizers: side A as it should be, side B with one thing wrong, as it was in the wild.
+"""Known bugs reproduced on real tokenizers: side A is correct, side B has one real-world fault.
 
 The numbers are those of the table in docs/how-to/audit.md.
 """
@@ -74,8 +74,8 @@ def healthy(family: str, template: str | None = None) -> SpecBackend:
 class _Remembering(SpecBackend):
     """Renders each conversation once: every audit asks a healthy side for the same hundreds."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._renderings: dict[str, Rendering] = {}
 
     def render(self, conversation: SkewChat) -> Rendering:
@@ -106,7 +106,7 @@ class Case:
     kind: Kind
     make: Callable[[Base], SpecBackend]
     template: str | None = None
-    says: str = ""
+    cause: str = ""
     """What the cause must mention."""
     example: str | None = None
     """What the smallest input must match, if it is a text."""
@@ -187,7 +187,7 @@ def kimi_by_auto(base: Base) -> SpecBackend:
 
 
 class EncodesSpecial(SpecBackend):
-    """Renders, and then has BOS put before what it rendered."""
+    """Renders, and then prepends BOS to the rendering."""
 
     def render(self, conversation: SkewChat) -> Rendering:
         made = super().render(conversation)
@@ -224,17 +224,17 @@ class CleansUp(SpecBackend):
 
 
 class KeepsText(SpecBackend):
-    """Lets no message become control: what it spells is encoded as text."""
+    """Keeps messages from becoming control tokens: their spellings are encoded as text."""
 
     def render(self, conversation: SkewChat) -> Rendering:
         made = super().render(conversation)
         assert made.text is not None
-        said = [str(m.get("content") or "") for m in conversation.messages]
+        contents = [str(m.get("content") or "") for m in conversation.messages]
         ids: list[int] = []
         pieces = re.split(
             f"({'|'.join(re.escape(t) for t in sorted(self.facts.added, key=len, reverse=True))})", made.text
         )
-        spelled = [t for text in said for t in self.facts.added if t in text]
+        spelled = [t for text in contents for t in self.facts.added if t in text]
         if not spelled:
             return made
         plain = SpecBackend("plain", without_tokens(self.facts.spec or {}, tuple(self.facts.added)))
@@ -252,34 +252,34 @@ MISTRAL = "mistral_v3_spm/templates/v3_spm.jinja"
 _STRIPPED = {"type": "Replace", "pattern": {"Regex": "[\u0000-\u0008]"}, "content": ""}
 
 CASES = (
-    Case(1, "a wrong split from the converter", "mistral_nemo", "pre-tokenizer", split("cl100k_base"), says="Split"),
+    Case(1, "a wrong split from the converter", "mistral_nemo", "pre-tokenizer", split("cl100k_base"), cause="Split"),
     Case(
         2,
         "ByteLevel replaced by Metaspace",
         "deepseek_v3",
         "pre-tokenizer",
         part("pre_tokenizer", metaspace("always", split=True)),
-        says="Metaspace",
+        cause="Metaspace",
     ),
-    Case(1, "a wrong split, tiny", TINY, "pre-tokenizer", split("gpt2"), says="Split"),
+    Case(1, "a wrong split, tiny", TINY, "pre-tokenizer", split("gpt2"), cause="Split"),
     Case(
         2,
         "ByteLevel replaced by Metaspace, tiny",
         TINY,
         "pre-tokenizer",
         part("pre_tokenizer", metaspace("always", split=True)),
-        says="Metaspace",
+        cause="Metaspace",
     ),
     Case(10, "another table of added tokens, tiny", TINY, "added token", unknown("<tool_call>", "</tool_call>")),
-    Case(3, "the split of GPT-2", "glm4_5", "pre-tokenizer", split("gpt2"), says="Split"),
-    Case(4, "a control token encoded as text", TINY, "added token", unknown("<tool_call>"), says="<tool_call>"),
+    Case(3, "the split of GPT-2", "glm4_5", "pre-tokenizer", split("gpt2"), cause="Split"),
+    Case(4, "a control token encoded as text", TINY, "added token", unknown("<tool_call>"), cause="<tool_call>"),
     Case(
         5,
         "a slow tokenizer that splits its end token",
         "mistral_v3_spm",
         "added token",
         unknown("</s>"),
-        says="</s>",
+        cause="</s>",
         example="</s>",
     ),
     Case(
@@ -288,7 +288,7 @@ CASES = (
         "mistral_v3_spm",
         "pre-tokenizer",
         part("pre_tokenizer", metaspace("always", split=False)),
-        says="prepend_scheme",
+        cause="prepend_scheme",
     ),
     Case(9, "Kimi by AutoTokenizer", "qwen3", "pre-tokenizer", kimi_by_auto, also=("added token",), real=True),
     Case(
@@ -297,7 +297,7 @@ CASES = (
         "qwen3",
         "added token",
         unknown("<tool_call>", "</tool_call>"),
-        says="'<tool_call>' and 1 more are added tokens in A but not in B",
+        cause="'<tool_call>' and 1 more are added tokens in A but not in B",
     ),
     Case(
         11,
@@ -307,12 +307,12 @@ CASES = (
         lambda base: base.side(
             spec={**base.spec, "normalizer": {"type": "Sequence", "normalizers": [base.spec["normalizer"], _STRIPPED]}}
         ),
-        says="Replace",
+        cause="Replace",
         example="[\x00-\x08]",
     ),
-    Case(12, "another revision", TINY, "merges", fewer_merges, says="merges differ"),
-    Case(13, "BOS twice", "llama3", "BOS/EOS", running(EncodesSpecial), template=LLAMA, says="begin_of_text.> before"),
-    Case(15, "no BOS", "mistral_v3_spm", "BOS/EOS", part("post_processor", None), says="<s> before"),
+    Case(12, "another revision", TINY, "merges", fewer_merges, cause="merges differ"),
+    Case(13, "BOS twice", "llama3", "BOS/EOS", running(EncodesSpecial), template=LLAMA, cause="begin_of_text.> before"),
+    Case(15, "no BOS", "mistral_v3_spm", "BOS/EOS", part("post_processor", None), cause="<s> before"),
     Case(
         16,
         "[gMASK]<sop> missing",
@@ -320,7 +320,7 @@ CASES = (
         "template",
         edited(("[gMASK]<sop>\n", "")),
         template=GLM,
-        says=r"\[gMASK\]<sop>",
+        cause=r"\[gMASK\]<sop>",
     ),
     Case(
         17,
@@ -328,7 +328,7 @@ CASES = (
         TINY,
         "added token",
         flags("<.im_.*", rstrip=True),
-        says="rstrip=False against True",
+        cause="rstrip=False against True",
         example=r"<\|im_\w+\|>\s",
     ),
     Case(
@@ -337,13 +337,13 @@ CASES = (
         TINY,
         "control text",
         running(KeepsText),
-        says="A turns message text into control tokens",
+        cause="A turns message text into control tokens",
     ),
     Case(
         20, "a space behind [INST]", "mistral_v3_spm", "template", edited(("'[INST] '", "'[INST]'")), template=MISTRAL
     ),
-    Case(21, "add_generation_prompt lost", TINY, "generation prompt", running(NeverPrompts), says="B writes less"),
-    Case(22, "empty text made a list of parts", TINY, "content parts", running(PromotesEmpty), says="B prints"),
+    Case(21, "add_generation_prompt lost", TINY, "generation prompt", running(NeverPrompts), cause="B writes less"),
+    Case(22, "empty text made a list of parts", TINY, "content parts", running(PromotesEmpty), cause="B prints"),
     Case(23, "thinking kept by another template", TINY, "reasoning", with_template(TRAINING), template=QWEN3),
     Case(
         24,
@@ -352,10 +352,16 @@ CASES = (
         "booleans",
         with_template("qwen3_5/templates/Qwen3.6.jinja"),
         template="qwen3_5/templates/Qwen3.5-think.jinja",
-        says="None|True",
+        cause="None|True",
     ),
     Case(
-        26, "another date", TINY, "date", edited(('"26 Jul 2024"', '"27 Jul 2024"')), template=LLAMA, says="27 Jul 2024"
+        26,
+        "another date",
+        TINY,
+        "date",
+        edited(('"26 Jul 2024"', '"27 Jul 2024"')),
+        template=LLAMA,
+        cause="27 Jul 2024",
     ),
     Case(
         27,
@@ -363,7 +369,7 @@ CASES = (
         TINY,
         "JSON",
         edited(("tool | tojson", "tool | tojson(ensure_ascii=true)")),
-        says="escaped",
+        cause="escaped",
     ),
     Case(
         28,
@@ -375,9 +381,9 @@ CASES = (
         ),
         template=CODER,
     ),
-    Case(29, "another end token", TINY, "template", edited(("<|im_end|>", "<|endoftext|>")), says="im_end"),
+    Case(29, "another end token", TINY, "template", edited(("<|im_end|>", "<|endoftext|>")), cause="im_end"),
     Case(30, "no newline behind the end token", TINY, "template", edited(("+ '<|im_end|>\\n'", "+ '<|im_end|>'"))),
-    Case(31, "padding that is EOS", TINY, "padding", config(pad_token="<|im_end|>"), says="it is the EOS token in B"),
+    Case(31, "padding that is EOS", TINY, "padding", config(pad_token="<|im_end|>"), cause="it is the EOS token in B"),
     Case(
         32,
         "a template that marks nothing",
@@ -385,7 +391,7 @@ CASES = (
         "loss mask",
         edited(("{%- generation %}", ""), ("{%- endgeneration %}", "")),
         template=TRAINING,
-        says="only A's template marks",
+        cause="only A's template marks",
         severity="caution",
     ),
     Case(
@@ -401,9 +407,9 @@ CASES = (
             )
         ),
         template=TRAINING,
-        says="mark different tokens|other roles' text",
+        cause="mark different tokens|other roles' text",
     ),
-    Case(34, "clean-up when decoding", TINY, "decode clean-up", running(CleansUp), says="B removes spaces"),
+    Case(34, "clean-up when decoding", TINY, "decode clean-up", running(CleansUp), cause="B removes spaces"),
     Case(
         35,
         "a leading space lost",
@@ -412,6 +418,6 @@ CASES = (
         lambda base: base.side(
             spec={**base.spec, "decoder": {"type": "Sequence", "decoders": base.spec["decoder"]["decoders"][:3]}}
         ),
-        says="Strip",
+        cause="Strip",
     ),
 )

@@ -58,11 +58,11 @@ def serving(kind: str, side: Backend, *, echo_offset: int = 0, on_socket: bool =
             del _answered[url]
         return
 
-    async def asked(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         status, reply = answer(request.url.path, json.loads(await request.body() or b"null"))
         return JSONResponse(reply, status)
 
-    with running(Starlette(routes=[Route("/{path:path}", asked, methods=["GET", "POST"])])) as url:
+    with running(Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST"])])) as url:
         yield url
 
 
@@ -80,7 +80,7 @@ def _answers(kind: str, side: Backend, echo_offset: int) -> Callable[[str, Any],
             return _tokens(None)
 
     def detokenize(body: Any) -> Answer:
-        # SGLang leaves control tokens out unless it is asked for them.
+        # SGLang omits control tokens unless the request wants them.
         kept = kind != "sglang" or body.get("skip_special_tokens") is False
         ids = [i for i in body["tokens"] if kept or i not in controls]
         return 200, {text_field: side.decode([ids])[0]}

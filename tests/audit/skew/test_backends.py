@@ -25,11 +25,11 @@ from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
 
 def skews(report: AuditReport) -> dict[str, str]:
-    return {one.kind: one.cause for one in report.findings if one.severity == "skew"}
+    return {finding.kind: finding.cause for finding in report.findings if finding.severity == "skew"}
 
 
-def write_gguf(path: Path, *, pre: str | None, says: bool = True) -> Path:
-    """The tiny vocabulary as GGUF, with the name of a split or none. It `says` what EOS is, or does not."""
+def write_gguf(path: Path, *, pre: str | None, with_eos: bool = True) -> Path:
+    """The tiny vocabulary as GGUF, with the name of a split or none, and with or without EOS."""
     gguf = pytest.importorskip("gguf")
     spec = base(TINY).spec
     added = {token["id"]: token for token in spec["added_tokens"]}
@@ -51,7 +51,7 @@ def write_gguf(path: Path, *, pre: str | None, says: bool = True) -> Path:
         ]
     )
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
-    if says:
+    if with_eos:
         writer.add_add_bos_token(False)
         writer.add_eos_token_id(next(n for n, token in added.items() if token["content"] == "<|im_end|>"))
     writer.write_header_to_file()
@@ -66,12 +66,12 @@ def unnormalized() -> Any:
     return replace(base(TINY), template=None).side("A", spec={**base(TINY).spec, "normalizer": None})
 
 
-def test_what_a_gguf_does_not_say_is_what_llama_cpp_takes(tmp_path: Path) -> None:
+def test_missing_gguf_fields_have_the_defaults_of_llama_cpp(tmp_path: Path) -> None:
     """Read in llama.cpp's llama-vocab.cpp: BOS is added with Llama 3's split, and 11 is the id of BOS and EOS."""
-    eleventh = open_backend(str(write_gguf(tmp_path / "qwen.gguf", pre="qwen2", says=False)))
+    eleventh = open_backend(str(write_gguf(tmp_path / "qwen.gguf", pre="qwen2", with_eos=False)))
     assert eleventh.facts.special_tokens["eos_token"] == eleventh.token(11)
     assert eleventh.encode(["a"], special=True) == eleventh.encode(["a"])
-    llama = open_backend(str(write_gguf(tmp_path / "llama.gguf", pre="llama-bpe", says=False)))
+    llama = open_backend(str(write_gguf(tmp_path / "llama.gguf", pre="llama-bpe", with_eos=False)))
     assert llama.encode(["a"], special=True) == [[11, *llama.encode(["a"])[0]]]
     assert llama.facts.spec is not None
     assert llama.facts.spec["model"]["ignore_merges"]
@@ -92,7 +92,7 @@ def test_a_gguf_with_no_split_or_another_one_is_found(unnormalized: Any, tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"neither", b"GGUF", b"GGUF\x03\x00\x00\x00"])
-def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(TokenizerUnusable, match=r"a\.gguf is corrupt or not a GGUF file"):
@@ -157,12 +157,12 @@ def test_a_rank_that_is_missing_is_found_and_shown(tiktoken_folder: Path, tmp_pa
     (tmp_path / "tokenizer_config.json").write_bytes((tiktoken_folder / "tokenizer_config.json").read_bytes())
     report = audit(tiktoken_folder, f"tiktoken:{tmp_path}#cl100k_base")
     assert set(skews(report)) <= {"vocabulary", "merges"}
-    shown = [one for one in report.findings if isinstance(one.example, str)]
+    shown = [finding for finding in report.findings if isinstance(finding.example, str)]
     assert shown
-    assert all(one.a.ids != one.b.ids for one in shown)
+    assert all(finding.a.ids != finding.b.ids for finding in shown)
 
 
-def test_tiktoken_takes_a_split_that_is_known_only(tiktoken_folder: Path) -> None:
+def test_tiktoken_accepts_only_known_splits(tiktoken_folder: Path) -> None:
     pytest.importorskip("tiktoken")
     with pytest.raises(InvalidRequest, match="tiktoken accepts one of: gpt2, cl100k_base"):
         open_backend(f"tiktoken:{tiktoken_folder}#nonsense")
@@ -222,14 +222,14 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def test_a_conversion_that_lost_the_normalizer_is_found(sentencepiece_model: tuple[Path, Path]) -> None:
-    """Row 7: the conversion normalizes otherwise than SentencePiece does."""
+    """Row 7: the conversion normalizes differently from SentencePiece."""
     model, converted = sentencepiece_model
     report = audit(f"spm:{model}", converted)
     assert "normalizer" in skews(report)
     assert "NFKC" in skews(report)["normalizer"]
 
 
-def test_mistral_common_is_asked_through_its_own_library() -> None:
+def test_mistral_common_uses_its_own_library() -> None:
     """Row 11: run where mistral-common is installed; it pins an older numpy than the other tools take."""
     mistral_common = pytest.importorskip("mistral_common")
     data = Path(mistral_common.__file__).parent / "data"
@@ -242,11 +242,11 @@ def test_mistral_common_is_asked_through_its_own_library() -> None:
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_mistral_common_and_the_tokenizer_json_of_nemo_give_the_same_ids_of_texts() -> None:
+def test_mistral_common_and_tokenizer_json_of_nemo_give_the_same_ids() -> None:
     mistral_common = pytest.importorskip("mistral_common")
     data = Path(mistral_common.__file__).parent / "data"
     report = audit(REAL / "mistral_nemo", f"mistral:{data}/tekken_240718.json")
-    assert {one.probe for one in report.findings if one.severity == "skew"} <= {"render"}
+    assert {finding.probe for finding in report.findings if finding.severity == "skew"} <= {"render"}
 
 
 def test_auto_tokenizer_of_the_tiny_model_is_clean() -> None:
@@ -255,19 +255,19 @@ def test_auto_tokenizer_of_the_tiny_model_is_clean() -> None:
     assert report.tried["render"] > 90
 
 
-def test_a_json_file_by_itself_is_a_side() -> None:
+def test_single_json_file_is_a_side() -> None:
     assert skews(audit(MODEL / "tokenizer.json", f"json:{MODEL}")) == {}
 
 
 def test_marks_of_generation_blocks_become_masks_of_the_same_ids() -> None:
-    said = "{% generation %}{{ m.content }}{% endgeneration %}"
-    spoken = f"{{% if m.role == 'assistant' %}}{said}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
-    template = f"{{% for m in messages %}}<|im_start|>{spoken}{{% endfor %}}"
+    block = "{% generation %}{{ m.content }}{% endgeneration %}"
+    body = f"{{% if m.role == 'assistant' %}}{block}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    template = f"{{% for m in messages %}}<|im_start|>{body}{{% endfor %}}"
     side = base(TINY).side(template=template)
     plain = base(TINY).side(template=template.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
-    asked = SkewChat(({"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}))
-    made = side.render(asked)
-    assert made.ids == plain.render(asked).ids
+    chat = SkewChat(({"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}))
+    made = side.render(chat)
+    assert made.ids == plain.render(chat).ids
     assert made.mask is not None
     trained = [token for token, kept in zip(made.ids, made.mask, strict=True) if kept]
     assert side.decode([trained]) == ["three"]
@@ -280,15 +280,15 @@ def test_template_kwargs_that_differ_are_named(tmp_path: Path) -> None:
         "'<|im_start|>assistant\\n' + ('<think>\\n' if thinking else '') -}}\n{%- endif",
     )
     assert source != template
-    one = base(TINY).side("A", template=source, kwargs={"thinking": True})
+    side = base(TINY).side("A", template=source, kwargs={"thinking": True})
     other = base(TINY).side("B", template=source)
-    report = audit(one, other)
+    report = audit(side, other)
     assert set(skews(report)) & {"template kwargs", "generation prompt", "reasoning"}
     assert any("thinking is True in A and None in B" in cause for cause in skews(report).values())
 
 
 @pytest.mark.parametrize("prefix", [p for p in PREFIXES if p not in ("vllm", "sglang", "llamacpp", "gateway")])
-def test_nothing_there_is_an_invalid_request_for_each_prefix(prefix: str) -> None:
+def test_missing_path_is_an_invalid_request_for_each_prefix(prefix: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no nowhere"):
         open_backend(f"{prefix}:nowhere")
 
@@ -299,7 +299,7 @@ def test_a_file_of_unknown_kind_must_be_named(tmp_path: Path) -> None:
         open_backend(str(tmp_path / "thing.bin"))
 
 
-def test_a_folder_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"no tokenizer\.json, tekken\.json"):
         open_backend(str(tmp_path))
 

@@ -46,17 +46,17 @@ def check(case: Case) -> None:
     a, b = healthy(case.family, case.template), case.make(base(case.family, case.template))
     report = audit(a, b)
     found = [finding for finding in report.findings if finding.kind == case.kind]
-    assert found, [(one.kind, one.cause) for one in report.findings]
+    assert found, [(finding.kind, finding.cause) for finding in report.findings]
     assert found[0].severity == case.severity
     assert found[0].fix
-    if case.says:
-        causes = " / ".join(one.cause for one in found)
-        assert re.search(case.says, causes), causes
+    if case.cause:
+        causes = " / ".join(finding.cause for finding in found)
+        assert re.search(case.cause, causes), causes
     if case.example is not None:
         assert isinstance(found[0].example, str)
         assert re.search(case.example, found[0].example)
-    skews = {one.kind for one in report.findings if one.severity == "skew"}
-    assert skews <= {case.kind, *case.also}, [(one.kind, one.cause) for one in report.findings]
+    skews = {finding.kind for finding in report.findings if finding.severity == "skew"}
+    assert skews <= {case.kind, *case.also}, [(finding.kind, finding.cause) for finding in report.findings]
     assert report.skewed == (case.severity == "skew")
     for finding in report.findings:
         check_smallest(a, b, finding)
@@ -93,4 +93,4 @@ def test_the_healthy_twin_of_a_real_model_is_clean(family: str, template: str, s
 
 def check_twin(family: str, template: str) -> None:
     report = audit(healthy(family, template or None), base(family, template or None).side())
-    assert not report.skewed, [(one.kind, one.cause) for one in report.findings]
+    assert not report.skewed, [(finding.kind, finding.cause) for finding in report.findings]

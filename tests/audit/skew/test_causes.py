@@ -1,4 +1,4 @@
-"""Causes that the catalogue of known bugs has no row for, and what stands in their words."""
+"""Causes without a row in the catalogue of known bugs, and their texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokentape.errors import TokenizerUnusable
 
 
 def found(b: SpecBackend) -> dict[str, Skew]:
-    return {one.kind: one for one in audit(healthy(TINY), b).findings if one.severity == "skew"}
+    return {finding.kind: finding for finding in audit(healthy(TINY), b).findings if finding.severity == "skew"}
 
 
 def with_model(**changed: Any) -> SpecBackend:
@@ -39,7 +39,7 @@ class Stutters(SpecBackend):
         return [ids[:1] + ids if text[:1].isdigit() else ids for text, ids in zip(texts, encoded, strict=True)]
 
 
-def test_another_result_of_the_same_files_is_the_librarys() -> None:
+def test_different_ids_of_the_same_files_are_blamed_on_the_library() -> None:
     kinds = found(base(TINY).side(kind=Stutters))
     assert set(kinds) == {"library"}
     assert "is equal on both sides" in kinds["library"].cause
@@ -54,7 +54,7 @@ def test_tokens_with_each_others_ids_are_another_vocabulary() -> None:
     assert kinds["vocabulary"].example in ("a", "b")
 
 
-def test_a_vocabulary_that_no_text_tried_shows_is_found_by_its_facts() -> None:
+def test_vocabulary_difference_without_a_text_is_found_by_its_facts() -> None:
     vocab = dict(base(TINY).spec["model"]["vocab"])
     texts = healthy(TINY)
     shown = {i for text in ("Ġquestion", "price", "Hello") for i in texts.encode([text])[0]}
@@ -70,17 +70,21 @@ def swapped_bytes(spec: dict[str, Any]) -> None:
 
 
 def token_with_a_space(spec: dict[str, Any]) -> None:
-    (token,) = [one for one in spec["added_tokens"] if one["content"] == "<tr>"]
+    (token,) = [entry for entry in spec["added_tokens"] if entry["content"] == "<tr>"]
     token["content"] = "<tr> "
 
 
 def facts_shown(change: Callable[[Any], None]) -> list[Skew]:
     spec = copy.deepcopy(base("gemma3").spec)
     change(spec)
-    return [one for one in audit(healthy("gemma3"), base("gemma3").side(spec=spec)).findings if one.severity == "skew"]
+    return [
+        finding
+        for finding in audit(healthy("gemma3"), base("gemma3").side(spec=spec)).findings
+        if finding.severity == "skew"
+    ]
 
 
-def test_a_vocabulary_that_no_text_shows_is_shown_by_an_id_that_the_sides_decode_otherwise() -> None:
+def test_vocabulary_difference_without_a_text_is_shown_by_an_id() -> None:
     (found,) = facts_shown(swapped_bytes)
     assert found.cause.startswith("the vocabularies differ: 2 tokens")
     assert found.example == (base("gemma3").spec["model"]["vocab"]["<0x23>"],)
@@ -88,10 +92,10 @@ def test_a_vocabulary_that_no_text_shows_is_shown_by_an_id_that_the_sides_decode
 
 
 def test_each_added_token_that_one_side_lacks_is_shown() -> None:
-    one, other = facts_shown(token_with_a_space)
-    assert (one.example, other.example) == ("<tr>", "<tr> ")
-    assert other.cause == "'<tr> ' is an added token in B but not in A, which reads it as text"
-    assert (len(other.a.ids), len(other.b.ids)) == (2, 1)
+    left, right = facts_shown(token_with_a_space)
+    assert (left.example, right.example) == ("<tr>", "<tr> ")
+    assert right.cause == "'<tr> ' is an added token in B but not in A, which reads it as text"
+    assert (len(right.a.ids), len(right.b.ids)) == (2, 1)
 
 
 class FillsInTools(SpecBackend):
@@ -129,8 +133,8 @@ def test_another_end_token_in_the_configuration_is_found() -> None:
 def test_another_order_of_keys_is_the_same_truncation_and_padding(name: str) -> None:
     setting = {"direction": "Right", "max_length": 512}
     a, same, other = (
-        replace(healthy(TINY).facts, spec={name: one})
-        for one in (setting, dict(reversed(setting.items())), {**setting, "max_length": 256})
+        replace(healthy(TINY).facts, spec={name: value})
+        for value in (setting, dict(reversed(setting.items())), {**setting, "max_length": 256})
     )
     assert not configuration_findings(a, same)
     (found,) = configuration_findings(a, other)
@@ -138,13 +142,13 @@ def test_another_order_of_keys_is_the_same_truncation_and_padding(name: str) -> 
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_a_piece_that_changed_in_two_places_is_named_by_what_either_writes(role: str) -> None:
-    said = "{{ 'user' }}{{ ': ' }}", "{{ 'assistant' }}{{ ': ' }}"
+def test_piece_changed_in_two_places_is_named_by_both_outputs(role: str) -> None:
+    roles = "{{ 'user' }}{{ ': ' }}", "{{ 'assistant' }}{{ ': ' }}"
     source = (
         "{%% for m in messages %%}{%% if m.role == 'user' %%}%s{%% else %%}%s{%% endif %%}{{ m.content }}{%% endfor %%}"
     )
-    a = base(TINY).side("A", template=source % said)
-    b = base(TINY).side(template=(source % said).replace("': '", "':'"))
+    a = base(TINY).side("A", template=source % roles)
+    b = base(TINY).side(template=(source % roles).replace("': '", "':'"))
     written = [side.render(SkewChat(({"role": role, "content": "hi"},), generate=False)).text for side in (a, b)]
     causes = TemplateCauses(a.facts, b.facts, "2026-01-01", lambda _: (written[0], written[1]))
     found = causes.cause_of(SkewChat(({"role": role, "content": "hi"},), generate=False), *written)
@@ -157,7 +161,7 @@ def test_rows_without_a_token_are_a_caution(tmp_path: Path) -> None:
         shutil.copy(MODEL / name, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
     report = audit(open_json("A", tmp_path, BackendOptions()), healthy(TINY))
-    assert [(one.kind, one.severity) for one in report.findings] == [("embedding rows", "caution")]
+    assert [(finding.kind, finding.severity) for finding in report.findings] == [("embedding rows", "caution")]
     assert report.findings[0].cause == "ids 4000 to 4095 have embedding rows in A, but no token"
 
 
@@ -168,5 +172,5 @@ def test_a_broken_tokenizer_json_is_an_error_that_names_it(tmp_path: Path, conte
         open_json("A", tmp_path, BackendOptions())
 
 
-def test_what_can_not_be_told_apart_by_eye_is_quoted_with_escapes() -> None:
+def test_lookalike_text_is_quoted_with_escapes() -> None:
     assert quoted("e\u0301 \u00e9 \u00a0\u200b\n") == '"e\\u0301 é \\u00a0\\u200b\\n"'

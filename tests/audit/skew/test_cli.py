@@ -1,4 +1,4 @@
-"""The command as people and scripts use it: exit codes, what goes to stdout, JSON and a page of its own."""
+"""The command as people and scripts use it: exit codes, stdout, JSON and a separate page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_skew_exits_with_1_and_shows_cause_smallest_input_and_both_ids(skewed: P
     assert "[68 e, 136 \\xcc, 223 \\x81]" in done.stdout
 
 
-def test_json_says_the_same_and_nothing_else_is_on_stdout(skewed: Path) -> None:
+def test_json_has_the_same_findings_and_stdout_holds_nothing_else(skewed: Path) -> None:
     done = run.invoke(app, ["audit", str(MODEL), str(skewed), "--json"])
     assert done.exit_code == 1
     report = json.loads(done.stdout)
@@ -67,7 +67,7 @@ def test_the_page_holds_the_findings_and_loads_nothing(skewed: Path, tmp_path: P
     assert "http" not in text.replace("http-equiv", "")
 
 
-def test_a_page_that_can_not_be_written_is_refused_before_anything_is_measured(skewed: Path, tmp_path: Path) -> None:
+def test_unwritable_page_is_refused_before_measuring(skewed: Path, tmp_path: Path) -> None:
     done = run.invoke(app, ["audit", str(MODEL), str(skewed), "--json", "--html", str(tmp_path / "none" / "a.html")])
     assert done.exit_code == 1
     assert "does not exist; create it" in done.stderr
@@ -75,7 +75,7 @@ def test_a_page_that_can_not_be_written_is_refused_before_anything_is_measured(s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nowhere", str(MODEL)], "there is no nowhere"),
         ([str(MODEL), str(MODEL), "--kwargs", "[]"], "expected a JSON object"),
@@ -85,13 +85,13 @@ def test_a_page_that_can_not_be_written_is_refused_before_anything_is_measured(s
         ([str(MODEL)], "Missing argument"),
     ],
 )
-def test_what_can_not_be_asked_exits_with_2(arguments: list[str], says: str) -> None:
+def test_invalid_requests_exit_with_2(arguments: list[str], message: str) -> None:
     done = run.invoke(app, ["audit", *arguments])
     assert done.exit_code == 2
-    assert says in done.stderr.replace("\n", " ")
+    assert message in done.stderr.replace("\n", " ")
 
 
-def test_a_tokenizer_that_can_not_be_read_exits_with_1(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     done = run.invoke(app, ["audit", str(MODEL), str(tmp_path)])
     assert done.exit_code == 1
@@ -105,4 +105,4 @@ def test_template_and_kwargs_can_be_given_for_one_side(tmp_path: Path) -> None:
     )
     done = run.invoke(app, ["audit", str(MODEL), str(MODEL), "--template-b", str(template), "--json"])
     assert done.exit_code == 1
-    assert [one["kind"] for one in json.loads(done.stdout)["findings"]] == ["template"]
+    assert [finding["kind"] for finding in json.loads(done.stdout)["findings"]] == ["template"]

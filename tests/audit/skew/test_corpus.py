@@ -1,4 +1,4 @@
-"""The user's corpus: every document once, whatever the ranges, the format and the processes."""
+"""The user's corpus: every document once, for any ranges, format and number of processes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ def test_conversations_of_the_corpus_are_rendered_and_counted(tmp_path: Path, mo
     """Of four conversations, the one with a system message is written in another way by side B."""
     user, other = {"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}
     records = [
-        *({"messages": one} for one in ([user], [other, user], [user, {"role": "assistant", "content": "ok"}], [user])),
-        *({"messages": one} for one in (5, [], [{"content": "x"}], ["x"])),
+        *(
+            {"messages": messages}
+            for messages in ([user], [other, user], [user, {"role": "assistant", "content": "ok"}], [user])
+        ),
+        *({"messages": messages} for messages in (5, [], [{"content": "x"}], ["x"])),
     ]
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(map(json.dumps, records)) + "\n")
@@ -63,14 +66,14 @@ def test_conversations_of_the_corpus_are_rendered_and_counted(tmp_path: Path, mo
     own = list(conversations_of([path]))
     found = chat_probes.ChatProbe(a, b, TextCauses(a, b))
     found.compare(lambda what: None, own)
-    assert [(one.name, one.generate) for one in own] == [
+    assert [(chat.name, chat.generate) for chat in own] == [
         ("c.jsonl conversation 1", True),
         ("c.jsonl conversation 2", True),
         ("c.jsonl conversation 3", False),
         ("c.jsonl conversation 4", True),
     ]
     assert (found.counts["own"], found.counts["own differing"]) == (4, 1)
-    assert [one.kind for one in found.findings] == ["template"]
+    assert [finding.kind for finding in found.findings] == ["template"]
 
 
 def test_half_a_surrogate_pair_in_json_does_not_stop_an_audit(tmp_path: Path) -> None:
@@ -116,7 +119,7 @@ def test_processes_find_what_one_process_finds(tmp_path: Path, monkeypatch: pyte
     many, differing = compare_corpus(a, b, [path], workers=2)
     alone, expected = compare_corpus(a, b, [path], workers=1)
     assert (many.documents, many.tokens, many.differing) == (alone.documents, alone.tokens, alone.differing)
-    assert sorted(one.text for one in differing) == sorted(one.text for one in expected)
+    assert sorted(difference.text for difference in differing) == sorted(difference.text for difference in expected)
     assert many.bytes == path.stat().st_size
 
 

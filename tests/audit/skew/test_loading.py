@@ -1,4 +1,4 @@
-"""Files beside tokenizer.json: what transformers makes another tokenizer of is a finding, the rest is not."""
+"""Files next to tokenizer.json: those that change the tokenizer in transformers are findings, the rest are not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def put(folder: Path, file: str, **settings: Any) -> None:
 
 
 def skews(report: AuditReport) -> list[tuple[str, Any]]:
-    return [(one.kind, one.example) for one in report.findings if one.severity == "skew"]
+    return [(finding.kind, finding.example) for finding in report.findings if finding.severity == "skew"]
 
 
 @pytest.mark.sampled(3)
@@ -73,12 +73,12 @@ def test_another_length_at_which_transformers_truncates_is_a_caution(sides: tupl
     assert "tokenizer_config.json model_max_length is 2048 in A and 512 in B" in found.cause
 
 
-def test_a_folder_without_the_configuration_of_weights_says_nothing_of_stop_ids(sides: tuple[Path, Path]) -> None:
+def test_folder_without_a_model_config_has_unknown_stop_ids(sides: tuple[Path, Path]) -> None:
     put(sides[1], "config.json", eos_token_id=2)
     assert not audit(*sides).findings
 
 
-def test_no_limit_written_as_a_huge_number_is_no_limit(sides: tuple[Path, Path]) -> None:
+def test_huge_number_counts_as_no_limit(sides: tuple[Path, Path]) -> None:
     for folder in sides:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         del settings["model_max_length"]
@@ -94,21 +94,19 @@ def test_settings_that_transformers_does_not_take_are_a_note(sides: tuple[Path, 
     assert "add_bos_token is true in A and not set in B" in report.notes[-1]
 
 
-def test_what_repeats_tokenizer_json_is_not_even_loaded(
-    sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redundant_tokenizer_files_are_not_loaded(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     added = json.loads((sides[0] / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-    decoder = {str(one["id"]): {key: one[key] for key in one if key != "id"} for one in added}
+    decoder = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in added}
     put(sides[0], CONFIG, added_tokens_decoder=decoder, additional_special_tokens=["<|im_start|>"])
     monkeypatch.setattr(spec_backend, "AutoBackend", None)
     report = audit(*sides)
     assert (report.findings, report.notes) == ((), ())
 
 
-def test_without_transformers_unlike_settings_are_not_called_the_same(
+def test_different_settings_are_not_called_equal_without_transformers(
     sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(*given: object) -> None:
+    def missing(*args: object) -> None:
         raise TokenizerUnusable("transformers is not installed")
 
     put(sides[0], CONFIG, extra_special_tokens=["price"])
@@ -122,10 +120,10 @@ def test_without_transformers_unlike_settings_are_not_called_the_same(
 def test_a_template_on_one_side_only_is_skew_and_no_pass(sides: tuple[Path, Path], flipped: bool) -> None:
     (sides[0] / "chat_template.jinja").write_text(base(TINY).template or "", encoding="utf-8")
     report = audit(*(reversed(sides) if flipped else sides))
-    assert [(one.kind, one.cause[2:]) for one in report.findings] == [
+    assert [(finding.kind, finding.cause[2:]) for finding in report.findings] == [
         ("template", f"has a chat template and {'A' if flipped else 'B'} has none")
     ]
-    assert [one.name for one in audit_cases(report) if one.skipped] == ["not tried: conversations"]
+    assert [case.name for case in audit_cases(report) if case.skipped] == ["not tried: conversations"]
 
 
 def test_templates_by_other_names_are_compared(sides: tuple[Path, Path]) -> None:
@@ -136,14 +134,14 @@ def test_templates_by_other_names_are_compared(sides: tuple[Path, Path]) -> None
 
 
 @pytest.mark.parametrize("key", ["stop_strings", "suppress_tokens", "sequence_bias", "forced_eos_token_id"])
-def test_what_ends_turns_and_is_never_sampled_is_compared(sides: tuple[Path, Path], key: str) -> None:
+def test_end_of_turn_text_is_compared_although_never_sampled(sides: tuple[Path, Path], key: str) -> None:
     put(sides[0], "generation_config.json", eos_token_id=1)
     put(sides[1], "generation_config.json", eos_token_id=1, **{key: [7]})
     (found,) = audit(*sides).findings
     assert found.cause.startswith(f"generation_config.json {key} is not set in A and 7 in B")
 
 
-def test_marks_of_loss_hide_no_difference_of_text() -> None:
+def test_loss_markers_do_not_hide_text_differences() -> None:
     plain = "{% for m in messages %}a\n\n{{ m.content }}{% endfor %}"
     marked = "{% for m in messages %}a\n\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     assert _same_template(plain, marked)

@@ -28,10 +28,10 @@ def drawn(rng: random.Random) -> list[Merge]:
 def encoded(merges: Sequence[Merge], vocab: Sequence[str], *, ignore_merges: bool = False) -> list[list[int]]:
     ids = {token: n for n, token in enumerate(vocab)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, list(merges), ignore_merges=ignore_merges))
-    return [one.ids for one in made.encode_batch(TEXTS)]
+    return [encoding.ids for encoding in made.encode_batch(TEXTS)]
 
 
-def test_lists_that_are_called_the_same_encode_the_same_and_those_that_lack_a_merge_do_not() -> None:
+def test_equal_merge_lists_encode_equally_and_shorter_ones_do_not() -> None:
     rng, same, other = random.Random(18), 0, 0
     for _ in range(120):
         merges = drawn(rng)

@@ -27,17 +27,17 @@ def parquet(tmp_path: Path) -> Path:
     return path
 
 
-def test_its_documents_are_those_of_the_same_json_lines(parquet: Path, tmp_path: Path) -> None:
+def test_parquet_documents_equal_those_of_json_lines(parquet: Path, tmp_path: Path) -> None:
     lines = tmp_path / "c.jsonl"
     lines.write_text("\n".join(map(json.dumps, RECORDS)))
     ranges = list(ranges_of([parquet]))
     assert len(ranges) == 3
     (whole,) = ranges_of([lines])
-    assert [text for one in ranges for text in documents_of(one)] == list(documents_of(whole))
+    assert [text for text_range in ranges for text in documents_of(text_range)] == list(documents_of(whole))
     assert corpus_files([tmp_path]) == [lines, parquet]
 
 
-def test_it_is_compared_and_its_differences_explained(parquet: Path) -> None:
+def test_parquet_corpus_is_compared_and_explained(parquet: Path) -> None:
     sick = base(TINY).side(spec={**base(TINY).spec, "normalizer": None})
     report = audit(healthy(TINY), sick, corpus=[parquet])
     assert report.corpus is not None
@@ -45,22 +45,22 @@ def test_it_is_compared_and_its_differences_explained(parquet: Path) -> None:
     assert [finding.kind for finding in report.findings] == ["normalizer"]
 
 
-def test_its_bytes_are_those_of_its_row_groups(parquet: Path) -> None:
+def test_parquet_bytes_are_the_sum_of_its_row_groups(parquet: Path) -> None:
     statistics, differing = compare_corpus(healthy(TINY), healthy(TINY), [parquet], workers=1)
     assert (statistics.documents, statistics.differing, differing) == (10, 0, [])
-    assert statistics.bytes == sum(one.end - one.start for one in ranges_of([parquet]))
+    assert statistics.bytes == sum(text_range.end - text_range.start for text_range in ranges_of([parquet]))
 
 
-def test_what_only_has_that_name_is_refused(tmp_path: Path) -> None:
+def test_file_that_only_has_the_parquet_suffix_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.parquet"
     path.write_text("text")
     with pytest.raises(InvalidRequest, match="is not a Parquet file"):
         list(ranges_of([path]))
 
 
-def test_records_without_text_are_no_corpus(tmp_path: Path) -> None:
+def test_records_without_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.parquet"
     pq.write_table(pa.table({"number": [1, 2]}), path)
-    assert [text for one in ranges_of([path]) for text in documents_of(one)] == []
+    assert [text for text_range in ranges_of([path]) for text in documents_of(text_range)] == []
     with pytest.raises(InvalidRequest, match="contains no text"):
         compare_corpus(healthy(TINY), healthy(TINY), [path], workers=1)

@@ -38,12 +38,14 @@ def skews(server: Backend, own: Backend | None = None) -> list[Skew]:
     with serving("vllm", server) as url:
         found = audit(own or healthy(TINY), f"vllm:{url}")
     assert not any("not explained" in note for note in found.notes), found.notes
-    return [one for one in found.findings if one.severity == "skew"]
+    return [finding for finding in found.findings if finding.severity == "skew"]
 
 
 def contents(change: Callable[[str], str]) -> Callable[[SkewChat], SkewChat]:
-    def changed(one: Any) -> Any:
-        return {**one, "content": change(one["content"])} if isinstance(one.get("content"), str) else one
+    def changed(message: Any) -> Any:
+        return (
+            {**message, "content": change(message["content"])} if isinstance(message.get("content"), str) else message
+        )
 
     return lambda chat: replace(chat, messages=tuple(map(changed, chat.messages)))
 
@@ -59,13 +61,13 @@ def joined(chat: SkewChat) -> SkewChat:
 
 
 def once(chat: SkewChat) -> SkewChat:
-    unlike = [one for at, one in enumerate(chat.messages) if not at or one != chat.messages[at - 1]]
+    unlike = [message for at, message in enumerate(chat.messages) if not at or message != chat.messages[at - 1]]
     return replace(chat, messages=tuple(unlike))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (contents(lambda text: unicodedata.normalize("NFKC", text)), "B renders the content of messages in Unicode"),
         (contents(str.rstrip), "B renders the content of messages without white space at its end"),
@@ -77,15 +79,15 @@ def once(chat: SkewChat) -> SkewChat:
     ],
     ids=["NFKC", "white space", "joined", "equal", "last", "HTML decoded", "HTML"],
 )
-def test_a_server_that_changes_conversations_is_named(change: Callable[[SkewChat], SkewChat], said: str) -> None:
+def test_a_server_that_changes_conversations_is_named(change: Callable[[SkewChat], SkewChat], message: str) -> None:
     """They were clean (equal messages), or "the rendering differs" with hundreds of inputs left unexplained."""
 
     class Changes(Planted):
         def render(self, conversation: SkewChat) -> Rendering:
             return self._own.render(change(conversation))
 
-    found = [one for one in skews(Changes(healthy(TINY))) if one.probe == "render"]
-    assert [one.cause for one in found if one.cause.startswith(said)] == [found[0].cause]
+    found = [finding for finding in skews(Changes(healthy(TINY))) if finding.probe == "render"]
+    assert [finding.cause for finding in found if finding.cause.startswith(message)] == [found[0].cause]
     assert len(found) == 1
 
 
@@ -200,10 +202,10 @@ def test_a_server_that_hides_control_tokens_when_decoding_is_found() -> None:
             hidden = {token.id for token in self.facts.added.values() if token.special}
             return self._own.decode([[i for i in ids if i not in hidden] for ids in sequences])
 
-    assert [one.kind for one in skews(Hides(healthy(TINY)))] == ["decoder"]
+    assert [finding.kind for finding in skews(Hides(healthy(TINY)))] == ["decoder"]
 
 
-def test_a_server_that_gives_old_answers_is_not_said_to_cut_texts() -> None:
+def test_server_with_stale_answers_is_not_reported_as_truncating() -> None:
     """A cut was named for each of four texts, though all other texts refute it."""
 
     class Keeps(Planted):
@@ -217,7 +219,7 @@ def test_a_server_that_gives_old_answers_is_not_said_to_cut_texts() -> None:
     with serving("vllm", Keeps(healthy(TINY))) as url:
         found = audit(healthy(TINY), f"vllm:{url}")
     assert found.skewed
-    assert "truncation" not in {one.kind for one in found.findings}
+    assert "truncation" not in {finding.kind for finding in found.findings}
 
 
 @pytest.mark.sampled(1)
@@ -229,7 +231,7 @@ def test_a_server_that_gives_old_answers_is_not_said_to_cut_texts() -> None:
     ],
     ids=["a string", "a name"],
 )
-def test_what_only_the_template_at_hand_looks_for_is_tried(old: str, new: str) -> None:
+def test_strings_of_the_local_template_are_tried(old: str, new: str) -> None:
     """A server's template is unknown: without texts made from ours, a branch that it lacks was never taken."""
     own = base(TINY)
     assert own.template is not None

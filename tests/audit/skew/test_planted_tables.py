@@ -1,4 +1,4 @@
-"""Faults that outsiders planted in files with tables of their own: SentencePiece models, tiktoken ranks, GGUF."""
+"""Faults planted by outside reviewers in files with their own tables: SentencePiece models, tiktoken ranks, GGUF."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def skews(model: Path, change: Callable[[Any], object]) -> list[Skew]:
     change(changed)
     other = model.with_name("other.model")
     other.write_bytes(changed.SerializeToString())
-    return [one for one in audit(str(model), str(other)).findings if one.severity == "skew"]
+    return [finding for finding in audit(str(model), str(other)).findings if finding.severity == "skew"]
 
 
 def learned(changed: Any) -> list[Any]:
@@ -72,11 +72,11 @@ def rename(changed: Any) -> None:
 
 
 def set_type(changed: Any, piece: str, number: int) -> None:
-    next(one for one in changed.pieces if one.piece == piece).type = number
+    next(entry for entry in changed.pieces if entry.piece == piece).type = number
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "said"),
+    ("change", "kind", "message"),
     [
         (rename, "vocabulary", "2 differ"),
         (lambda changed: set_type(changed, "[INST]", 1), "vocabulary", "'[INST]'"),
@@ -87,34 +87,34 @@ def set_type(changed: Any, piece: str, number: int) -> None:
     ids=["piece", "type", "prefix", "spaces", "suffix"],
 )
 def test_a_changed_sentencepiece_model_is_named_with_a_text(
-    model: Path, change: Callable[[Any], object], kind: str, said: str
+    model: Path, change: Callable[[Any], object], kind: str, message: str
 ) -> None:
     """Without the tables, two of these were clean, and the others unknown."""
-    found = [one for one in skews(model, change) if one.kind != "decoder"]
-    assert [one.kind for one in found] == [kind]
-    assert said in found[0].cause
+    found = [finding for finding in skews(model, change) if finding.kind != "decoder"]
+    assert [finding.kind for finding in found] == [kind]
+    assert message in found[0].cause
     assert isinstance(found[0].example, str)
     assert found[0].a.ids != found[0].b.ids
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (exchange_scores, "pieces of the model file: 2 differ"),
         (lambda changed: setattr(changed.trainer_spec, "eos_piece", "[INST]"), "eos_piece"),
     ],
     ids=["scores", "end"],
 )
-def test_changes_that_no_text_shows_are_found(model: Path, change: Callable[[Any], object], said: str) -> None:
-    assert [said in one.cause for one in skews(model, change)] == [True]
+def test_changes_that_no_text_shows_are_found(model: Path, change: Callable[[Any], object], message: str) -> None:
+    assert [message in finding.cause for finding in skews(model, change)] == [True]
 
 
 def test_a_sentencepiece_model_and_its_copy_are_clean(model: Path) -> None:
     def default(changed: Any) -> None:
-        changed.normalizer_spec.escape_whitespaces = True  # what is not written already has this value
+        changed.normalizer_spec.escape_whitespaces = True  # unwritten settings already have this value
 
     assert skews(model, default) == []
-    assert not any("tokenizer's parts" in one for one in audit(str(model), str(model)).uncovered)
+    assert not any("tokenizer's parts" in note for note in audit(str(model), str(model)).uncovered)
 
 
 def test_a_damaged_sentencepiece_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_damaged_sentencepiece_model_is_refused(model: Path, tmp_path: Path) -
         open_backend(str(tmp_path / "cut.model"))
 
 
-def test_byte_tokens_of_another_type_are_decoded_as_llama_cpp_does(model: Path, tmp_path: Path) -> None:
+def test_byte_tokens_of_another_type_decode_as_in_llama_cpp(model: Path, tmp_path: Path) -> None:
     """llama.cpp writes the spelling of a token that has not the type BYTE: `<0x0A>` and no line break."""
     gguf = pytest.importorskip("gguf")
 
@@ -141,11 +141,11 @@ def test_byte_tokens_of_another_type_are_decoded_as_llama_cpp_does(model: Path, 
 
     healthy = written("healthy.gguf", 6)
     assert not audit(healthy, written("copy.gguf", 6)).skewed
-    assert [one.kind for one in audit(healthy, written("normal.gguf", 1)).findings] == ["decoder"]
+    assert [finding.kind for finding in audit(healthy, written("normal.gguf", 1)).findings] == ["decoder"]
 
 
 def test_tiktoken_ranks_that_are_given_twice_are_refused(tmp_path: Path) -> None:
-    """Tiktoken panics on them, which is no `Exception`."""
+    """Tiktoken panics on them, which is not an `Exception`."""
     lines = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
     lines.append(base64.b64encode(b"ab") + b" 255")
     (tmp_path / "twice.tiktoken").write_bytes(b"\n".join(lines))
@@ -154,7 +154,7 @@ def test_tiktoken_ranks_that_are_given_twice_are_refused(tmp_path: Path) -> None
 
 
 def test_an_added_token_of_another_spelling_is_named_on_both_sides() -> None:
-    """It was said that A encodes texts in pieces of 7 characters."""
+    """The report used to claim that A encodes texts in pieces of 7 characters."""
     own = replace(base(TINY), template=None)
     ids = {token["content"]: token["id"] for token in own.spec["added_tokens"]}
     model = own.spec["model"]
@@ -166,18 +166,18 @@ def test_an_added_token_of_another_spelling_is_named_on_both_sides() -> None:
         "model": {**model, "vocab": {name.get(t, t): i for t, i in spec["model"]["vocab"].items()}},
     }
     found = audit(own.side("A", spec=spec), own.side("B", spec=other)).findings
-    assert {one.kind for one in found if one.severity == "skew"} == {"added token"}
-    assert {str(one.example) for one in found if one.severity == "skew"} == {"<|im_start|>", "<|im_Start|>"}
+    assert {finding.kind for finding in found if finding.severity == "skew"} == {"added token"}
+    assert {str(finding.example) for finding in found if finding.severity == "skew"} == {"<|im_start|>", "<|im_Start|>"}
 
 
-def test_settings_that_are_not_written_are_not_named() -> None:
+def test_unwritten_settings_are_not_named() -> None:
     own = replace(base(TINY), template=None)
     bare = {key: own.spec["model"][key] for key in ("type", "vocab", "merges")}
     other = {**own.spec, "model": {**bare, "fuse_unk": True}}
-    causes = [one.cause for one in audit(own.side("A"), own.side("B", spec=other)).findings]
-    said = [cause for cause in causes if cause.startswith("the model settings")]
-    assert said
-    assert not any("byte_fallback" in cause or "suffix" in cause for cause in said)
+    causes = [finding.cause for finding in audit(own.side("A"), own.side("B", spec=other)).findings]
+    about_settings = [cause for cause in causes if cause.startswith("the model settings")]
+    assert about_settings
+    assert not any("byte_fallback" in cause or "suffix" in cause for cause in about_settings)
 
 
 def test_a_difference_of_vocabularies_names_no_added_token() -> None:
@@ -190,7 +190,11 @@ def test_a_difference_of_vocabularies_names_no_added_token() -> None:
         "added_tokens": own.spec["added_tokens"][1:],
         "model": {**own.spec["model"], "vocab": {token: i for token, i in vocab.items() if token != gone}},
     }
-    causes = [one.cause for one in audit(own.side("A"), own.side("B", spec=other)).findings if one.kind == "vocabulary"]
+    causes = [
+        finding.cause
+        for finding in audit(own.side("A"), own.side("B", spec=other)).findings
+        if finding.kind == "vocabulary"
+    ]
     assert causes
     assert "2 differ, for example 'Ġof'" in causes[0]
 
@@ -201,4 +205,4 @@ def test_files_of_processors_that_differ_are_listed_as_not_covered(tmp_path: Pat
         (tmp_path / name / "preprocessor_config.json").write_text(f'{{"patch_size": {size}}}')
     found = audit(tmp_path / "a", tmp_path / "b")
     assert not found.skewed
-    assert any(one.startswith("preprocessor_config.json, which differs") for one in found.uncovered)
+    assert any(note.startswith("preprocessor_config.json, which differs") for note in found.uncovered)

@@ -1,4 +1,4 @@
-"""Servers as sides: asked in the words of each kind, known by themselves, and caught sampling from something else."""
+"""Servers as sides: queried by the API of each kind, detected by kind, and caught sampling from another prompt."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from tokentape.errors import EngineError, InvalidRequest
 def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> None:
     with serving(kind, healthy(TINY), on_socket=True) as url:
         report = audit(healthy(TINY), f"{kind}:{url}")
-    assert not report.skewed, [(one.kind, one.cause) for one in report.findings]
+    assert not report.skewed, [(finding.kind, finding.cause) for finding in report.findings]
     assert report.tried["render"] > 70
     assert report.tried["decode"] > 70
 
 
-def test_a_server_is_asked_for_each_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    side, asked = base(TINY).side(), Counter[str]()
+def test_server_encodes_each_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, requests = base(TINY).side(), Counter[str]()
     encode = side.encode
 
     def counted(texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        asked.update(() if special else texts)
+        requests.update(() if special else texts)
         return encode(texts, special=special)
 
     monkeypatch.setattr(side, "encode", counted)
     with serving("vllm", side) as url:
         assert not audit(healthy(TINY), f"vllm:{url}").skewed
-    assert {asked[text] for text in battery.by_text(battery.texts()) if len(text) > 1} == {2}
+    assert {requests[text] for text in battery.by_text(battery.texts()) if len(text) > 1} == {2}
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
-def test_a_token_that_a_server_spells_otherwise_is_found_by_the_vocabulary(kind: str) -> None:
-    """No text of the battery has the word whose merge is gone."""
+def test_token_that_a_server_spells_differently_is_found(kind: str) -> None:
+    """No text of the battery has the word of the removed merge."""
     word, model = "Ġpears", base(TINY).spec["model"]
     merges = [merge for merge in model["merges"] if "".join(merge).replace(" ", "") != word]
     assert len(merges) < len(model["merges"])
     with serving(kind, base(TINY).side(spec={**base(TINY).spec, "model": {**model, "merges": merges}})) as url:
         report = audit(healthy(TINY), f"{kind}:{url}")
-    shown = [one.example for one in report.findings if one.where == ("vocabulary",)]
-    assert " pears" in shown, [(one.kind, one.example, one.where) for one in report.findings]
+    shown = [finding.example for finding in report.findings if finding.where == ("vocabulary",)]
+    assert " pears" in shown, [(finding.kind, finding.example, finding.where) for finding in report.findings]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ignore_merges", [False, True])
-def test_merges_in_another_order_in_a_server_are_found_by_a_text_for_which_they_compete(ignore_merges: bool) -> None:
-    """Each token is spelled alike by both sides, and no text of the battery has both merges."""
+def test_reordered_merges_of_a_server_are_found_by_a_text(ignore_merges: bool) -> None:
+    """Both sides spell each token the same, and no text of the battery has both merges."""
     model = {**base(TINY).spec["model"], "ignore_merges": ignore_merges}
     swapped = list(model["merges"])
-    one, other = (swapped.index(merge) for merge in (["D", "e"], ["e", "gg"]))
-    swapped[one], swapped[other] = swapped[other], swapped[one]
+    left, right = (swapped.index(merge) for merge in (["D", "e"], ["e", "gg"]))
+    swapped[left], swapped[right] = swapped[right], swapped[left]
     ours, theirs = (
         base(TINY).side(spec={**base(TINY).spec, "model": {**model, "merges": merges}})
         for merges in (model["merges"], swapped)
@@ -67,11 +67,11 @@ def test_merges_in_another_order_in_a_server_are_found_by_a_text_for_which_they_
     assert ours.encode(["Degg"]) != theirs.encode(["Degg"])
     with serving("vllm", theirs) as url:
         report = audit(ours, f"vllm:{url}")
-    shown = [one.example for one in report.findings if "competing merges" in one.where]
-    assert "Degg" in shown, [(one.kind, one.example, one.where) for one in report.findings]
+    shown = [finding.example for finding in report.findings if "competing merges" in finding.where]
+    assert "Degg" in shown, [(finding.kind, finding.example, finding.where) for finding in report.findings]
 
 
-def test_a_gateway_is_asked_for_texts_only() -> None:
+def test_gateway_is_compared_by_texts_only() -> None:
     with serving("gateway", healthy(TINY)) as url:
         side = open_backend(f"gateway:{url}")
         try:
@@ -83,7 +83,7 @@ def test_a_gateway_is_asked_for_texts_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp", "gateway"])
-def test_the_kind_of_a_server_is_found_out(kind: str) -> None:
+def test_kind_of_a_server_is_detected(kind: str) -> None:
     with serving(kind, healthy(TINY), on_socket=True) as url:
         side = open_backend(url)
         try:
@@ -92,7 +92,7 @@ def test_the_kind_of_a_server_is_found_out(kind: str) -> None:
             side.close()
 
 
-def test_a_server_that_does_not_normalize_is_found_by_trying_what_would() -> None:
+def test_missing_normalization_of_a_server_is_found() -> None:
     spec = {**base(TINY).spec, "normalizer": None}
     with serving("vllm", base(TINY).side(spec=spec)) as url:
         report = audit(healthy(TINY), f"vllm:{url}")
@@ -101,12 +101,12 @@ def test_a_server_that_does_not_normalize_is_found_by_trying_what_would() -> Non
     assert report.findings[0].example == "e\u0301"
 
 
-def test_a_part_that_would_change_texts_on_which_the_sides_agree_is_not_named() -> None:
+def test_part_that_changes_agreeing_texts_is_not_named() -> None:
     spec = {**base(TINY).spec, "normalizer": {"type": "Nmt"}}
     with serving("vllm", base(TINY).side(spec=spec)) as url:
         report = audit(healthy(TINY), f"vllm:{url}")
     assert report.skewed
-    assert {one.kind for one in report.findings if one.severity == "skew"} <= {"normalizer", "unknown"}
+    assert {finding.kind for finding in report.findings if finding.severity == "skew"} <= {"normalizer", "unknown"}
 
 
 def test_a_server_that_samples_from_another_prompt_than_it_shows_is_caught() -> None:
@@ -136,25 +136,25 @@ def test_a_server_that_refuses_each_message_of_a_user_is_skew() -> None:
     refuses = "{% for m in messages if m.role == 'user' %}{{ raise_exception('no') }}{% endfor %}" + source
     with serving("vllm", base(TINY).side(template=refuses)) as url:
         report = audit(healthy(TINY), f"vllm:{url}")
-    (found,) = [one for one in report.findings if one.severity == "skew"]
+    (found,) = [finding for finding in report.findings if finding.severity == "skew"]
     assert (found.kind, found.b.refused is not None) == ("template", True)
 
 
 def test_texts_that_two_servers_refuse_are_named_as_not_covered() -> None:
-    """Neither gives them ids, which is no agreement."""
-    with serving("vllm", Cautious()) as one, serving("vllm", Cautious()) as other:
-        report = audit(f"vllm:{one}", f"vllm:{other}")
+    """Neither gives them ids, which is not agreement."""
+    with serving("vllm", Cautious()) as first, serving("vllm", Cautious()) as second:
+        report = audit(f"vllm:{first}", f"vllm:{second}")
     assert not report.skewed
     assert any("texts that both sides refuse, the shortest of" in line for line in report.uncovered)
 
 
-def test_nobody_at_the_address_is_an_error() -> None:
+def test_unreachable_address_is_an_error() -> None:
     with serving("vllm", healthy(TINY), on_socket=True) as url:
         pass
     with pytest.raises(EngineError, match=f"vllm:{url}: .* is it running"):
         open_backend(f"vllm:{url}")
 
 
-def test_an_address_that_is_none_is_an_invalid_request() -> None:
+def test_invalid_address_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="URL must be"):
         open_backend("vllm:models/tiny")

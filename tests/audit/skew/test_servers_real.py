@@ -84,8 +84,8 @@ def swapped(tmp_path: Path) -> Path:
     shutil.copytree(MODEL, folder)
     spec = json.loads((folder / "tokenizer.json").read_bytes())
     vocab = spec["model"]["vocab"]
-    one, other = [piece for piece in vocab if len(piece) > 6 and piece.isascii()][-2:]
-    vocab[one], vocab[other] = vocab[other], vocab[one]
+    left, right = [piece for piece in vocab if len(piece) > 6 and piece.isascii()][-2:]
+    vocab[left], vocab[right] = vocab[right], vocab[left]
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     return folder
 
@@ -101,7 +101,7 @@ def test_vllm_with_the_same_folder_is_clean(vllm: str) -> None:
     assert report.tried["echo"] == 6
 
 
-def test_vllm_and_a_skewed_training_folder_are_told_apart(vllm: str, skewed: Path) -> None:
+def test_skewed_training_folder_is_found_against_vllm(vllm: str, skewed: Path) -> None:
     report = audit(skewed, vllm)
     assert kinds(report) == ["added token", "normalizer", "reasoning"]
     found = {finding.kind: finding for finding in report.findings}
@@ -110,9 +110,9 @@ def test_vllm_and_a_skewed_training_folder_are_told_apart(vllm: str, skewed: Pat
     assert "rstrip" in found["added token"].cause
 
 
-def test_a_vocabulary_is_asked_of_vllm(vllm: str, swapped: Path) -> None:
+def test_vocabulary_is_read_from_vllm(vllm: str, swapped: Path) -> None:
     report = audit(swapped, vllm)
-    (found,) = (one for one in report.findings if one.severity == "skew")
+    (found,) = (finding for finding in report.findings if finding.severity == "skew")
     assert report.tried["encode"] > 3990
     assert found.where == ("vocabulary",)
     assert [len(side.ids) for side in (found.a, found.b)] == [1, 1]
@@ -125,12 +125,12 @@ def test_llama_cpp_does_not_normalize_as_the_tokenizer_does(llama: str) -> None:
     assert report.findings[0].example == "e\u0301"
 
 
-def test_sglang_writes_tool_definitions_otherwise_and_nothing_else(sglang: str) -> None:
+def test_only_tool_definitions_differ_with_sglang(sglang: str) -> None:
     report = audit(MODEL, sglang)
     assert kinds(report) == ["tools"]
     assert report.findings[0].b.text is not None
     assert '"defer_loading": null' in report.findings[0].b.text
 
 
-def test_sglang_and_a_skewed_training_folder_are_told_apart(sglang: str, skewed: Path) -> None:
+def test_skewed_training_folder_is_found_against_sglang(sglang: str, skewed: Path) -> None:
     assert kinds(audit(skewed, sglang)) == ["added token", "normalizer", "reasoning", "tools"]

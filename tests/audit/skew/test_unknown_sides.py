@@ -1,4 +1,4 @@
-"""Sides that say nothing of themselves: a cause is named if undoing it makes them equal, and `unknown` otherwise."""
+"""Sides without known files: a cause is named if undoing it makes them equal, and is `unknown` otherwise."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 class Unknown(Backend):
-    """Encodes as a function does, renders with the tiny model's template, and counts the texts that it is asked for."""
+    """Encodes as a function does, renders with the tiny model's template, and counts the texts that it encodes."""
 
     def __init__(self, encode: Encode, kind: str = "vLLM server") -> None:
-        self._encode, self.asked = encode, 0
+        self._encode, self.encoded = encode, 0
         self.is_server = "server" in kind
         self.facts = BackendFacts("B", kind, frozenset({"controls", "decode", "render"}))
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        self.asked += len(texts)
+        self.encoded += len(texts)
         return self._encode(texts)
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -50,7 +50,7 @@ def in_pieces(size: int) -> Encode:
 
 
 def causes(report: AuditReport) -> dict[str, str]:
-    return {one.kind: one.cause for one in report.findings if one.severity == "skew"}
+    return {finding.kind: finding.cause for finding in report.findings if finding.severity == "skew"}
 
 
 @pytest.mark.sampled(1)
@@ -67,30 +67,30 @@ def causes(report: AuditReport) -> dict[str, str]:
     ],
     ids=["first", "last", "pieces", "lines"],
 )
-def test_what_a_server_does_to_texts_is_named(encode: Encode, named: dict[str, str]) -> None:
+def test_changes_of_texts_by_a_server_are_named(encode: Encode, named: dict[str, str]) -> None:
     assert causes(audit(healthy(TINY), Unknown(encode))) == named
 
 
-def test_a_space_before_texts_is_named_though_no_tokenizer_json_is_known() -> None:
+def test_prefix_space_is_named_without_a_tokenizer_json() -> None:
     spaced = Unknown(lambda texts: plain([f" {text}" for text in texts]), "native")
     found = causes(audit(Unknown(plain, "native"), spaced))
     assert found == {"pre-tokenizer": "B puts a space before the text (add_prefix_space, add_dummy_prefix)"}
 
 
-def test_nfc_that_a_side_lost_is_named_though_no_tokenizer_json_is_known() -> None:
+def test_missing_nfc_is_named_without_a_tokenizer_json() -> None:
     raw = base(TINY).side(spec={**base(TINY).spec, "normalizer": None})
     found = causes(audit(Unknown(plain, "native"), Unknown(raw.encode, "native")))
     assert found == {"normalizer": "A reads text in Unicode form NFC"}
 
 
-def test_what_nothing_undoes_is_unknown_with_the_first_ids_that_differ() -> None:
+def test_unexplained_difference_is_unknown_with_its_first_ids() -> None:
     def odd(texts: Sequence[str]) -> list[list[int]]:
         return [[ids[0] + 1, *ids[1:]] if "7" in text else ids for text, ids in zip(texts, plain(texts), strict=True)]
 
     report = audit(healthy(TINY), Unknown(odd))
-    (one,) = plain(["7"])[0]
+    (token_id,) = plain(["7"])[0]
     assert set(causes(report)) == {"unknown"}
-    assert f"at 0, are {one} and {one + 1}" in report.findings[0].cause
+    assert f"at 0, are {token_id} and {token_id + 1}" in report.findings[0].cause
 
 
 def test_a_merge_that_a_server_lacks_is_found_with_few_requests() -> None:
@@ -99,20 +99,20 @@ def test_a_merge_that_a_server_lacks_is_found_with_few_requests() -> None:
     server = Unknown(base(TINY).side(spec={**base(TINY).spec, "model": model}).encode)
     report = audit(healthy(TINY), server)
     assert report.skewed
-    shown = [one.example for one in report.findings if isinstance(one.example, str)]
+    shown = [finding.example for finding in report.findings if isinstance(finding.example, str)]
     assert shown
     assert all(plain([text]) != server.encode([text]) for text in shown)
     fine = Unknown(plain)
     assert not audit(healthy(TINY), fine).skewed
     battery = Unknown(plain, "native")
     assert not audit(healthy(TINY), battery).skewed
-    assert fine.asked < battery.asked < 10_000
+    assert fine.encoded < battery.encoded < 10_000
 
 
-def test_a_merge_that_a_server_lacks_is_found_though_whole_words_need_no_merges() -> None:
+def test_missing_merge_is_found_although_whole_words_need_no_merges() -> None:
     model = {**base(TINY).spec["model"], "ignore_merges": True}
     lacking = {**model, "merges": model["merges"][:3000] + model["merges"][3001:]}
-    whole, other = (base(TINY).side(spec={**base(TINY).spec, "model": one}) for one in (model, lacking))
+    whole, other = (base(TINY).side(spec={**base(TINY).spec, "model": model_spec}) for model_spec in (model, lacking))
     report = audit(whole, Unknown(other.encode))
     (found,) = report.findings
     assert (found.kind, found.severity) == ("unknown", "skew")
@@ -121,7 +121,7 @@ def test_a_merge_that_a_server_lacks_is_found_though_whole_words_need_no_merges(
     assert not audit(whole, Unknown(whole.encode)).skewed
 
 
-def test_a_token_is_not_blamed_for_what_the_text_after_it_gets_alone() -> None:
+def test_token_is_not_blamed_for_a_difference_of_the_text_after_it() -> None:
     token = "<|im_start|>"
 
     def without_first_line_end(texts: Sequence[str]) -> list[list[int]]:
@@ -130,7 +130,7 @@ def test_a_token_is_not_blamed_for_what_the_text_after_it_gets_alone() -> None:
     assert set(causes(audit(healthy(TINY), Unknown(without_first_line_end)))) == {"unknown"}
 
 
-def test_a_side_is_not_said_to_cut_texts_if_it_gives_others_more_ids() -> None:
+def test_side_with_extra_ids_is_not_reported_as_truncating() -> None:
     def prepended(texts: Sequence[str]) -> list[list[int]]:
         return [plain(["\u2581"])[0] + ids for ids in plain(texts)]
 
@@ -140,8 +140,8 @@ def test_a_side_is_not_said_to_cut_texts_if_it_gives_others_more_ids() -> None:
 class Chatty(SpecBackend):
     """Renders another number each time."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self.numbers = count()
 
     def render(self, conversation: SkewChat) -> Rendering:
@@ -149,32 +149,36 @@ class Chatty(SpecBackend):
         return Rendering([*made.ids, *self.encode([str(next(self.numbers))])[0]], made.text)
 
 
-def test_a_side_that_renders_otherwise_the_second_time_is_the_finding() -> None:
+def test_unstable_rendering_is_the_finding() -> None:
     report = audit(healthy(TINY), base(TINY).side(kind=Chatty))
     assert list(causes(report)) == ["template"]
     assert causes(report)["template"].startswith("B disagrees with itself")
 
 
-def test_a_template_that_shows_the_day_is_a_caution() -> None:
+def test_template_with_the_date_is_a_caution() -> None:
     template = "{{ strftime_now('%Y-%m-%d') }}" + (base(TINY).template or "")
     report = audit(base(TINY).side("A", template=template), base(TINY).side(template=template))
     assert not report.skewed
-    assert "the template of A and B shows today's date" in {one.kind: one.cause for one in report.findings}["date"]
+    assert (
+        "the template of A and B shows today's date"
+        in {finding.kind: finding.cause for finding in report.findings}["date"]
+    )
 
 
-def test_a_prompt_that_its_answer_does_not_go_on_from_is_a_caution() -> None:
+def test_prompt_that_is_not_a_prefix_of_its_answer_is_a_caution() -> None:
     """Row 25: the prompt is not a prefix of the conversation with its answer."""
     template = (base(TINY).template or "") + "{% if add_generation_prompt %}<think>{% endif %}"
     report = audit(base(TINY).side("A", template=template), base(TINY).side(template=template))
     assert not report.skewed
     assert (
-        "in A and B, a prompt is not a prefix" in {one.kind: one.cause for one in report.findings}["generation prompt"]
+        "in A and B, a prompt is not a prefix"
+        in {finding.kind: finding.cause for finding in report.findings}["generation prompt"]
     )
 
 
-def test_a_clean_report_says_what_it_does_not_cover() -> None:
+def test_clean_report_lists_what_it_does_not_cover() -> None:
     report = audit(healthy(TINY), healthy(TINY))
     assert report.findings == ()
     assert any(line.startswith("texts longer than") for line in report.uncovered)
-    said = [str(block) for block in audit_layout(report).blocks]
-    assert any("Not covered" in line and "images" in line for line in said)
+    blocks = [str(block) for block in audit_layout(report).blocks]
+    assert any("Not covered" in line and "images" in line for line in blocks)

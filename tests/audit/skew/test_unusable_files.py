@@ -33,14 +33,14 @@ def _folder(tmp_path: Path, prefix: str) -> Path:
 
 
 def _run(*arguments: str | Path) -> tuple[int, str]:
-    """Return the exit code of a command in a process of its own, and its stderr."""
+    """Return the exit code of a command in its own process, and its stderr."""
     with Command(arguments) as process:
-        said = process.stderr.read()
-        return process.wait(), said
+        stderr = process.stderr.read()
+        return process.wait(), stderr
 
 
 @pytest.mark.parametrize("prefix", [PANICS, ENDS])
-def test_the_library_does_panic_or_end_the_process(tmp_path: Path, prefix: str) -> None:
+def test_library_panics_or_ends_the_process(tmp_path: Path, prefix: str) -> None:
     load = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1])"
     file = _folder(tmp_path, prefix) / "tokenizer.json"
     done = subprocess.run([sys.executable, "-c", load, str(file)], capture_output=True, text=True, timeout=300)
@@ -50,18 +50,18 @@ def test_the_library_does_panic_or_end_the_process(tmp_path: Path, prefix: str) 
 @pytest.mark.parametrize("prefix", [PANICS, ENDS])
 @pytest.mark.parametrize("side", ["", pytest.param("auto:", marks=pytest.mark.slow)])
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_the_audit(tmp_path: Path, side: str, prefix: str) -> None:
-    code, said = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
-    assert code == 1, said
-    assert f"continuing_subword_prefix is {prefix!r}" in said
-    assert "Set continuing_subword_prefix to" in said
-    assert not {"Traceback", "panicked"} & {word for line in said.splitlines() for word in line.split()}
+    code, stderr = _run("audit", MODEL, f"{side}{_folder(tmp_path, prefix)}")
+    assert code == 1, stderr
+    assert f"continuing_subword_prefix is {prefix!r}" in stderr
+    assert "Set continuing_subword_prefix to" in stderr
+    assert not {"Traceback", "panicked"} & {word for line in stderr.splitlines() for word in line.split()}
 
 
 def test_a_prefix_that_does_not_fit_the_merges_is_an_error_of_check(tmp_path: Path) -> None:
     write_lock(make_lock(MODEL), tmp_path / "tokentape.lock")
-    code, said = _run("check", tmp_path / "tokentape.lock", _folder(tmp_path, ENDS))
-    assert code == 1, said
-    assert "continuing_subword_prefix" in said
+    code, stderr = _run("check", tmp_path / "tokentape.lock", _folder(tmp_path, ENDS))
+    assert code == 1, stderr
+    assert "continuing_subword_prefix" in stderr
 
 
 def test_any_panic_of_the_library_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from tokentape.audit._tokendiff.kinds import ARTIFACTS, boundary_artifact, text_
 
 
 @pytest.mark.parametrize(
-    ("before", "one", "other", "name"),
+    ("before", "left", "right", "name"),
     [
         ("in", " |February", " February", "whitespace-detach"),
         ("", "in |February", "in| February", "whitespace-shift"),
@@ -26,13 +26,13 @@ from tokentape.audit._tokendiff.kinds import ARTIFACTS, boundary_artifact, text_
         ("", '"|:', '":', "punctuation"),
     ],
 )
-def test_a_stretch_has_the_artifact_of_its_cut(before: str, one: str, other: str, name: str) -> None:
-    sides = [[piece.encode() for piece in side.split("|")] for side in (one, other)]
+def test_changed_span_has_the_artifact_of_its_cut(before: str, left: str, right: str, name: str) -> None:
+    sides = [[piece.encode() for piece in side.split("|")] for side in (left, right)]
     assert boundary_artifact(sides[0], sides[1], before.encode()) == name
     assert boundary_artifact(sides[1], sides[0], before.encode()) == name
 
 
-def test_a_character_that_is_cut_apart_is_told_before_all_else() -> None:
+def test_partial_utf8_takes_precedence() -> None:
     assert boundary_artifact([b" \xe2", b"\x82\xac"], [b" ", b"\xe2\x82\xac"]) == "partial-utf8"
 
 
@@ -51,5 +51,5 @@ def test_other_bytes_have_artifacts_too(left: str, right: str, name: str) -> Non
 
 def test_every_artifact_is_of_a_class_and_every_phantom_edit_has_one() -> None:
     id_drift = {"control", "bytes", "whitespace", "digits", "word", "punctuation"}
-    assert {one.kind for one in ARTIFACTS.values()} <= {*id_drift, "spacing", "text"}
-    assert {one.phantom for one in ARTIFACTS.values()} - {None} == set(range(1, 9))
+    assert {artifact.kind for artifact in ARTIFACTS.values()} <= {*id_drift, "spacing", "text"}
+    assert {artifact.phantom for artifact in ARTIFACTS.values()} - {None} == set(range(1, 9))

@@ -1,4 +1,4 @@
-"""Every difference of two sequences is found, and told what it is; where a peer is known to be blind, too."""
+"""Every difference of two sequences is found and classified, also where a peer is known to miss it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def chat(tokenizer: Tokenizer, *turns: tuple[str, str]) -> list[int]:
 def applied(expected: list[int], found: Comparison) -> list[int]:
     """`expected` with the recorded ids in place of what each difference names."""
     out, at = [], 0
-    for one in found.differences:
-        assert one.expected_start >= at
-        out += expected[at : one.expected_start]
-        assert list(one.expected) == expected[one.expected_start : one.expected_end]
-        assert len(out) == one.recorded_start
-        out += one.recorded
-        at = one.expected_end
+    for difference in found.differences:
+        assert difference.expected_start >= at
+        out += expected[at : difference.expected_start]
+        assert list(difference.expected) == expected[difference.expected_start : difference.expected_end]
+        assert len(out) == difference.recorded_start
+        out += difference.recorded
+        at = difference.expected_end
     return out + expected[at:]
 
 
 def kinds(expected: list[int], recorded: list[int], tokenizer: Tokenizer) -> list[str]:
     found = compare(expected, recorded, tokenizer)
     assert applied(expected, found) == recorded
-    return [one.kind for one in found.differences]
+    return [difference.kind for difference in found.differences]
 
 
 def test_the_same_ids_have_no_difference(tokenizer: Tokenizer) -> None:
@@ -59,15 +59,20 @@ def test_other_ids_of_the_same_text_are_found_outside_of_the_assistant_too(token
     at = next(n for n in range(len(expected)) if expected[n : n + len(cost)] == cost)
     recorded = expected[:at] + tokenizer.encode_plain(" co") + tokenizer.encode_plain("st") + expected[at + len(cost) :]
     codes = np.full(len(expected), Provenance.USER, np.uint8)
-    (one,) = compare(expected, recorded, tokenizer, provenance=codes).differences
-    assert (one.kind, one.artifact, one.severity, one.source) == ("ids", "intra-word", "warning", "user")
-    assert (one.expected_start, one.expected_text, one.recorded_text) == (at, " cost", " cost")
+    (difference,) = compare(expected, recorded, tokenizer, provenance=codes).differences
+    assert (difference.kind, difference.artifact, difference.severity, difference.source) == (
+        "ids",
+        "intra-word",
+        "warning",
+        "user",
+    )
+    assert (difference.expected_start, difference.expected_text, difference.recorded_text) == (at, " cost", " cost")
     codes[:] = Provenance.SAMPLED
-    (one,) = compare(expected, recorded, tokenizer, provenance=codes).differences
-    assert (one.severity, one.assistant) == ("error", True)
+    (difference,) = compare(expected, recorded, tokenizer, provenance=codes).differences
+    assert (difference.severity, difference.assistant) == ("error", True)
 
 
-def test_bytes_that_are_shown_as_the_same_replacement_character_are_told_apart() -> None:
+def test_different_bytes_with_one_replacement_character_are_distinguished() -> None:
     """Paired U+FFFD: both decode to the same text, so whoever compares text sees nothing."""
     tokenizer = load_tokenizer("qwen3")
     by_bytes = {tokenizer.token_bytes(i): i for i in range(256)}
@@ -84,24 +89,24 @@ def test_content_that_was_rendered_empty_is_missing(tokenizer: Tokenizer) -> Non
     assert kinds(recorded, expected, tokenizer) == ["extra"]
 
 
-def test_a_message_too_many_hides_no_difference_behind_it(tokenizer: Tokenizer) -> None:
-    before, behind = ("user", "Pears?"), ("user", "And plums?")
-    expected = chat(tokenizer, before, ("assistant", "12"), behind, ("assistant", "They cost 30."))
-    recorded = chat(tokenizer, before, ("tool", "{}"), ("assistant", "12"), behind, ("assistant", "They cost 31."))
+def test_extra_message_does_not_hide_later_differences(tokenizer: Tokenizer) -> None:
+    before, after = ("user", "Pears?"), ("user", "And plums?")
+    expected = chat(tokenizer, before, ("assistant", "12"), after, ("assistant", "They cost 30."))
+    recorded = chat(tokenizer, before, ("tool", "{}"), ("assistant", "12"), after, ("assistant", "They cost 31."))
     found = compare(expected, recorded, tokenizer)
     assert applied(expected, found) == recorded
-    assert [one.kind for one in found.differences] == ["control", "text"]
+    assert [difference.kind for difference in found.differences] == ["control", "text"]
     assert found.differences[0].recorded_text.count("<|im_start|>") == 1
     assert found.differences[1].expected_text in "30."
 
 
-def test_words_that_changed_apart_are_differences_apart(tokenizer: Tokenizer) -> None:
+def test_separately_changed_words_are_separate_differences(tokenizer: Tokenizer) -> None:
     expected = tokenizer.encode_plain("The pears cost 12 and the plums cost 30 in this shop.")
     recorded = tokenizer.encode_plain("The oats cost 12 and the plums cost 30 in that shop.")
     assert kinds(expected, recorded, tokenizer) == ["text", "text"]
 
 
-def test_another_sentence_is_one_difference_though_it_shares_a_word(tokenizer: Tokenizer) -> None:
+def test_replaced_sentence_is_one_difference_despite_a_shared_word(tokenizer: Tokenizer) -> None:
     sides = [
         tokenizer.encode_plain(f"First.<|im_end|>{text}<|im_end|>")
         for text in ("They cost twelve in here and there", "Nobody knows a thing in any shop at all")
@@ -116,7 +121,7 @@ def test_many_messages_without_their_reasoning_are_as_many_differences(tokenizer
     assert found == ["reasoning"] * 100
 
 
-def test_where_more_segments_differ_than_can_be_compared_messages_that_are_once_hold(
+def test_unique_messages_align_when_too_many_segments_differ(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare_module, "SEGMENTS", 100)
@@ -126,11 +131,11 @@ def test_where_more_segments_differ_than_can_be_compared_messages_that_are_once_
     assert found == ["reasoning"] * 50
 
 
-def test_letters_of_a_control_token_are_no_control_token(tokenizer: Tokenizer) -> None:
+def test_letters_of_a_control_token_are_not_a_control_token(tokenizer: Tokenizer) -> None:
     expected = tokenizer.encode_plain("a<|im_end|>b")
     recorded = tokenizer.encode_marked("a<|im_end|>b").ids
-    (one,) = compare(expected, recorded, tokenizer).differences
-    assert (one.kind, one.severity) == ("forged", "error")
+    (difference,) = compare(expected, recorded, tokenizer).differences
+    assert (difference.kind, difference.severity) == ("forged", "error")
 
 
 def test_a_control_token_in_place_of_another_is_a_difference(tokenizer: Tokenizer) -> None:
@@ -138,7 +143,7 @@ def test_a_control_token_in_place_of_another_is_a_difference(tokenizer: Tokenize
     assert kinds(expected, tokenizer.encode_plain("12<|endoftext|>\n"), tokenizer) == ["control"]
 
 
-def test_dropped_reasoning_is_told(tokenizer: Tokenizer) -> None:
+def test_dropped_reasoning_is_reported(tokenizer: Tokenizer) -> None:
     expected = chat(tokenizer, ("assistant", "<think>\nhm\n</think>\n\n12"))
     assert kinds(expected, chat(tokenizer, ("assistant", "12")), tokenizer) == ["reasoning"]
     assert kinds(chat(tokenizer, ("assistant", "12")), expected, tokenizer) == ["reasoning"]
@@ -162,7 +167,7 @@ def test_dropped_reasoning_is_told(tokenizer: Tokenizer) -> None:
         ("one two", "one", "cut"),
     ],
 )
-def test_a_difference_of_text_has_the_kind_of_what_it_means(
+def test_text_difference_has_the_kind_of_its_meaning(
     tokenizer: Tokenizer, expected: str, recorded: str, kind: str
 ) -> None:
     found = kinds(*(tokenizer.encode_plain(text) for text in (expected, recorded)), tokenizer)
@@ -172,8 +177,10 @@ def test_a_difference_of_text_has_the_kind_of_what_it_means(
 def test_an_early_end_is_an_error_only_for_sampled_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_plain("one two three")
     codes = np.full(len(ids), Provenance.SAMPLED, np.uint8)
-    assert [one.severity for one in compare(ids, ids[:-1], tokenizer).differences] == ["warning"]
-    assert [one.severity for one in compare(ids, ids[:-1], tokenizer, provenance=codes).differences] == ["error"]
+    assert [difference.severity for difference in compare(ids, ids[:-1], tokenizer).differences] == ["warning"]
+    assert [difference.severity for difference in compare(ids, ids[:-1], tokenizer, provenance=codes).differences] == [
+        "error"
+    ]
 
 
 def test_ids_outside_of_the_vocabulary_are_compared_too(tokenizer: Tokenizer) -> None:
@@ -199,14 +206,16 @@ def edited(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(edited())
-def test_the_differences_make_the_one_out_of_the_other(
+def test_differences_turn_one_sequence_into_the_other(
     tokenizer: Tokenizer, sequences: tuple[list[int], list[int]]
 ) -> None:
     expected, recorded = sequences
     found = compare(expected, recorded, tokenizer)
     assert applied(expected, found) == recorded
     assert bool(found.differences) == (expected != recorded)
-    assert all(one.kind in KINDS and one.expected != one.recorded for one in found.differences)
+    assert all(
+        difference.kind in KINDS and difference.expected != difference.recorded for difference in found.differences
+    )
 
 
 @given(st.text(max_size=30), st.integers(0, 30))
@@ -222,30 +231,32 @@ def test_a_retokenized_text_has_differences_of_ids_only_where_boundaries_moved(
     assert applied(expected, found) == recorded
 
     def places(ids: list[int]) -> list[tuple[int, int]]:
-        return [(sum(len(tokenizer.token_bytes(one)) for one in ids[: n + 1]), ids[n]) for n in range(len(ids))]
+        return [
+            (sum(len(tokenizer.token_bytes(token_id)) for token_id in ids[: n + 1]), ids[n]) for n in range(len(ids))
+        ]
 
-    changed = {n for one in found.differences for n in range(one.expected_start, one.expected_end)}
+    changed = {n for difference in found.differences for n in range(difference.expected_start, difference.expected_end)}
     assert changed == {n for n, place in enumerate(places(expected)) if place not in places(recorded)}
-    assert all(one.kind == "ids" for one in found.differences)
+    assert all(difference.kind == "ids" for difference in found.differences)
 
 
 PIECES = ("a", "b", "ab", " a", " ", "\n", "12", "1", "<|im_end|>", "{", "é")
 
 
 def slow_differences(
-    one: list[int], other: list[int], tokenizer: Tokenizer
+    expected: list[int], recorded: list[int], tokenizer: Tokenizer
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Of ids that spell the same bytes: between neighboring places where both have a boundary, what is not the same."""
+    """The differing spans of ids that spell the same bytes, between neighboring boundaries that both share."""
 
     def ends(ids: list[int]) -> list[int]:
         return [len(b"".join(map(tokenizer.token_bytes, ids[:n]))) for n in range(len(ids) + 1)]
 
-    mine, theirs = ends(one), ends(other)
+    mine, theirs = ends(expected), ends(recorded)
     common = [place for place in mine if place in theirs]
     found = []
     for start, end in itertools.pairwise(common):
         left, right = (mine.index(start), mine.index(end)), (theirs.index(start), theirs.index(end))
-        if one[slice(*left)] != other[slice(*right)]:
+        if expected[slice(*left)] != recorded[slice(*right)]:
             found.append((left, right))
     return found
 
@@ -257,7 +268,7 @@ def test_differences_of_the_same_bytes_are_the_shortest_stretches(
     """Against the slow and obvious: two random ways to cut a text into tokens."""
     text = "".join(pieces)
     cuts = [sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=4))) for _ in range(2)]
-    one, other = (
+    expected, recorded = (
         [
             token_id
             for start, end in itertools.pairwise([0, *cut, len(text)])
@@ -265,12 +276,12 @@ def test_differences_of_the_same_bytes_are_the_shortest_stretches(
         ]
         for cut in cuts
     )
-    found = compare(one, other, tokenizer)
+    found = compare(expected, recorded, tokenizer)
     places = [
         ((each.expected_start, each.expected_end), (each.recorded_start, each.recorded_end))
         for each in found.differences
     ]
-    assert places == slow_differences(one, other, tokenizer)
+    assert places == slow_differences(expected, recorded, tokenizer)
     assert all(each.same_bytes for each in found.differences)
 
 
@@ -278,36 +289,36 @@ def test_differences_of_the_same_bytes_are_the_shortest_stretches(
 def test_segments_and_partners_follow_from_the_differences(
     tokenizer: Tokenizer, sequences: tuple[list[int], list[int]]
 ) -> None:
-    one, other = sequences
-    found = compare(one, other, tokenizer)
+    expected, recorded = sequences
+    found = compare(expected, recorded, tokenizer)
     at = other_at = 0
     for (start, end, other_start, other_end), difference in found.segments():
         assert (start, other_start) == (at, other_at)
-        assert (one[start:end] == other[other_start:other_end]) == (difference is None)
+        assert (expected[start:end] == recorded[other_start:other_end]) == (difference is None)
         at, other_at = end, other_end
-    assert (at, other_at) == (len(one), len(other))
+    assert (at, other_at) == (len(expected), len(recorded))
     partner = found.partners()
     kept = np.flatnonzero(partner >= 0)
-    assert [one[n] for n in kept] == [other[n] for n in partner[kept]]
+    assert [expected[n] for n in kept] == [recorded[n] for n in partner[kept]]
     assert (np.diff(partner[kept]) > 0).all()
     assert kept.tolist() == np.flatnonzero(~found.changed()).tolist()
 
 
-def test_a_completion_that_lost_its_end_when_it_was_encoded_again_is_an_error(tokenizer: Tokenizer) -> None:
-    """Row 37 of docs/how-to/audit.md: what is encoded again from text has no end-of-turn token."""
+def test_completion_that_lost_its_end_by_retokenizing_is_an_error(tokenizer: Tokenizer) -> None:
+    """Row 37 of docs/how-to/audit.md: retokenized text has no end-of-turn token."""
     ids = chat(tokenizer, ("user", "What does it cost?"), ("assistant", "It costs 12."))[:-1]
     end = ids[-1]
     codes = np.full(len(ids), Provenance.SAMPLED, np.uint8)
-    (one,) = compare(ids, ids[:-1], tokenizer, provenance=codes).differences
-    assert (one.kind, one.severity, list(one.expected)) == ("cut", "error", [end])
+    (difference,) = compare(ids, ids[:-1], tokenizer, provenance=codes).differences
+    assert (difference.kind, difference.severity, list(difference.expected)) == ("cut", "error", [end])
     assert kinds([*ids, *ids], [*ids[:-1], *ids], tokenizer) == ["control"]
 
 
-def test_placeholders_of_an_image_that_were_decoded_and_encoded_again_are_differences(tokenizer: Tokenizer) -> None:
+def test_retokenized_image_placeholders_are_differences(tokenizer: Tokenizer) -> None:
     """Row 38: a run of placeholders becomes one, or is read as text."""
     (pad,) = tokenizer.encode_plain("<|endoftext|>")
     image = [*tokenizer.encode_plain("See"), *[pad] * 4, *tokenizer.encode_plain("this")]
-    one = [*tokenizer.encode_plain("See"), pad, *tokenizer.encode_plain("this")]
-    assert set(kinds(image, one, tokenizer)) == {"control"}
+    expected = [*tokenizer.encode_plain("See"), pad, *tokenizer.encode_plain("this")]
+    assert set(kinds(image, expected, tokenizer)) == {"control"}
     spelled = tokenizer.encode_marked("See" + "<|endoftext|>" * 4 + "this").ids
     assert set(kinds(image, spelled, tokenizer)) == {"forged"}

@@ -144,7 +144,7 @@ def rows(tokenizer: Tokenizer) -> list[RowComparison]:
 
 
 def test_rows_are_paired_by_name(rows: list[RowComparison]) -> None:
-    assert [(one.name, one.same, one.only) for one in rows] == [
+    assert [(row.name, row.same, row.only) for row in rows] == [
         ("same", True, None),
         ("other", False, None),
         ("cut", False, None),
@@ -152,17 +152,17 @@ def test_rows_are_paired_by_name(rows: list[RowComparison]) -> None:
     ]
 
 
-def test_the_only_row_of_each_side_needs_no_name(tokenizer: Tokenizer) -> None:
-    (one,) = compare_rows([row("a", [1, 2])], [row("b", [1, 2])], tokenizer)
-    assert one.same
+def test_single_rows_are_paired_without_a_name(tokenizer: Tokenizer) -> None:
+    (row_result,) = compare_rows([row("a", [1, 2])], [row("b", [1, 2])], tokenizer)
+    assert row_result.same
 
 
 @given(st.permutations(range(6)), st.permutations(range(5)))
-def test_order_and_repeated_names_make_no_difference(tokenizer: Tokenizer, one: list[int], other: list[int]) -> None:
+def test_order_and_repeated_names_make_no_difference(tokenizer: Tokenizer, left: list[int], right: list[int]) -> None:
     def named(order: list[int]) -> list[IdRow]:
         return [row("twice" if n < 2 else str(n), [7 if n < 2 else n]) for n in order]
 
-    found = list(compare_rows(named(one), named(other), tokenizer))
+    found = list(compare_rows(named(left), named(right), tokenizer))
     assert sorted(found_row.name for found_row in found) == ["2", "3", "4", "5", "twice", "twice"]
     assert [found_row.name for found_row in found if not found_row.same] == ["5"]
 
@@ -190,18 +190,18 @@ def test_masks_and_logprobs_are_compared(
     tokenizer: Tokenizer, other: IdRow, changed: dict[str, tuple[int, int]]
 ) -> None:
     (found,) = compare_rows([VALUES], [other], tokenizer)
-    assert {name: (one.differing, one.first) for name, one in found.changed_values.items()} == changed
+    assert {name: (change.differing, change.first) for name, change in found.changed_values.items()} == changed
     assert found.same == (not changed)
     assert (found.logprobs is None) == (other.logprobs is None)
     assert ElementTree.fromstring(written([found], "junit")).get("failures") == str(int(bool(changed)))
-    assert [one["ruleId"] for one in json.loads(written([found], "sarif"))["runs"][0]["results"]] == list(changed)
+    assert [result["ruleId"] for result in json.loads(written([found], "sarif"))["runs"][0]["results"]] == list(changed)
     assert len(written([found], "github").splitlines()) == len(changed)
 
 
-def test_what_a_side_does_not_have_is_not_compared_and_said(tokenizer: Tokenizer) -> None:
+def test_columns_missing_on_one_side_are_reported_and_not_compared(tokenizer: Tokenizer) -> None:
     found = list(compare_rows([VALUES], [row("s:0", [0, 1, 2, 3])], tokenizer))
-    said = list(printed(found, "text", "b", 20))
-    assert said == [
+    lines = list(printed(found, "text", "b", 20))
+    assert lines == [
         "0 of 1 rows differ",
         *(f"not compared: {n} of 1 rows, because one side lacks them" for n in _VALUES),
     ]
@@ -222,7 +222,7 @@ def test_a_unique_prefix_is_a_name(
     tokenizer: Tokenizer, expected: list[str], recorded: list[str], same: set[str]
 ) -> None:
     found = compare_rows([row(name, [1]) for name in expected], [row(name, [1]) for name in recorded], tokenizer)
-    assert {one.name for one in found if one.same} == same
+    assert {result.name for result in found if result.same} == same
 
 
 def test_sarif_is_of_its_schema(rows: list[RowComparison]) -> None:
@@ -230,15 +230,15 @@ def test_sarif_is_of_its_schema(rows: list[RowComparison]) -> None:
     jsonschema.validate(log, SARIF)
     run: dict[str, Any] = log["runs"][0]
     results = run["results"]
-    assert [one["ruleId"] for one in results] == ["text", "cut", "absent"]
-    assert all(run["tool"]["driver"]["rules"][one["ruleIndex"]]["id"] == one["ruleId"] for one in results)
-    assert [one["level"] for one in results] == ["error", "warning", "error"]
+    assert [result["ruleId"] for result in results] == ["text", "cut", "absent"]
+    assert all(run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"] for result in results)
+    assert [result["level"] for result in results] == ["error", "warning", "error"]
     assert results[1]["locations"][0]["physicalLocation"]["region"]["startLine"] == 3
-    assert len({one["partialFingerprints"]["tokens/v1"] for one in results}) == 3
+    assert len({result["partialFingerprints"]["tokens/v1"] for result in results}) == 3
     assert "\x07" not in results[0]["message"]["text"]
 
 
-def test_junit_counts_rows_and_fails_those_for_which_the_command_fails(rows: list[RowComparison]) -> None:
+def test_junit_failures_match_those_of_the_command(rows: list[RowComparison]) -> None:
     suite = ElementTree.fromstring(written(rows, "junit"))
     assert (suite.get("tests"), suite.get("failures")) == ("4", "3")
     suite = ElementTree.fromstring(written(rows, "junit", fail_on="error"))
@@ -265,18 +265,18 @@ def test_an_annotation_is_one_line_with_its_commas_escaped(rows: list[RowCompari
 def test_long_lists_of_differences_are_cut(tokenizer: Tokenizer) -> None:
     pieces = ["<|im_start|>a<|im_end|>", "<|im_start|>b<|im_end|>"]
     sides = [tokenizer.encode_plain("".join(order)) for order in (pieces * 5, ["<|im_start|>a<|im_end|>"] * 10)]
-    (one,) = compare_rows([row("a", sides[0])], [row("a", sides[1])], tokenizer)
-    assert one.comparison is not None
-    lines = list(comparison_lines(one.comparison, most=2))
+    (row_result,) = compare_rows([row("a", sides[0])], [row("a", sides[1])], tokenizer)
+    assert row_result.comparison is not None
+    lines = list(comparison_lines(row_result.comparison, most=2))
     assert len(lines) == 3
-    assert lines[-1] == f"and {len(one.comparison.differences) - 2} more"
+    assert lines[-1] == f"and {len(row_result.comparison.differences) - 2} more"
 
 
 def test_the_helper_passes_the_same_ids(tokenizer: Tokenizer, renderer: Renderer) -> None:
     assert_same_tokens([1, 2], np.array([1, 2]), tokenizer)
 
 
-def test_the_helper_says_where_ids_differ(tokenizer: Tokenizer) -> None:
+def test_helper_shows_where_ids_differ(tokenizer: Tokenizer) -> None:
     expected = tokenizer.encode_plain("It cost 12.")
     recorded = [token_id for piece in ("It", " co", "st", " 12.") for token_id in tokenizer.encode_plain(piece)]
     with pytest.raises(AssertionError) as caught:
@@ -292,6 +292,6 @@ def test_the_helper_takes_a_model_folder(model_dir: Any) -> None:
 
 
 def test_a_summary_names_the_kinds(rows: list[RowComparison]) -> None:
-    found = {one.name: one.comparison for one in rows}
+    found = {row.name: row.comparison for row in rows}
     assert found["cut"] is not None
     assert summary(found["cut"]).startswith("1 difference, 0 of them errors (cut 1); expected ")

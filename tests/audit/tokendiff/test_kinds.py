@@ -16,7 +16,7 @@ def test_objects_are_found_in_both_spellings() -> None:
 
 
 @pytest.mark.parametrize("opening", ['{"a": [1, {"b": 2}, ', "{'a': {'b': 2}, "])
-def test_braces_that_never_close_are_not_read_over_and_over(opening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unclosed_braces_are_scanned_once(opening: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
     evaluate = ast.literal_eval
 

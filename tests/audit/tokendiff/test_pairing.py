@@ -30,18 +30,18 @@ def ids_of_pieces(tokenizer: Tokenizer, pieces: list[bytes]) -> np.ndarray:
     return tokenizer.array([by_bytes[piece] for piece in pieces])
 
 
-def check_class(tokenizer: Tokenizer, one: list[bytes], other: list[bytes], kind: str) -> None:
-    left = ids_of_pieces(tokenizer, [b"x", *one, b"x"])
-    right = ids_of_pieces(tokenizer, [b"x", *other, b"x"])
+def check_class(tokenizer: Tokenizer, left_pieces: list[bytes], right_pieces: list[bytes], kind: str) -> None:
+    left = ids_of_pieces(tokenizer, [b"x", *left_pieces, b"x"])
+    right = ids_of_pieces(tokenizer, [b"x", *right_pieces, b"x"])
     found = pair_ids(left, right, tokenizer)
     assert found.channel == "id drift"
     assert [(change.start, change.end, change.kind) for change in found.changes] == [(1, len(left) - 1, kind)]
-    assert found.partner.tolist() == [0, *[-1] * len(one), len(right) - 1]
+    assert found.partner.tolist() == [0, *[-1] * len(left_pieces), len(right) - 1]
     assert found.first == 1
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "kind"),
+    ("left", "right", "kind"),
     [
         ([b"t", b"h"], [b"th"], "word"),
         ([b" the"], [b" ", b"th", b"e"], "whitespace"),
@@ -51,9 +51,9 @@ def check_class(tokenizer: Tokenizer, one: list[bytes], other: list[bytes], kind
     ],
 )
 def test_a_change_of_ids_has_the_class_of_its_boundary(
-    tokenizer: Tokenizer, one: list[bytes], other: list[bytes], kind: str
+    tokenizer: Tokenizer, left: list[bytes], right: list[bytes], kind: str
 ) -> None:
-    check_class(tokenizer, one, other, kind)
+    check_class(tokenizer, left, right, kind)
 
 
 def test_boundaries_within_numbers_and_characters_have_classes_too() -> None:
@@ -62,7 +62,7 @@ def test_boundaries_within_numbers_and_characters_have_classes_too() -> None:
 
 
 def test_another_id_of_the_same_bytes_is_a_change() -> None:
-    """SentencePiece vocabularies have bytes as tokens of their own beside the letters that they spell."""
+    """SentencePiece vocabularies have byte tokens in addition to the letters that they spell."""
     tokenizer = load_tokenizer("mistral_v3_spm")
     letter = tokenizer.encode_after_control("A").ids
     (byte,) = (i for i in range(tokenizer.vocab_size) if [i] != letter and tokenizer.token_bytes(i) == b"A")
@@ -70,18 +70,18 @@ def test_another_id_of_the_same_bytes_is_a_change() -> None:
     assert (found.channel, [change.kind for change in found.changes]) == ("id drift", ["word"])
 
 
-def test_other_text_keeps_what_both_begin_and_end_with(tokenizer: Tokenizer) -> None:
+def test_different_text_keeps_the_common_prefix_and_suffix(tokenizer: Tokenizer) -> None:
     found = pair_ids(split(tokenizer, "A", " b", " end"), split(tokenizer, "A", " c", " c", " end"), tokenizer)
     assert (found.channel, [change.kind for change in found.changes]) == ("text drift", ["text"])
     assert found.partner.tolist() == [0, -1, 3]
 
 
-def test_other_white_space_is_told_from_other_text(tokenizer: Tokenizer) -> None:
+def test_whitespace_changes_are_distinguished_from_text_changes(tokenizer: Tokenizer) -> None:
     found = pair_ids(split(tokenizer, "A", "\n", "b"), split(tokenizer, "A", " ", "b"), tokenizer)
     assert (found.channel, [change.kind for change in found.changes]) == ("text drift", ["spacing"])
 
 
-def test_a_sequence_that_was_cut_is_no_drift(tokenizer: Tokenizer) -> None:
+def test_truncated_sequence_is_not_drift(tokenizer: Tokenizer) -> None:
     ids = split(tokenizer, "one two three")
     found = pair_ids(ids, ids[:2], tokenizer)
     assert found.channel == "numeric"
@@ -107,6 +107,6 @@ def test_after_retokenizing_each_partner_is_the_same_id_over_the_same_bytes(
     if found.channel == "id drift":
         expected = {place: n for n, place in enumerate(right)}
         assert found.partner.tolist() == [expected.get(place, -1) for place in left]
-        assert {change.kind for change in found.changes} <= {one.kind for one in ARTIFACTS.values()}
+        assert {change.kind for change in found.changes} <= {artifact.kind for artifact in ARTIFACTS.values()}
         covered = [n for change in found.changes for n in range(change.start, change.end)]
         assert covered == np.flatnonzero(found.partner < 0).tolist()

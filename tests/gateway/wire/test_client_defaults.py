@@ -321,7 +321,7 @@ def test_unknown_fields_of_chat_parts_and_stream_options_are_reported(served: Se
     assert reply.headers[IGNORED] == "stream_options.include_use"
 
 
-def test_unknown_fields_of_parts_within_outputs_results_and_prompts_are_reported(served: Served) -> None:
+def test_unknown_fields_of_nested_parts_are_reported(served: Served) -> None:
     call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1", "b": 1}]}
     reply = served.openai().responses.with_raw_response.create(model="m", input=[call, output])

@@ -244,7 +244,7 @@ def test_every_field_of_the_official_types_of_parts_is_known() -> None:
 
 
 @pytest.mark.parametrize(("api", "name", "row"), ROWS)
-def test_a_field_does_what_the_matrix_says(api: str, name: str, row: Row) -> None:
+def test_field_behaves_as_the_matrix_states(api: str, name: str, row: Row) -> None:
     beside = dict(row.beside)
     if row.what == "refused":
         with pytest.raises(InvalidRequest) as caught:
