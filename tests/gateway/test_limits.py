@@ -28,7 +28,7 @@ from tokentape.gateway import _session_cache as session_cache
 from tokentape.gateway._app import create_app
 from tokentape.gateway._http import check_count
 from tokentape.gateway._keys import Keys
-from tokentape.gateway._limits import Limits
+from tokentape.gateway._limits import InFlightCounter, Limits
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
@@ -40,6 +40,17 @@ ANSWER = "4<|im_end|>"
 QUESTION: dict[str, Any] = {"role": "user", "content": "2 + 2?"}
 
 Serve = Callable[..., httpx2.Client]
+
+
+def test_a_wait_for_idle_ends_with_the_last_call_even_if_it_has_just_begun() -> None:
+    async def main() -> bool:
+        counter = InFlightCounter()
+        with counter:
+            waiting = asyncio.create_task(counter.idle(3600))
+            await asyncio.sleep(0)
+        return await asyncio.wait_for(waiting, 30)
+
+    assert asyncio.run(main())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from tokentape.gateway._events import InFlightCall, TurnStarted
 from tokentape.gateway._http import EventStream
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
-from tokentape.gateway._session_cache import SessionCache, UnreadMarks
+from tokentape.gateway._session_cache import SessionCache
 from tokentape.gateway._turns import Turns
+from tokentape.gateway._unread import UnreadMarks
 from tokentape.store import Record, SqliteStore
+from tokentape.store._snapshots import Selection, Snapshots
 from tokentape.types import Event, Turn
 
 HI = "hi there you<|im_end|>"
@@ -217,53 +219,87 @@ def test_a_session_stays_in_memory_until_its_marks_are_written(served: Served) -
     assert opened.unmarked == set()
 
 
+async def stream(turns: Turns, at_the_end: Callable[[], Awaitable[None]], *, leave: bool) -> None:
+    """Stream a reply of session `s`. `at_the_end` runs when its last event is sent; then the client may leave."""
+    app = create_app(turns, model_id="m", allowed_hosts=["*"])
+    left, bodies = asyncio.Event(), [json.dumps({"model": "m", "messages": [USER], "stream": True}).encode()]
+
+    async def receive() -> Any:
+        if not bodies:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": bodies.pop()}
+
+    async def send(message: Any) -> None:
+        if b'"finish_reason":"stop"' not in message.get("body", b""):
+            return
+        opened = turns.sessions.in_memory("s")
+        assert opened is not None
+        for call in opened.calls:
+            await call.ended()
+        await at_the_end()
+        if leave:
+            left.set()
+            await asyncio.Event().wait()
+
+    path = "/sessions/s/v1/chat/completions"
+    headers = {"host": "h", "content-type": "application/json", "idempotency-key": "k"}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "scheme": "http"}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await app({**scope, "headers": raw, "client": ("127.0.0.1", 1), "http_version": "1.1"}, receive, send)
+    await turns.unread.recorded()
+
+
+async def nothing() -> None:
+    pass
+
+
 @pytest.mark.parametrize("read", [True, False])
 def test_a_session_stays_in_memory_until_its_replies_are_sent(read: bool, renderer: Renderer, tmp_path: Path) -> None:
     """A client that reads slowly, or leaves, while the session is idle and another one needs room."""
-    body = {"model": "m", "messages": [USER], "stream": True}
 
     async def main(store: SqliteStore) -> None:
         turns = Turns(ScriptedEngine(renderer, [HI]), renderer, store)
-        app = create_app(turns, model_id="m", allowed_hosts=["*"])
 
-        async def stream(*, to_the_end: bool, idle: bool) -> None:
-            left, bodies = asyncio.Event(), [json.dumps(body).encode()]
+        async def become_idle() -> None:
+            opened = turns.sessions.in_memory("s")
+            assert opened is not None
+            opened.used_at -= turns.limits.idle_seconds + 1
+            await turns.sessions.create("another", {}, "anonymous")
 
-            async def receive() -> Any:
-                if not bodies:
-                    await left.wait()
-                    return {"type": "http.disconnect"}
-                return {"type": "http.request", "body": bodies.pop()}
-
-            async def send(message: Any) -> None:
-                if b'"finish_reason":"stop"' not in message.get("body", b""):
-                    return
-                opened = turns.sessions.in_memory("s")
-                assert opened is not None
-                for call in opened.calls:
-                    await call.ended()
-                if idle:
-                    opened.used_at -= turns.limits.idle_seconds + 1
-                    await turns.sessions.create("another", {}, "anonymous")
-                if not to_the_end:
-                    left.set()
-                    await asyncio.Event().wait()
-
-            path = "/sessions/s/v1/chat/completions"
-            headers = {"host": "h", "content-type": "application/json", "idempotency-key": "k"}
-            scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "scheme": "http"}
-            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await app({**scope, "headers": raw, "client": ("127.0.0.1", 1), "http_version": "1.1"}, receive, send)
-            await turns.unread.recorded()
-
-        await stream(to_the_end=False, idle=not read)
+        await stream(turns, nothing if read else become_idle, leave=True)
         assert store.load_session("s").trajectories() == []
         if read:
-            await stream(to_the_end=True, idle=True)
+            await stream(turns, become_idle, leave=False)
         assert len(store.load_session("s").trajectories()) == read
 
     with SqliteStore.open(tmp_path) as store:
         asyncio.run(main(store))
+
+
+def test_a_session_is_not_dropped_while_a_retry_gets_a_reply_that_its_snapshot_lacks(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    async def main(store: SqliteStore) -> dict[str, str]:
+        turns, snapshots = Turns(ScriptedEngine(renderer, [HI]), renderer, store), Snapshots(store)
+        await stream(turns, nothing, leave=True)
+        taken = await snapshots.take(Selection(("s",)), "anonymous", None)
+        snapshot = await snapshots.snapshot(taken.snapshot_id, None)
+        assert snapshot.digest is not None
+        await snapshots.confirm(snapshot.snapshot_id, None, snapshot.digest)
+        kept: dict[str, str] = {}
+
+        async def drop() -> None:
+            # As if the drop had begun, and looked for sessions in use, before the retry.
+            _, reasons = await snapshots.drop(snapshot.snapshot_id, None)
+            kept.update(reasons)
+
+        await stream(turns, drop, leave=False)
+        assert len(store.load_session("s").trajectories()) == 1
+        return kept
+
+    with SqliteStore.open(tmp_path) as store:
+        assert asyncio.run(main(store)) == {"s": "changed since the snapshot"}
 
 
 def test_abandoned_retry_after_a_restart_marks_uncontinued_replies(served: Served) -> None:

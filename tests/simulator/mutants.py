@@ -53,9 +53,9 @@ OWN: dict[str, tuple[str, str, str]] = {
         "    return set()",
     ),
     "a retry takes no mark back": (
-        "gateway/_session_cache.py",
-        "if (seq in marked) != unread)",
-        "if (seq in marked) < unread)",
+        "gateway/_unread.py",
+        '{"unread": False}',
+        '{"unread": True}',
     ),
     "answers are forgotten when a session is loaded": (
         "gateway/_session_cache.py",

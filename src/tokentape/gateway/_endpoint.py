@@ -205,12 +205,13 @@ class Endpoint:
             try:
                 started = await anext(events)
                 assert isinstance(started, TurnStarted)
-                if started.replayed:
-                    # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed.
-                    await asyncio.sleep(0)
                 line.engine_requests = started.engine_requests
                 line.reply_id, line.replayed = started.reply_id, started.replayed
                 turns.unread.sending(line)
+                if started.replayed:
+                    # A replay may not have awaited anything yet. Yield once, so that a disconnected client is noticed.
+                    await asyncio.sleep(0)
+                    await turns.unread.claim(line)
                 encoder = decoded.encoder(started)
                 if started.overridden:
                     headers["X-Tokentape-Overridden"] = pins.header(started.overridden)

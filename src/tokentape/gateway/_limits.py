@@ -59,21 +59,22 @@ class InFlightCounter:
     def __init__(self) -> None:
         self.count = 0
         self._idle = asyncio.Event()
+        """Set while nothing is in flight."""
+        self._idle.set()
 
     def __enter__(self) -> None:
         self.count += 1
+        self._idle.clear()
 
     def __exit__(self, *_: object) -> None:
         self.count -= 1
         if not self.count:
             self._idle.set()
-            self._idle.clear()
 
     async def idle(self, seconds: float) -> bool:
         """Wait at most `seconds` until no request is in flight. Return whether none is in flight."""
-        if self.count:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
         return not self.count
 
 

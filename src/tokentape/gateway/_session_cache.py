@@ -16,16 +16,14 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
-from tokentape._session.tree import UNREAD, Session
-from tokentape.errors import Conflict, LimitReached, NotFound, StoreError, TokentapeError
-from tokentape.gateway._access import RequestLog
+from tokentape._session.tree import Session
+from tokentape.errors import Conflict, LimitReached, NotFound
 from tokentape.gateway._events import Attempt, InFlightCall
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._prefix import ParsedPrefix
-from tokentape.gateway._telemetry import Metrics
 from tokentape.store import Store, StoredSession
 from tokentape.store._snapshots import Snapshots
-from tokentape.types import Event, RecordedReply, SessionInfo
+from tokentape.types import RecordedReply, SessionInfo
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -187,7 +185,7 @@ class SessionCache:
         # `find`, because another gateway may have dropped a session that is in memory here.
         opened = await self.find(session_id, owner) if session_id in self._open else None
         if opened is None and begin:
-            await self._refuse_dropped(session_id, owner)
+            await self.refuse_dropped(session_id, owner)
         # Don't await between a miss and the new session, so that two first turns create only one session.
         opened = opened or await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
         if opened is None and not begin:
@@ -274,7 +272,7 @@ class SessionCache:
         self._loaded(opened, stored, True)
         return self._open.setdefault(session_id, opened)
 
-    async def _refuse_dropped(self, session_id: str, owner: str) -> None:
+    async def refuse_dropped(self, session_id: str, owner: str) -> None:
         """Raise for the id of a dropped session before a turn is sampled, because the store would refuse the turn."""
         dropped_of = await asyncio.to_thread(Snapshots(self._store).dropped_of, session_id)
         if dropped_of is None:
@@ -315,101 +313,3 @@ class SessionCache:
 def not_found(session_id: str) -> NotFound:
     """Return the error for unknown sessions and, without distinction, other owners' sessions."""
     return NotFound(f"there is no session {session_id!r}")
-
-
-class UnreadMarks:
-    """Marks recorded replies that no client has received as unread, so that they are not trained on by default.
-
-    A client may disconnect while its reply is committed or sent. A reply that was fully sent before that counts as
-    read, because HTTP has no receipts. A retry that gets the reply from the record removes the mark. Use it on one
-    event loop.
-    """
-
-    def __init__(self, store: Store, sessions: SessionCache, metrics: Metrics) -> None:
-        self._store = store
-        self._sessions = sessions
-        self._metrics = metrics
-        self._writing: set[asyncio.Task[None]] = set()
-        self._lock = asyncio.Lock()
-        self._due: dict[tuple[str, int], Event] = {}
-        """The newest unrecorded mark for each session and turn. A failed write is retried with the next reply, before
-        an export, and at shutdown."""
-        self._refused: set[tuple[str, int]] = set()
-
-    def sending(self, line: RequestLog) -> None:
-        """Keep the session of a request with a reply in memory until `answered` is called."""
-        opened = self._sessions.in_memory(line.session_id)
-        if opened is not None:
-            opened.sending.append(line.reply_id)
-
-    def answered(self, line: RequestLog, *, complete: bool) -> None:
-        """Note that a request with a reply has ended. `complete` is whether the whole reply was sent."""
-        opened = self._sessions.in_memory(line.session_id)
-        if opened is None:
-            return
-        if line.reply_id in opened.sending:
-            opened.sending.remove(line.reply_id)
-        if complete:
-            opened.delivered.add(line.reply_id)
-            answer = opened.answers.get(line.reply_id)
-            if answer is not None and line.replayed and self._store.shared:
-                # Another gateway may have marked the turns since they were loaded here.
-                opened.session.unread.update(answer.turns)
-        self.mark(opened, line.reply_id)
-
-    def mark(self, opened: OpenSession, reply_id: str | None) -> None:
-        """Record whether a reply's turns are unread, if this has changed and the turns are recorded."""
-        if reply_id is None:
-            return
-        answer, unread = opened.answers.get(reply_id), reply_id not in opened.delivered
-        marked = opened.session.unread
-        turns = () if answer is None else tuple(seq for seq in answer.turns if (seq in marked) != unread)
-        marked.symmetric_difference_update(turns)
-        opened.unmarked.update(turns)
-        if unread:
-            self._metrics.unread.inc(len(turns))
-        for seq in turns:
-            event = Event(opened.session_id, seq, UNREAD, {"unread": unread}, time.time())
-            self._due[opened.session_id, seq] = event
-        self._start()
-
-    async def written(self) -> None:
-        """Wait until every pending mark has been recorded or has failed again."""
-        self._start()
-        await asyncio.gather(*self._writing)
-
-    async def recorded(self, session_id: str | None = None) -> None:
-        """Wait until all marks are recorded. Raises `StoreError` if a mark (of `session_id`, if set) can't be."""
-        await self.written()
-        if any(session_id in (None, refused) for refused, _ in self._refused):
-            raise StoreError("could not record which replies were received; check the database's disk and try again")
-
-    def _start(self) -> None:
-        if self._due:
-            task = asyncio.get_running_loop().create_task(self._write())
-            self._writing.add(task)
-            task.add_done_callback(self._writing.discard)
-
-    async def _write(self) -> None:
-        async with self._lock:
-            due, self._due = self._due, {}
-            by_session: dict[str, dict[tuple[str, int], Event]] = {}
-            for key, event in due.items():
-                by_session.setdefault(event.session_id, {})[key] = event
-            await asyncio.gather(*map(self._write_session, by_session.values()))
-
-    async def _write_session(self, due: Mapping[tuple[str, int], Event]) -> None:
-        self._refused.difference_update(due)
-        try:
-            await self._store.write(*due.values())
-        except StoreError as error:
-            _log.warning("could not record whether a reply was read (%s); trying again later", error.code)
-            self._due = {**due, **self._due}
-            self._refused.update(due)
-            return
-        except TokentapeError as error:
-            # The session was deleted.
-            _log.warning("could not record whether a reply was read (%s)", error.code)
-        for session_id, seq in due.keys() - self._due.keys():
-            if (opened := self._sessions.in_memory(session_id)) is not None:
-                opened.unmarked.discard(seq)

@@ -36,8 +36,9 @@ from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway._recording import Recorder, replayed
 from tokentape.gateway._resuming import CompletionSampler
-from tokentape.gateway._session_cache import OpenSession, SessionCache, UnreadMarks, not_found
+from tokentape.gateway._session_cache import OpenSession, SessionCache, not_found
 from tokentape.gateway._telemetry import Telemetry
+from tokentape.gateway._unread import UnreadMarks
 from tokentape.store import Store
 from tokentape.types import Message, SessionInfo, Setup, TokenIds, Turn
 
@@ -174,7 +175,7 @@ class Turns:
             self.sessions.drop(opened)
 
     def sessions_in_use(self) -> set[str]:
-        return {opened.session_id for opened in self.sessions if opened.calls or opened.lock.locked()}
+        return {opened.session_id for opened in self.sessions if opened.calls or opened.sending or opened.lock.locked()}
 
     def forget(self, session_ids: Iterable[str]) -> None:
         """Remove sessions that were dropped from the record from memory. Their calls in flight are not recorded."""
