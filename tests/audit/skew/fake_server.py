@@ -26,11 +26,9 @@ _answered: dict[str, Callable[[str, Any], Answer]] = {}
 _over_sockets = HttpClient._whole
 
 
-async def _whole(
-    self: HttpClient, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: Any
-) -> bytes:
+async def _whole(self: HttpClient, path: str, body: bytes | None, headers: Mapping[str, str], limit: Any) -> bytes:
     if (answer := _answered.get(self._base)) is None:
-        return await _over_sockets(self, method, path, body, headers, limit)
+        return await _over_sockets(self, path, body, headers, limit)
     status, reply = answer(path, json.loads(body or b"null"))
     received = json.dumps(reply).encode()
     if status != 200:
