@@ -311,10 +311,16 @@ def test_more_tokens_than_asked_for_are_refused(server: FakeVllm) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stop_id_that_is_not_the_last_id_is_refused(server: FakeVllm, stream: bool) -> None:
     def stopped(events: list[dict[str, Any]]) -> None:
-        finishing(events).update(finish_reason="stop", stop_reason=12)
+        finishing(events).update(finish_reason="stop", stop_reason=99)
 
     with pytest.raises(EngineContractError, match="without a requested stop"):
-        open_and_sample(server, replace(PARAMS, stop_token_ids=(12,)), stream=stream, answer=tampered(stopped))
+        open_and_sample(server, replace(PARAMS, stop_token_ids=(99,)), stream=stream, answer=tampered(stopped))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_id_before_the_last_id_is_refused(server: FakeVllm, stream: bool) -> None:
+    with pytest.raises(EngineContractError, match="continued after id 12"):
+        open_and_sample(server, replace(PARAMS, stop_token_ids=(12,)), stream=stream)
 
 
 @pytest.mark.parametrize("stream", [True, False])

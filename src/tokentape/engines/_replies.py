@@ -210,7 +210,6 @@ class ReceivedTokens:
     """Lower or equal log-probabilities mean minus infinity."""
     tokens: int = field(default=0, init=False)
     last_id: int | None = field(default=None, init=False)
-    _passed_stops: frozenset[int] = field(default=frozenset(), init=False)
 
     def delta(
         self,
@@ -231,7 +230,7 @@ class ReceivedTokens:
         if most and len(top) != len(ids):
             raise EngineContractError(f"the engine returned {len(top)} lists of alternatives for {len(ids)} ids")
         self.check_ids(ids)
-        self._note_passed_stops(ids)
+        self._check_not_stopped(ids)
         self.tokens += len(ids)
         if self.tokens > self.params.max_tokens:
             raise EngineContractError(
@@ -245,12 +244,14 @@ class ReceivedTokens:
             supports=self._supports(ids, masks) if self.params.supports else (),
         )
 
-    def _note_passed_stops(self, ids: Sequence[int]) -> None:
-        """Note requested stop ids that are followed by one of `ids`."""
-        if not ids:
-            return
+    def _check_not_stopped(self, ids: Sequence[int]) -> None:
+        """Raise `EngineContractError` if one of `ids` follows a requested stop id."""
         before = () if self.last_id is None else (self.last_id,)
-        self._passed_stops |= {*before, *ids[:-1]}.intersection(self.params.stop_token_ids)
+        for stop in {*before, *ids[:-1]}.intersection(self.params.stop_token_ids) if ids else ():
+            raise EngineContractError(
+                f"the engine continued after id {stop}, which is a stop id of the request; use a server that supports "
+                "`stop_token_ids`"
+            )
 
     def _supports(self, ids: Sequence[int], masks: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
         if len(masks) != len(ids):
@@ -292,18 +293,8 @@ class ReceivedTokens:
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         """Return the stop id or stop string that ended the completion; None for reasons other than `stop`.
 
-        Raises `EngineContractError` if the stop was not requested or differs from the last id, or if the completion
-        continued after a requested stop id.
+        Raises `EngineContractError` if the stop was not requested or differs from the last id.
         """
-        stop = self._stop(reason, matched)
-        if self._passed_stops:
-            raise EngineContractError(
-                f"the engine continued after stop id {min(self._passed_stops)}, at which the request told it to end; "
-                "use a server that supports `stop_token_ids`"
-            )
-        return stop
-
-    def _stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
         if reason == "abort":
             return None
         if self.last_id is None:
