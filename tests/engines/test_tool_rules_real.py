@@ -32,7 +32,9 @@ from tokentape.store import SqliteStore
 VLLM = os.environ.get("TOKENTAPE_VLLM_BIN")
 SGLANG = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 COMMANDS = {
-    "vllm": f"{VLLM} serve {MODEL} --served-model-name demo --dtype float32 --enforce-eager --max-model-len 2048",
+    # Else the demo model writes white space between JSON tokens until its budget is used up.
+    "vllm": f"{VLLM} serve {MODEL} --served-model-name demo --dtype float32 --enforce-eager --max-model-len 2048 "
+    "--structured-outputs-config.backend xgrammar --structured-outputs-config.disable_any_whitespace true",
     "sglang": f"{SGLANG} --model-path {MODEL} --served-model-name demo --device cpu --attention-backend torch_native "
     "--sampling-backend pytorch --dtype float32 --context-length 2048 --max-total-tokens 16384 "
     "--max-running-requests 8 --mem-fraction-static 0.3 --disable-overlap-schedule",
