@@ -37,7 +37,10 @@ def pattern(delimiter: str) -> str:
 
 
 def optional(delimiters: Iterable[str]) -> str:
-    """Return a regular expression that matches the pieces of these delimiters in order. Any piece may be missing."""
+    """Return a regular expression for the `pieces` of all these delimiters in order; each piece may be missing.
+
+    So it also matches the empty string.
+    """
     parts = [piece for delimiter in delimiters for piece in pieces(delimiter)]
     return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in parts)
 

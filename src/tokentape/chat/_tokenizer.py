@@ -341,8 +341,8 @@ class Tokenizer:
             if not re.search(f"[{chr(start)}-{chr(start + _BLOCK_SIZE - 1)}]", marked):
                 return start
         raise InvalidRequest(
-            "the text has private-use characters in all four blocks that Tokentape can use for control tokens; "
-            "remove those above U+F0000"
+            "the text has private-use characters (U+F0000 to U+10FFFD) in all four ranges with which Tokentape could "
+            "mark control tokens while it renders; remove these characters from one range"
         )
 
     def _twin(self, start: int) -> _Twin:

@@ -255,5 +255,5 @@ def _token_id(token: str) -> int:
 
 
 def alternatives_to_ask(params: SamplingParams) -> int:
-    """Return how many alternatives to request from routes that list the sampled id first among them."""
+    """Return how many alternatives to request from vLLM's routes that count the sampled id as the first: one more."""
     return params.top_logprobs + 1 if params.top_logprobs else 0

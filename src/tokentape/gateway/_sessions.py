@@ -356,7 +356,7 @@ async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None,
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
         name = request.query_params.get("name")
         if name is None:
-            raise InvalidRequest("a binary body contains one column; pass its name as a query parameter", "name")
+            raise InvalidRequest("a binary request body is one column; pass its name in the URL (?name=NAME)", "name")
         data = await read_body(request, gateway.turns.limits.body_bytes)
         if len(data) % 4:
             raise InvalidRequest(f"the body has {len(data)} bytes; expected a multiple of 4, the size of a float32")

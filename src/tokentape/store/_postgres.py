@@ -66,9 +66,11 @@ class PostgresStore(Store):
         """Open the database. Create its tables if it is empty, and migrate tables from older versions.
 
         `synchronous="NORMAL"` does not wait for the server's disk, so a server crash can lose the last records. With
-        `read_only`, nothing is changed. Raises `StoreUnavailable` if the server can't be reached, `InvalidRequest` if
-        the URL is invalid or `psycopg` is missing, `StoreCorrupt` if the tables are not Tokentape's, and `StoreError`
-        if their version is newer, the user lacks rights, or the server does not flush.
+        `read_only`, nothing is created or migrated.
+
+        Raises `StoreUnavailable` if the server can't be reached, `InvalidRequest` if the URL is invalid or `psycopg` is
+        missing, `StoreCorrupt` if the tables are not Tokentape's, and `StoreError` if their version is newer, the user
+        lacks rights, or a setting of the server (`fsync`) makes commits unsafe.
         """
         address = _url(url)
         with ExitStack() as undo:

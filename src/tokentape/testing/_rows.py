@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """An error in the rows. docs/how-to/check-trained-samples.md lists the kinds."""
+    """What is wrong with a trainer's rows. docs/how-to/check-trained-samples.md lists the kinds."""
 
     kind: str
     text: str

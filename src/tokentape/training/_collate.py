@@ -203,7 +203,10 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
                 f"{where} has id {int(ids[position])} at {position}: expected 0 to {vocab_size - 1}", "samples"
             )
         if not ids.size or sample.loss_mask[0]:
-            raise InvalidRequest(f"{where} begins with a token that carries loss: no logits predict it", "samples")
+            raise InvalidRequest(
+                f"{where} begins with a trained token, which no logits predict; put a context token before it",
+                "samples",
+            )
         if set(sample.columns) != names:
             raise InvalidRequest(
                 f"{where} has columns {sorted(sample.columns)}, the first sample {sorted(names)}; set the same in all",

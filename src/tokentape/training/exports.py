@@ -383,8 +383,8 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
         if n == trained[-1][0] and sample.reward is not None:
             if own not in (None, sample.reward):
                 raise InvalidRequest(
-                    f"session {sample.session_id!r} has reward {sample.reward:g}, its last trained turn {own:g}: "
-                    "Agent Lightning uses the last triplet's reward for all turns; set only one of the two",
+                    f"session {sample.session_id!r} has reward {sample.reward:g}, but its last trained turn has "
+                    f"{own:g}: Agent Lightning uses the last triplet's reward for all turns; set only one of the two",
                     "samples",
                 )
             own = sample.reward

@@ -82,7 +82,9 @@ def recorded_side(side: str) -> tuple[str | None, int | None] | None:
     match = re.fullmatch(BRANCH, side, re.DOTALL)
     if match is None:
         raise InvalidRequest(
-            f"with must be {', '.join(AGAINST)}, leaf-TURN, leaf-TURN-of-SESSION or session-ID", "with"
+            f"the parameter `with` is {side[:80]!r}; expected {', '.join(AGAINST)}, leaf-TURN, leaf-TURN-of-SESSION or "
+            "session-SESSION, with a turn's number and a session's id",
+            "with",
         )
     return match[2] or match[3], None if match[1] is None else int(match[1])
 

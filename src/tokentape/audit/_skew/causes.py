@@ -204,7 +204,7 @@ class TextCauses:
         return Variants(self._a.facts.spec or self._b.facts.spec or {})
 
     def _keeps_agreed(self, encoder: Encoder) -> bool:
-        """Return True if an encoder gives the ids on which the backends agree."""
+        """Return True if an encoder gives the expected ids for the battery texts that A and B encode equally."""
         return _gives(encoder, [*self._agreed], [*self._agreed.values()])
 
     def _by_input(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause:

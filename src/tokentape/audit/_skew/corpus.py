@@ -120,7 +120,10 @@ def _records(file_range: Range, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files in `paths`, and text files in its folders. Raises `InvalidRequest`, `NothingToMeasure`."""
+    """Return the files among `paths`, and all files with a text suffix in the folders among them and below.
+
+    Raises `InvalidRequest` for a path that does not exist, and `NothingToMeasure` if there are no files.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

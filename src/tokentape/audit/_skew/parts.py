@@ -154,7 +154,10 @@ _DEFAULTS = {
 
 
 def _loaded(part: Any, name: str) -> Any:
-    """Return a part as `tokenizers` saves it, with every default; unchanged if `tokenizers` rejects the part."""
+    """Return a part of tokenizer.json (`name`: "normalizer", ...) with its defaults written out.
+
+    `tokenizers` loads and saves it. A part that it rejects is returned unchanged.
+    """
     try:
         return json.loads(with_only(name, part).to_str())[name] if isinstance(part, Mapping) else part
     except Exception:  # `tokenizers` raises no narrower error
