@@ -129,7 +129,7 @@ FIRST_TRAINED.loss_mask[0] = True
         ([make_sample(0, 6)], {"length": 4}, "a sample has 6 tokens"),
         ([make_sample(0, 4)], {"length": 6, "multiple": 4}, "expected a multiple of 4"),
         ([make_sample(0, 4)], {"multiple": 0}, "multiple is 0"),
-        ([FIRST_TRAINED], {}, "no logits predict it"),
+        ([FIRST_TRAINED], {}, "which no logits predict"),
         ([with_column(make_sample(0, 4), "x", 1), make_sample(1, 4)], {}, "has columns"),
         ([with_column(make_sample(0, 4), "x", [0, 0, np.nan, 1])], {}, "column 'x' has no value for 1 trained"),
     ],

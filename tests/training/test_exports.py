@@ -234,7 +234,7 @@ def test_agent_lightning_gets_a_triplet_per_trained_turn() -> None:
 
 def test_agent_lightning_gets_no_reward_that_hides_the_session_s() -> None:
     first = replace(two_branches()[0], turn_rewards=np.array([0.25, 0.5]))
-    with pytest.raises(InvalidRequest, match=r"reward 1, its last trained turn 0\.5"):
+    with pytest.raises(InvalidRequest, match=r"reward 1, but its last trained turn has 0\.5"):
         exports.agent_lightning_triplets(first)
     for rewards in ({"reward": None}, {"turn_rewards": np.array([0.25, 1.0])}):
         triplets = exports.agent_lightning_triplets(replace(first, **rewards))
