@@ -13,7 +13,7 @@ from sqlalchemy import make_url
 
 from tests.cli.conftest import Run
 from tests.postgres import Server
-from tests.training.scripted_sessions import THOUGHT, TOLD, played, user
+from tests.training.scripted_sessions import ANSWER, THOUGHT, played, user
 from tokentape.audit._id_rows import iter_rows
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
@@ -30,7 +30,7 @@ def directory(tmp_path: Path, renderer: Renderer, served: ServedModel) -> Path:
     """A session of two turns, the second sampled in letters, and the reasoning of the first not rendered again."""
     path = tmp_path / "data"
     with SqliteStore.open(path) as store:
-        played(renderer, store, [(user("Pears?"), THOUGHT + "Yes.<|im_end|>"), (user("And?"), TOLD)], split=[1])
+        played(renderer, store, [(user("Pears?"), THOUGHT + "Yes.<|im_end|>"), (user("And?"), ANSWER)], split=[1])
     write_served_model(path, served)
     return path
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.session.builders import assistant, make_turn, user
-from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played
+from tests.training.scripted_sessions import ANSWER, THOUGHT, TOOL_CALL, played
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
@@ -62,14 +62,14 @@ def test_all_paths_are_the_same_where_everything_was_sampled_as_it_is_written(
     renderer: Renderer, store: SqliteStore
 ) -> None:
     tool = {"role": "tool", "content": "12"}
-    stored = played(renderer, store, [(user("How much are pears?"), THOUGHT + ASKED), (tool, TOLD)])
+    stored = played(renderer, store, [(user("How much are pears?"), THOUGHT + TOOL_CALL), (tool, ANSWER)])
     one = without_tools(renderer, rollout_of(stored))
     assert same(recorded(renderer, one), retokenized(renderer, one))
     assert same(recorded(renderer, one), rerendered(renderer, one))
 
 
 def test_the_template_drops_reasoning_of_turns_before_the_last_user(renderer: Renderer, store: SqliteStore) -> None:
-    stored = played(renderer, store, [(user("Pears?"), THOUGHT + "12.<|im_end|>"), (user("And?"), THOUGHT + TOLD)])
+    stored = played(renderer, store, [(user("Pears?"), THOUGHT + "12.<|im_end|>"), (user("And?"), THOUGHT + ANSWER)])
     one = without_tools(renderer, rollout_of(stored))
     found = rerendered(renderer, one)
     thought = len(renderer.tokenizer.encode_plain(THOUGHT))

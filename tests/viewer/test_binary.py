@@ -45,7 +45,7 @@ def test_an_array_of_another_type_is_refused() -> None:
         pack({}, {"values": np.zeros(2)})
 
 
-def test_a_number_that_json_lacks_is_refused() -> None:
+def test_numbers_that_json_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="JSON"):
         pack({"reward": float("nan")}, {})
 
