@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 def answered(trainer: str, module: str, request: Any = None) -> Any:
     """Return the last output line of `python -m tests.training.MODULE TRAINER`, as JSON.
 
-    The first interpreter with the trainer runs it. Interpreters without it write null, and the reason to standard error.
+    The first interpreter with the trainer runs it. Others write null, and the reason to standard error.
     """
     places = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
     why = []
