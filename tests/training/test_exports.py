@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.session.builders import assistant as said
-from tests.session.builders import make_turn, user
+from tests.session.builders import assistant, make_turn, user
 from tests.training.interpreters import answered
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -27,9 +26,9 @@ def two_branches() -> list[Sample]:
     session = Session(
         SessionInfo("s", 0.0, {"task": 7}),
         [
-            make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3, 4]),
-            make_turn(1, 0, [user("b")], said("B"), added=[5], completion=[6, 7]),
-            make_turn(2, 0, [user("c")], said("C"), added=[8], completion=[9], fork="branched"),
+            make_turn(0, None, [user("a")], assistant("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, [user("b")], assistant("B"), added=[5], completion=[6, 7]),
+            make_turn(2, 0, [user("c")], assistant("C"), added=[8], completion=[9], fork="branched"),
         ],
     )
     rewards = [Reward("s", None, 1.0, 0.0), Reward("s", 0, 0.25, 0.0)]
@@ -246,8 +245,8 @@ def test_turn_without_sampled_tokens_gives_no_triplet() -> None:
     session = Session(
         SessionInfo("s", 0.0, {}),
         [
-            make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3, 4]),
-            make_turn(1, 0, [user("b")], said(""), added=[5], completion=[]),
+            make_turn(0, None, [user("a")], assistant("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, [user("b")], assistant(""), added=[5], completion=[]),
         ],
     )
     (sample,) = assemble(trajectories(session)).samples

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.records import bits, finite, trees, turn_columns
 from tests.searching import examples
-from tests.session.builders import assistant as said
-from tests.session.builders import make_turn, user
+from tests.session.builders import assistant, make_turn, user
 from tests.session.trajectory_cases import make_trajectory
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -40,11 +39,11 @@ def forked() -> Session:
     return Session(
         SessionInfo("s", 0.0, {"task": 7}),
         [
-            make_turn(0, None, QUESTION, said("A"), added=[1, 2], completion=[3, 4]),
-            make_turn(1, 0, NEXT, said("B"), added=[5], completion=[6, 7]),
-            make_turn(2, 0, NEXT, said("C"), added=[5], completion=[8], fork="sibling"),
-            make_turn(3, 1, [user("c")], said("D"), added=[9], completion=[10]),
-            make_turn(4, 0, [user("d")], said("E"), added=[11], completion=[12], fork="branched"),
+            make_turn(0, None, QUESTION, assistant("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, NEXT, assistant("B"), added=[5], completion=[6, 7]),
+            make_turn(2, 0, NEXT, assistant("C"), added=[5], completion=[8], fork="sibling"),
+            make_turn(3, 1, [user("c")], assistant("D"), added=[9], completion=[10]),
+            make_turn(4, 0, [user("d")], assistant("E"), added=[11], completion=[12], fork="branched"),
         ],
     )
 
@@ -101,7 +100,7 @@ def test_one_retry_is_kept_and_the_rest_trains_the_prefix(
 
 
 def test_last_of_several_unused_retries_is_kept() -> None:
-    turns = [make_turn(n, None, QUESTION, said("A"), fork="sibling" if n else None) for n in range(3)]
+    turns = [make_turn(n, None, QUESTION, assistant("A"), fork="sibling" if n else None) for n in range(3)]
     made = assemble(trajectories(Session(SessionInfo("s", 0.0), turns)), select=[DropRetries("continued")])
     assert [sample.leaf for sample in made.samples] == [2]
 
@@ -115,8 +114,8 @@ def test_verdicts_select_branches_and_the_rest_still_trains_the_shared_prefix() 
 
 def test_tokens_of_aborted_turns_are_in_no_sample() -> None:
     turns = [
-        make_turn(0, None, QUESTION, said("A"), completion=[3]),
-        make_turn(1, 0, NEXT, said("B"), completion=[4], finish_reason="abort"),
+        make_turn(0, None, QUESTION, assistant("A"), completion=[3]),
+        make_turn(1, 0, NEXT, assistant("B"), completion=[4], finish_reason="abort"),
     ]
     made = assemble(trajectories(Session(SessionInfo("s", 0.0), turns)))
     assert trained_ids(made.samples) == [[3]]
@@ -160,7 +159,7 @@ def test_maximum_below_1_and_unknown_overflow_mode_are_refused() -> None:
 
 def test_different_runs_with_equal_session_ids_are_refused_but_copies_are_not() -> None:
     """Regression: the second run was taken for branches of the first, and its tokens were not trained."""
-    other = make_turn(0, None, QUESTION, said("Z"), added=[1, 2], completion=[3, 9])
+    other = make_turn(0, None, QUESTION, assistant("Z"), added=[1, 2], completion=[3, 9])
     first, second = trajectories(forked()), trajectories(Session(SessionInfo("s", 0.0, {"task": 7}), [other]))
     with pytest.raises(InvalidRequest, match=r"turn 0 has other tokens .* two runs with the same session id"):
         assemble([*first, *second])
@@ -230,7 +229,7 @@ def test_column_accepts_a_number_per_turn_or_per_token() -> None:
 
 
 def rollout(session_id: str, reward: float) -> Trajectory:
-    turn = make_turn(0, None, QUESTION, said("A"))
+    turn = make_turn(0, None, QUESTION, assistant("A"))
     (trajectory,) = trajectories(
         Session(SessionInfo(session_id, 0.0, {"task": 1}), [turn]), [Reward("s", None, reward, 0.0)]
     )
