@@ -192,10 +192,10 @@ THREE = {1: with_openai, 2: with_anthropic, 3: in_a_child_process}
 class NotedToken(Token):
     """A token of the ledger."""
 
-    given: float = 0.0
+    recorded_logprob: float = 0.0
 
     def logprob(self, temperature: float | None = None) -> float:
-        return self.given * self.temperature / (temperature or self.temperature)
+        return self.recorded_logprob * self.temperature / (temperature or self.temperature)
 
 
 def golden_of(calls: Sequence[Call], rewards: dict[str, float], temperature: float = 1.0) -> Golden:
