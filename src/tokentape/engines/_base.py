@@ -231,7 +231,7 @@ class Interruptible(Protocol):
 
 @runtime_checkable
 class KeepsSessions(Protocol):
-    """An engine with a server that keeps a session's prefix cached until it is told that the session is over."""
+    """An engine with a server that keeps a session's prefix cached until it is notified that the session has ended."""
 
     def close_session(self, session_id: str) -> None:
         """Tell the server, in the background, that the session is over. A later call in the session reopens it."""
